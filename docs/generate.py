@@ -117,7 +117,7 @@ def algorithms_page() -> str:
                 _part("`entropy_coef`", EntropyBonus, (), "--learner.entropy_coef 0.001"),
                 _part(
                     "`router_aux_loss_coef`",
-                    inspect.getmodule(RouterLoss),
+                    RouterLoss,
                     (),
                     "--learner.router_aux_loss_coef 0.001",
                 ),

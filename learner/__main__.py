@@ -1,4 +1,7 @@
-"""`python -m learner run.toml [--resume] [--section.key value]`, also under `accelerate launch -m learner`."""
+"""`python -m learner run.toml [--resume] [--section.key value]`, also under `accelerate launch -m learner`.
+
+`python -m learner --rank` is another rank, which rank 0 starts on its own machine and which ends with it.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,19 @@ import logging
 import os
 import signal
 import sys
+import threading
 
 USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code: 0 done, 1 the run failed, 2 the run file or the arguments are wrong."""
+    """Runs the learner.
+
+    Returns:
+        The exit code: 0 the run is done, 1 it failed, 2 the run file or the arguments are wrong.
+    """
+    if arguments == ["--rank"]:
+        return follow_rank_0()
     from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from protocol import access
@@ -35,6 +45,34 @@ def main(arguments: list[str]) -> int:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def follow_rank_0() -> int:
+    """Runs a rank that rank 0 has started on its own machine; the environment says which.
+
+    Returns:
+        The exit code: 0 there is nothing left to do, 1 rank 0 has gone, 2 the model cannot be loaded here.
+    """
+    threading.Thread(target=_end_with_rank_0, name="rank-0", daemon=True).start()
+    from learner.ranks.environment import place
+    from learner.ranks.liveness import RankLost
+    from learner.run import follow
+    from protocol.config import ConfigError
+
+    here = place(os.environ, ranks=1)
+    try:
+        follow(here)
+    except (ConfigError, RankLost) as error:
+        print(f"learner: rank {here.rank}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    return 0
+
+
+def _end_with_rank_0() -> None:
+    """Ends this process when rank 0 ends: rank 0 writes nothing to our standard input, which closes with it."""
+    # Not through sys.stdin: a thread that holds its lock makes Python abort as it ends, and the exit code is lost.
+    os.read(sys.stdin.fileno(), 1)
+    os._exit(0)
 
 
 if __name__ == "__main__":

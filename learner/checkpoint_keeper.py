@@ -74,6 +74,7 @@ class CheckpointKeeper:
         checkpointed: int | None,
         evaluator: Evaluator | None = None,
         report: Callable[[str], None] = lambda text: None,
+        on_saved: Callable[[Checkpoint], None] = lambda checkpoint: None,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -86,7 +87,7 @@ class CheckpointKeeper:
         self._best: Best | None = None
         self._took_s: float | None = None
         self._saved: Checkpoint | None = None
-        self.on_saved: Callable[[Checkpoint], None] | None = None
+        self._on_saved = on_saved
 
     def keep_if_due(self, position: RunPosition, wanted: bool = False) -> None:
         """After a step: write a checkpoint if it is the turn of one, or if it is `wanted`, and tell the queue."""
@@ -124,8 +125,8 @@ class CheckpointKeeper:
                 )
             info = self._save(position)
             self._client.call(lambda queue: queue.checkpointed(position.session, info.step))
-            if self.on_saved is not None and self._saved is not None:
-                self.on_saved(self._saved)
+            if self._saved is not None:
+                self._on_saved(self._saved)
 
     def settle(self) -> None:
         """After the last evaluation: name the best checkpoint, and delete those that were kept only until it was

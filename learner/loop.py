@@ -1,10 +1,8 @@
 """The learner's loop: lease, train, acknowledge, publish, checkpoint.
 
-A version is acknowledged at the queue before anyone can see it and before a checkpoint holds it: so no version number
-is ever used twice, whichever process dies. SIGTERM and Ctrl-C abandon the step, unless its weights change already: then
-they wait until it is acknowledged. Leases are given back, and a checkpoint is written if the grace time allows.
-
-Whether an adapter is published by itself or merged into the model's weights: the run file, then the servers say.
+The queue acknowledges a version before anyone can see it and before a checkpoint holds it: no version number is ever
+used twice, whichever process dies. SIGTERM and Ctrl-C abandon the step. If its weights are changing already, they wait
+until the step is acknowledged. Then leases are given back, and a checkpoint is written if the grace time allows.
 """
 
 from __future__ import annotations
@@ -13,18 +11,19 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from learner import evaluator, start
+from learner import start
 from learner.callbacks import Callbacks
 from learner.checkpoint_keeper import CheckpointKeeper
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.model_card import Results
 from learner.checkpoints.uploads import Models
-from learner.evaluator import Evaluator
+from learner.evaluator import Evaluator, open_eval_journal
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
 from learner.model.adapter import Adapter
@@ -38,6 +37,7 @@ from learner.skipping import Attempts
 from learner.training.trainer import StepFigures, Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig, adapter_checks
+from protocol.messages import RunPosition
 from weight_sync.fleet import adapter_publication
 from weight_sync.publisher import Publisher
 from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
@@ -45,34 +45,132 @@ from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
-
-def adapter_published_alone(
-    config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
-) -> bool:
-    """on_gpu: whether the learner is. With `weight_sync.adapter_only = "auto"` a server is asked to load it, and what
-    keeps vLLM from it is said; with true the publication itself finds out. Blocks."""
-    wanted = config.weight_sync.adapter_only
-    if merged := adapter_checks.merged_adapter_message(wanted, config.model, config.lora, on_gpu):
-        say(merged)
-    if not adapter_checks.is_adapter_published_alone(wanted, config.model, config.lora, on_gpu):
-        return False
-    if wanted is True:
-        return True
-    dtype: torch.dtype = getattr(torch, config.model.dtype)
-    reason = adapter_publication.adapter_refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
-    if reason is not None:
-        say(f"the merged weights are published, since {reason}")
-    return reason is None
-
-
-# What trackers may have to send the last steps, when the run does not come to its end.
+# Seconds that trackers may take to send the last steps when the run fails or is stopped.
 ENDED_CLOSE_S = 10.0
 
 TOLD_WITHIN_S = 5.0
 
 
+def train(
+    config: RunConfig,
+    trainer: Trainer,
+    client: BlockingQueueClient,
+    publisher: Publisher,
+    progress: TerminalProgress,
+    stop: Stop,
+    checkpoint: Checkpoint | None = None,
+    resume: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> None:
+    """Begins a session at the queue and trains to the last step.
+
+    Args:
+        trainer: Holds the weights of `checkpoint`, or the initial model's where that is None.
+        stop: Says when a signal asks for the end.
+        resume: Whether the run continues; otherwise it begins at step 0.
+        callbacks: The user's, see `learner.callbacks`.
+
+    Raises:
+        QueueError: The queue refuses, or cannot be reached.
+        PublishError: No server can be given the weights.
+        LearnerFailed: A step cannot be trained, or a callback failed.
+        Stopped: A signal ended the run.
+    """
+    session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
+    Loop(config, trainer, client, publisher, progress, stop, session).run()
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one session of the learner works with, from the position at which the queue began it.
+
+    Attributes:
+        position: The run's position when the session began.
+        notices: Failures that the queue is not told of yet.
+        watch: Compares the servers' samples with the policy.
+        attempts: Trains batches, and leaves out those that cannot be trained.
+    """
+
+    position: RunPosition
+    reports: Reports
+    evaluator: Evaluator
+    callbacks: Callbacks
+    models: Models
+    keeper: CheckpointKeeper
+    notices: PendingNotices
+    watch: ServerWatch
+    attempts: Attempts
+
+
+def begin_session(
+    config: RunConfig,
+    trainer: Trainer,
+    client: BlockingQueueClient,
+    publisher: Publisher,
+    progress: TerminalProgress,
+    stop: Stop,
+    checkpoint: Checkpoint | None,
+    resume: bool,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Session:
+    """Begins a session at the queue and makes what it needs. Arguments and errors are those of `train`."""
+    # torch calls it right before weights change.
+    trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
+    trainer.team.guard(stop)
+    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size)
+    with progress.phase("waiting for the queue"):
+        position = client.call(lambda queue: queue.begin_session(begin))
+    session = position.session
+    publisher.session, publisher.run_id = session, position.run
+
+    def rank_is_silent(who: str | None) -> None:
+        """Tells the queue, from a thread: the main one may be in a collective with that rank."""
+        what = who and f"a sign of life of {who}"
+        with suppress(QueueError, TimeoutError):  # the terminal shows it too
+            client.call(lambda queue: asyncio.wait_for(queue.waiting(session, what), TOLD_WITHIN_S))
+
+    trainer.team.on_silent(rank_is_silent)
+    checkpoints.set_aside(config.run_dir, begin.step)
+    reports = Reports(config, begin.step, progress)
+    notices = PendingNotices()
+    evaluator = Evaluator(config, client, session, open_eval_journal(config, begin.step), progress)
+    models = Models(config, progress)
+    tokenizer = start.tokenizer(config.model) if callbacks else None
+    called = Callbacks(callbacks, config, trainer, begin.step, tokenizer, lambda what: client.waiting(session, what))
+
+    def saved(checkpoint: Checkpoint) -> None:
+        evaluated = [(of.step, of.evaluation.reward) for of in evaluator.records]
+        known = [(step, reward) for step, reward in evaluated if reward is not None]
+        models.saved(checkpoint.model_path, Results(checkpoint.info.step, reports.rewards, known))
+        called.saved()
+
+    return Session(
+        position=position,
+        reports=reports,
+        evaluator=evaluator,
+        callbacks=called,
+        models=models,
+        keeper=CheckpointKeeper(
+            config,
+            trainer,
+            client,
+            progress,
+            stop,
+            begin.step if checkpoint else None,
+            evaluator,
+            notices.checkpoint,
+            saved,
+        ),
+        notices=notices,
+        watch=ServerWatch(),
+        attempts=Attempts(
+            trainer, config.learner.skip_bad_batches, config.run_dir, begin.step, progress, notices.batch
+        ),
+    )
+
+
 class Loop:
-    """One session of the learner at the queue."""
+    """Trains the steps of one session."""
 
     def __init__(
         self,
@@ -82,7 +180,7 @@ class Loop:
         publisher: Publisher,
         progress: TerminalProgress,
         stop: Stop,
-        callbacks: Sequence[TrainerCallback] = (),
+        session: Session,
     ) -> None:
         self._config = config
         self._trainer = trainer
@@ -90,38 +188,23 @@ class Loop:
         self._publisher = publisher
         self._progress = progress
         self._stop = stop
-        self._loaded = callbacks
+        self._session = session
+        self._reports = session.reports
+        self._evaluator = session.evaluator
+        self._callbacks = session.callbacks
+        self._keeper = session.keeper
+        self._position = session.position
+        # The newest version handed to the publisher: the session publishes its first one before it trains.
+        self._published = session.position.version
+        # How many of the publisher's records the reports have.
         self._recorded = 0
         # Whether an adapter is published by itself; None: not decided yet.
         self._alone: bool | None = None
-        # torch calls it right before weights change.
-        trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
-        trainer.team.guard(stop)
 
-    def run(self, checkpoint: Checkpoint | None, resume: bool) -> None:
-        """Train to the last step. Raises `QueueError`, `PublishError`, `LearnerFailed`, `Stopped`."""
-        config, client, progress = self._config, self._client, self._progress
-        begin = start.session(config, checkpoint, resume, self._trainer.policy.vocabulary_size)
-        with progress.phase("waiting for the queue"):
-            self._position = client.call(lambda queue: queue.begin_session(begin))
-        self._publisher.session, self._publisher.run_id = self._position.session, self._position.run
-        self._trainer.team.on_silent(self._rank_is_silent)
-        checkpoints.set_aside(config.run_dir, begin.step)
-        self._reports = Reports(config, begin.step, progress)
-        journal = evaluator.open_eval_journal(config, begin.step)
-        self._evaluator = Evaluator(config, client, self._position.session, journal, progress)
-        self._troubles = PendingNotices()
-        newest = begin.step if checkpoint else None
-        self._keeper = CheckpointKeeper(
-            config, self._trainer, client, progress, self._stop, newest, self._evaluator, self._troubles.checkpoint
-        )
-        most = config.learner.skip_bad_batches
-        self._watch = ServerWatch()
-        self._attempts = Attempts(self._trainer, most, config.run_dir, begin.step, progress, self._troubles.batch)
-        self._keeper.on_saved = self._saved
-        self._models = Models(config, progress)
+    def run(self) -> None:
+        """Trains to the last step. Raises what `train` does."""
         try:
-            self._callbacks = self._begin_callbacks(begin.step)
+            self._callbacks.begin()
             self._run_session()
         except BaseException as error:
             if isinstance(error, Stopped):
@@ -129,35 +212,7 @@ class Loop:
             self._reports.close(min(ENDED_CLOSE_S, max(0.5, self._stop.left_s / 2)))
             raise
         self._reports.close()
-        self._models.close()
-
-    def _begin_callbacks(self, step: int) -> Callbacks:
-        """They begin when the session does: what they do in `on_train_begin` must not come before."""
-        tokenizer = start.tokenizer(self._config.model) if self._loaded else None
-        callbacks = Callbacks(
-            self._loaded,
-            self._config,
-            self._trainer,
-            step,
-            tokenizer,
-            lambda what: self._client.waiting(self._position.session, what),
-        )
-        callbacks.begin()
-        return callbacks
-
-    def _saved(self, checkpoint: Checkpoint) -> None:
-        evaluated = [(of.step, of.evaluation.reward) for of in self._evaluator.records]
-        known = [(step, reward) for step, reward in evaluated if reward is not None]
-        self._models.saved(checkpoint.model_path, Results(checkpoint.info.step, self._reports.rewards, known))
-        self._callbacks.saved()
-
-    def _rank_is_silent(self, who: str | None) -> None:
-        """On a thread: the main one may be in a collective with that rank."""
-        what = who and f"a sign of life of {who}"
-        with suppress(QueueError, TimeoutError):  # it is said here, too
-            self._client.call(
-                lambda queue: asyncio.wait_for(queue.waiting(self._position.session, what), TOLD_WITHIN_S)
-            )
+        self._session.models.close()
 
     def _run_session(self) -> None:
         what = f"publishing version {self._position.version} to the vLLM servers"
@@ -204,7 +259,7 @@ class Loop:
             except RunFinished:
                 return
             wait_s += time.perf_counter() - waiting
-            figures = self._attempts.step(batch, feeder)
+            figures = self._session.attempts.step(batch, feeder)
             if figures is None:
                 continue
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
@@ -213,11 +268,17 @@ class Loop:
             tokens = batch.tally.tokens + reports.num_tokens
             self._record_publications()
             record = StepRecord(
-                *(batch.step, batch.version + 1, batch.tally, figures, times, tokens),
-                *(self._evaluator.fresh(), reports.weight_sync()),
+                step=batch.step,
+                version=batch.version + 1,
+                tally=batch.tally,
+                figures=figures,
+                times=times,
+                num_tokens=tokens,
+                evaluations=self._evaluator.fresh(),
+                weight_sync=reports.weight_sync(),
             )
             self._watch_servers(figures)
-            report = self._troubles.told_in(record.report(self._publisher.in_flight))
+            report = self._session.notices.told_in(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
             self._stop.release()
@@ -229,9 +290,9 @@ class Loop:
             self._keeper.keep_if_due(self._position, wish.save)
 
     def _watch_servers(self, figures: StepFigures) -> None:
-        for text in self._watch.step(figures.beside):
+        for text in self._session.watch.step(figures.beside):
             self._progress.warn(text)
-            self._troubles.server(text)
+            self._session.notices.server(text)
 
     def _conclude(self) -> None:
         status = self._client.call(lambda queue: queue.status())
@@ -274,3 +335,29 @@ class Loop:
         ended = self._publisher.records[self._recorded :]
         self._reports.publications(ended, offset=self._position.version - self._position.step)
         self._recorded += len(ended)
+
+
+def adapter_published_alone(
+    config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
+) -> bool:
+    """Decides whether an adapter is published by itself, or merged into the model's weights.
+
+    With `weight_sync.adapter_only = "auto"` a server is asked to load it; with true the publication itself finds out
+    whether it can. Blocks while it asks.
+
+    Args:
+        on_gpu: Whether the learner is on a GPU.
+        say: Shows a line; called with the reason where the merged weights are published.
+    """
+    wanted = config.weight_sync.adapter_only
+    if merged := adapter_checks.merged_adapter_message(wanted, config.model, config.lora, on_gpu):
+        say(merged)
+    if not adapter_checks.is_adapter_published_alone(wanted, config.model, config.lora, on_gpu):
+        return False
+    if wanted is True:
+        return True
+    dtype: torch.dtype = getattr(torch, config.model.dtype)
+    reason = adapter_publication.adapter_refusal(config, Snapshot(0, adapter.alone(), probe, dtype, run_id=run_id))
+    if reason is not None:
+        say(f"the merged weights are published, since {reason}")
+    return reason is None

@@ -155,7 +155,14 @@ class _Replay:
             figures = self._trainer.step(batch.rows, batch.rollouts)
             times = StepTimes(0.0, time.perf_counter() - began, time.process_time() - cpu, 0.0)
             tokens += batch.tally.tokens
-            line = StepRecord(recorded.step, recorded.version, batch.tally, figures, times, tokens)
+            line = StepRecord(
+                step=recorded.step,
+                version=recorded.version,
+                tally=batch.tally,
+                figures=figures,
+                times=times,
+                num_tokens=tokens,
+            )
             journal.append(line)
             self._compare(line)
             self._progress.show(line)

@@ -9,13 +9,12 @@ from contextlib import ExitStack
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
-from learner import start
+from learner import loop, start
 from learner.callbacks import load as load_callbacks
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints import resuming, uploads
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.feed.blocking_client import BlockingQueueClient
-from learner.loop import Loop
 from learner.model.build import load_policy
 from learner.model.policy import Scoring
 from learner.model.precision import warning
@@ -107,7 +106,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
         with Publisher(config, url) as publisher:
-            Loop(config, trainer, client, publisher, progress, stop, callbacks).run(checkpoint, resume)
+            loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
 
 
 def follow(place: RankInfo) -> None:

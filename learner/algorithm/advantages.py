@@ -1,18 +1,6 @@
-"""The face of an advantage.
+"""Advantages: how the rewards of a step say which of its rollouts to reinforce, and by how much.
 
-`advantage = "async_grpo"`: as `grpo`, with the deviation of TRL's asynchronous trainer.
-
-`advantage = "dr_grpo"`: distance from the group's mean reward.
-
-`advantage = "batch"`: distance from the group's mean reward, in standard deviations of the step's rewards.
-
-`advantage = "gdpo"`: each reward function has its own deviation in the group, so none drowns another.
-
-`advantage = "grpo"`: distance from the group's mean reward, in standard deviations.
-
-`advantage = "rloo"`: distance from the mean reward of the others.
-
-Advantages, one file a variant: how the rewards of a step say which of its rollouts to reinforce.
+An advantage is a pure function of rewards. A group whose rewards are all equal gets exactly 0, so it has no gradient.
 """
 
 from __future__ import annotations
@@ -27,20 +15,25 @@ from protocol.config import LearnerSection
 
 
 class Advantage(ABC):
-    """How much better each rollout of a step did than others: a pure function of their rewards.
+    """The interface of an advantage: how much better each rollout of a step did than the others.
 
-    A variant is a formula, in `compute`; it reads its own settings from `section`.
+    A variant is a formula, in `compute`. It reads its own settings from `section`.
     """
 
     def __init__(self, section: LearnerSection) -> None:
         self.section = section
 
     def __call__(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """float32 [S], of finite rewards. Flat groups get exactly 0: rounding must not make a gradient where nothing
-        can be learnt.
+        """Computes the advantages of a step.
 
-        With `normalise_advantages` they are (A - mean) / (std + `advantage_epsilon`) over the step, as in TRL's
-        RLOOTrainer.
+        With `normalise_advantages` they become (A - mean) / (std + `advantage_epsilon`) over the step, as in TRL's
+        RLOOTrainer. Flat groups then get exactly 0: rounding must not make a gradient where nothing can be learnt.
+
+        Args:
+            rollouts: The step's rollouts, with finite rewards.
+
+        Returns:
+            float32 [S], one per rollout.
         """
         advantages = self.compute(rollouts)
         if self.section.normalise_advantages:
@@ -52,21 +45,32 @@ class Advantage(ABC):
 
     @abstractmethod
     def compute(self, rollouts: StepRollouts) -> Floats:
-        """The advantages, finite float64 [S]; whatever it gives the rollouts of a flat group."""
+        """Computes the formula.
+
+        Returns:
+            Finite float64 [S]. The values of a flat group do not matter: they are replaced by 0.
+        """
 
     def is_flat(self, group: StepRollouts) -> bool:
-        """Whether the rollouts of one group, at least one, have nothing to be learnt from: here decides who drops them
-        (`learner.zero_variance`) and who gives them no gradient."""
+        """Says whether nothing can be learnt from the rollouts of one group.
+
+        Both readers of it agree by that: `learner.zero_variance`, which drops such groups, and the gradient, which they
+        do not enter.
+
+        Args:
+            group: At least one rollout.
+        """
         return bool(np.ptp(group.rewards) == 0)
 
     def stays_flat(self, group: StepRollouts) -> bool:
-        """Whether that is known before the step: with `kl_in_reward`, the KL will make equal rewards differ."""
+        """Says whether a group is known to be flat before the step: with `kl_in_reward`, the KL will make equal rewards
+        differ."""
         penalised = self.section.kl_in_reward and self.section.kl_coef > 0
         return self.is_flat(group) and (len(group) == 1 or not penalised)
 
 
 class GroupAdvantage(Advantage):
-    """An advantage that looks at one group at a time."""
+    """The interface of an advantage that looks at one group at a time."""
 
     def compute(self, rollouts: StepRollouts) -> Floats:
         advantages = np.zeros(len(rollouts))
@@ -77,26 +81,46 @@ class GroupAdvantage(Advantage):
 
     @abstractmethod
     def of_group(self, rewards: Floats) -> Floats:
-        """The advantages, float64 [G], of a group's rewards, float64 [G], G >= 2."""
+        """Computes the formula for one group.
+
+        Args:
+            rewards: float64 [G], G >= 2.
+
+        Returns:
+            float64 [G].
+        """
 
 
 def sample_std(values: Floats) -> float:
-    """The standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of less than two values."""
+    """Returns the standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of fewer than two values."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def standardised(values: Floats, epsilon: float) -> Floats:
-    """(x - mean) / (std + epsilon) of at least one value, with the sample's deviation."""
+    """Returns (x - mean) / (std + epsilon) of at least one value, with the standard deviation of a sample."""
     return np.asarray((values - values.mean()) / (sample_std(values) + epsilon))
 
 
-# TRL's; no setting there.
+class Grpo(GroupAdvantage):
+    """(r - mean) / (std + `advantage_epsilon`), as in arXiv:2402.03300, section 4.1.2.
+
+    The standard deviation is the sample's (divided by G - 1), as in TRL's GRPOTrainer, which takes `torch.std`.
+
+    Choose it first: all groups count alike, whatever the scale of their rewards.
+    """
+
+    def of_group(self, rewards: Floats) -> Floats:
+        return standardised(rewards, self.section.advantage_epsilon)
+
+
+# TRL's AsyncGRPOTrainer has this constant and no setting for it.
 _EPSILON = 1e-8
 
 
 class AsyncGrpo(GroupAdvantage):
-    """(r - mean) / (std + 1e-8), as in TRL's AsyncGRPOTrainer: the deviation is the population's (divided by G), so the
-    advantages are sqrt(G / (G - 1)) times those of `grpo`, and the least difference of rewards counts in full.
+    """(r - mean) / (std + 1e-8), as in TRL's AsyncGRPOTrainer: the standard deviation is the population's (divided by
+    G), so the advantages are sqrt(G / (G - 1)) times those of `grpo`, and the smallest difference of rewards counts in
+    full.
 
     Choose it to compare with TRL's AsyncGRPOTrainer.
     """
@@ -106,24 +130,35 @@ class AsyncGrpo(GroupAdvantage):
 
 
 class DrGrpo(GroupAdvantage):
-    """r - mean: without the division, groups of little variance count no more than others (arXiv:2503.20783).
+    """r - mean. Without the division, groups of little variance count no more than others (arXiv:2503.20783).
 
-    Choose it where many groups are nearly solved or nearly hopeless, whose small deviations would make noise loud, and
-    where rewards are on one scale.
+    Choose it where rewards are on one scale and many groups are nearly solved or nearly hopeless: dividing by their
+    small deviations would amplify noise.
     """
 
     def of_group(self, rewards: Floats) -> Floats:
         return np.asarray(rewards - rewards.mean())
 
 
+class Rloo(GroupAdvantage):
+    """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i.
+
+    Choose it for an unbiased baseline, and for rewards whose size means something.
+    """
+
+    def of_group(self, rewards: Floats) -> Floats:
+        others = (rewards.sum() - rewards) / (len(rewards) - 1)
+        return np.asarray(rewards - others)
+
+
 class Batch(DrGrpo):
     """(r - mean of the group) / (std of the step + `advantage_epsilon`): arXiv:2508.08221, TRL's
     `scale_rewards="batch"`.
 
-    The standard deviation is the sample's, over the rewards of all rollouts of the step: groups that
-    `learner.zero_variance` keeps out of it do not count.
+    The standard deviation is the sample's, over the rewards of all rollouts of the step. Groups that
+    `learner.zero_variance` keeps out of the step do not count.
 
-    Choose it where groups are small, so that a group's own deviation is noise.
+    Choose it where groups are small, so that a group's own standard deviation is noise.
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:
@@ -133,12 +168,14 @@ class Batch(DrGrpo):
 class Gdpo(Advantage):
     """GDPO (arXiv:2601.05242), as TRL's `multi_objective_aggregation="normalize_then_sum"`.
 
-    For each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over the group's rollouts that it gave a
-    number; the weighted sum over k, to which a function that gave None adds nothing; of that,
-    (A - mean) / (std + `advantage_epsilon`) over the step. Deviations are the sample's. A rollout that no function gave
-    a number has advantage 0 and no part in mean and deviation.
+    For each reward function k, (r_k - mean_k) / (std_k + `advantage_epsilon`) over those rollouts of the group that k
+    gave a number; then the weighted sum over k, to which a function that gave None adds nothing; then (A - mean) / (std
+    + `advantage_epsilon`) of these sums over the step.
 
-    Choose it for several reward functions of unlike scales or rarity, whose sum would hide one of them.
+    Standard deviations are the sample's. A rollout that no function gave a number has advantage 0 and does not count in
+    mean and standard deviation.
+
+    Choose it for several reward functions of unlike scale or rarity, where a plain sum would hide one of them.
     """
 
     def compute(self, rollouts: StepRollouts) -> Floats:
@@ -159,36 +196,13 @@ class Gdpo(Advantage):
         return advantages
 
     def is_flat(self, group: StepRollouts) -> bool:
-        """Where each reward function that counts is flat: two may differ and their sum be the same."""
+        """Says whether every reward function that counts is flat: two of them may differ and their sum be the same."""
         counts = group.reward_weights != 0
         return all(_is_flat(column[~np.isnan(column)]) for column in group.components.T[counts])
 
 
 def _is_flat(values: Floats) -> bool:
     return len(values) < 2 or bool(np.ptp(values) == 0)
-
-
-class Grpo(GroupAdvantage):
-    """(r - mean) / (std + `advantage_epsilon`), as in arXiv:2402.03300, section 4.1.2.
-
-    The standard deviation is the sample's (divided by G - 1), as in TRL's GRPOTrainer, which takes `torch.std`.
-
-    Choose it first: groups count alike, whatever the scale of their rewards.
-    """
-
-    def of_group(self, rewards: Floats) -> Floats:
-        return standardised(rewards, self.section.advantage_epsilon)
-
-
-class Rloo(GroupAdvantage):
-    """REINFORCE leave-one-out (arXiv:2402.14740): r_i - mean of r_j over j != i.
-
-    Choose it for an unbiased baseline, and for rewards whose size means something.
-    """
-
-    def of_group(self, rewards: Floats) -> Floats:
-        others = (rewards.sum() - rewards) / (len(rewards) - 1)
-        return np.asarray(rewards - others)
 
 
 ADVANTAGES: dict[str, type[Advantage]] = {
@@ -202,5 +216,5 @@ ADVANTAGES: dict[str, type[Advantage]] = {
 
 
 def build(section: LearnerSection) -> Advantage:
-    """The variant that `learner.advantage` names."""
+    """Makes the variant that `learner.advantage` names."""
     return ADVANTAGES[section.advantage](section)

@@ -1,4 +1,4 @@
-"""All parts of an algorithm as one: from a step's rollouts to advantages, and from a row's tokens to losses."""
+"""Puts the parts of an algorithm together: from a step's rollouts to advantages, and from a row's tokens to losses."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from protocol.config import LearnerSection
 
 
 class Algorithm:
-    """What `[learner]` chose. `longest`: the most tokens that a rollout may sample.
+    """The algorithm that `[learner]` chose.
 
-    by_rollout: whether losses depend on what `Tokens` has of whole rollouts; top_entropy: the share of the step's
-    tokens that are learnt from, those of highest entropy, or None; needs_previous: whether `proximal` is the policy
-    before the last step; needs_reference: whether anything reads `Tokens.reference`; kl_in_reward: whether advantages
-    wait for the reference's log-probs; needs_entropy: whether the loss holds the step's mean entropy.
+    Attributes:
+        by_rollout: Whether losses depend on what `Tokens` has of whole rollouts.
+        proximal: Makes the log-probs of the proximal policy.
+        needs_previous: Whether `proximal` is the policy before the last step.
+        top_entropy: The share of the step's tokens, those of highest entropy, that are learnt from; None for all.
+        needs_reference: Whether anything reads `Tokens.reference`.
+        kl_in_reward: Whether advantages need the reference's log-probs.
+        needs_entropy: Whether the loss holds the step's mean entropy.
     """
 
     def __init__(self, section: LearnerSection, longest: int) -> None:
+        """Args:
+        section: `[learner]` of the run file.
+        longest: The most tokens that a rollout may sample."""
         self._advantage = advantages.build(section)
         self._correction = corrections.build(section)
         self._masks = loss_terms.build_masks(section)
@@ -45,18 +52,26 @@ class Algorithm:
         self.needs_entropy = section.entropy_coef > 0
 
     def advantages(self, rollouts: StepRollouts, reference_drift: Floats | None = None) -> npt.NDArray[np.float32]:
-        """float32 [S]. `reference_drift`: where `kl_in_reward`, float64 [S], the sum of reference - behaviour over each
-        rollout's tokens that train."""
+        """Computes the advantages of a step.
+
+        Args:
+            reference_drift: float64 [S], sum of reference - behaviour over each rollout's tokens that train; given
+                where `kl_in_reward`.
+
+        Returns:
+            float32 [S].
+        """
         for regulariser in self._regularisers:
             if regulariser.in_reward and reference_drift is not None:
                 rollouts = rollouts.with_rewards(rollouts.rewards - regulariser.penalties(reference_drift))
         return self._advantage(rollouts)
 
     def weights(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """Weight of each rollout's tokens in the step's loss, float32 [S]."""
+        """Returns the weight of each rollout's tokens in the step's loss, float32 [S]."""
         return self._normaliser(rollouts, self._longest).astype(np.float32)
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
+        """Computes the losses of a row's tokens, with the sums and peaks of all parts."""
         corrected = self._correction(tokens)
         seen, weighted = corrected.tokens, tokens.weights > 0
         masked: dict[str, torch.Tensor] = {}
@@ -65,31 +80,31 @@ class Algorithm:
             seen = seen.masked(keep)
             masked[f"{_MASKED}{name}"] = (weighted & ~keep).sum()
         result = self._objective(seen)
-        losses, beside = result.losses, dict[str, torch.Tensor]()
+        losses, added_sums = result.losses, dict[str, torch.Tensor]()
         for regulariser in self._regularisers:
             added = regulariser(tokens)
             losses = losses + added.losses
-            beside |= _named(_REGULARISER, added.sums)
+            added_sums |= _named(_REGULARISER, added.sums)
         counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
         own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
         drift = _named(_DRIFT, self._objective.drift(tokens))
         peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
-        return TokenLosses(losses, {**counts, **own, **drift, **before, **masked, **beside}, peaks)
+        return TokenLosses(losses, {**counts, **own, **drift, **before, **masked, **added_sums}, peaks)
 
-    def figures(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """What `metrics.jsonl` shows, from a step's sums and peaks; the objective's are None where correction and masks
-        left it no token."""
+    def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
+        """Makes the metrics of `metrics.jsonl` from a step's sums and peaks. The objective's are None where correction
+        and masks left it no token."""
         corrected, tokens = max(1, int(sums["corrected"])), int(sums["tokens"])
         own = _under(_OBJECTIVE, sums)
         if tokens:
-            shown: dict[str, float | None] = {**self._objective.figures(own, tokens)}
+            shown: dict[str, float | None] = {**self._objective.metrics(own, tokens)}
         else:
-            shown = dict.fromkeys(self._objective.figures(dict.fromkeys(own, 1.0), 1))
+            shown = dict.fromkeys(self._objective.metrics(dict.fromkeys(own, 1.0), 1))
         return {
-            **self._correction.figures(_under(_CORRECTION, sums), corrected),
+            **self._correction.metrics(_under(_CORRECTION, sums), corrected),
             **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},
             **shown,
-            **self._objective.drift_figures(_under(_DRIFT, sums), corrected),
+            **self._objective.drift_metrics(_under(_DRIFT, sums), corrected),
             **{name: value / corrected for name, value in _under(_REGULARISER, sums).items()},
         }
 

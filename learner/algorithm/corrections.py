@@ -1,24 +1,7 @@
-"""What corrections by the ratio proximal / behaviour have in common: its bounds, and its figures.
+"""Corrections: what is done about tokens that an older version of the policy sampled.
 
-The face of a correction.
-
-`correction = "decoupled"`: decoupled PPO, one policy to clip against and another one to correct for.
-
-`correction = "geometric_mask"`: rollouts are left out by the geometric mean of their tokens' ratios.
-
-`correction = "none"`: the objective's ratio is to the policy that sampled.
-
-`correction = "sequence_mask"`: rollouts that have become too likely or too unlikely are left out.
-
-`correction = "sequence_truncate"`: truncated importance sampling, of whole rollouts.
-
-`correction = "token_mask"`: IcePop, tokens that sampler and learner disagree on are left out.
-
-`correction = "token_truncate"`: truncated importance sampling (TIS), token by token.
-
-Corrections, one file a variant: what is done about tokens that an older version of the policy sampled.
-
-The proximal policy: one between the policy that sampled and the one that trains, which corrections weigh by.
+A correction is a pure function of tokens, applied before the objective. Most weigh or mask by the ratio of the proximal
+policy, which lies between sampler and learner, to the policy that sampled.
 """
 
 from __future__ import annotations
@@ -37,8 +20,13 @@ from protocol.config import LearnerSection
 
 @dataclass(frozen=True)
 class Corrected:
-    """tokens: with the weights, and the `old` and `old_drift`, that an objective is to use; sums and peaks: as in
-    `TokenLosses`, over the tokens that had weight before."""
+    """What a correction makes of a row's tokens.
+
+    Attributes:
+        tokens: With the weights, the `old` and the `old_drift` that the objective uses.
+        sums: As in `TokenLosses`, over the tokens that had weight before.
+        peaks: Likewise.
+    """
 
     tokens: Tokens
     sums: dict[str, torch.Tensor]
@@ -46,9 +34,10 @@ class Corrected:
 
 
 class Correction(ABC):
-    """What is done about tokens that another policy sampled: a pure function of tokens, before the objective.
+    """The interface of a correction. A variant reads its own settings from `section`.
 
-    by_rollout: whether it reads what `Tokens` has of whole rollouts.
+    Attributes:
+        by_rollout: Whether it reads what `Tokens` has of whole rollouts.
     """
 
     by_rollout: ClassVar[bool] = False
@@ -57,22 +46,44 @@ class Correction(ABC):
         self.section = section
 
     @abstractmethod
-    def __call__(self, tokens: Tokens) -> Corrected: ...
+    def __call__(self, tokens: Tokens) -> Corrected:
+        """Corrects the tokens of a row."""
 
-    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's `sums` and peaks over the `tokens` that had weight before."""
+    def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Makes the metrics of `metrics.jsonl`.
+
+        Args:
+            sums: The step's sums and peaks.
+            tokens: Number of the step's tokens that had weight before.
+        """
         return {name: value / tokens for name, value in sums.items()}
+
+
+class NoCorrection(Correction):
+    """Nothing is corrected: p / p_behaviour is in the objective, which bounds it.
+
+    Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
+    """
+
+    def __call__(self, tokens: Tokens) -> Corrected:
+        return Corrected(tokens, {})
 
 
 class BoundedRatio(Correction):
     """A correction by r = proximal / behaviour, without a gradient, within `correction_low` and `correction_high`.
 
-    LOW, HIGH: the bounds where the run file sets none. RATIO: how the metrics call r as it is used, and OUTSIDE the
-    share of r that were outside of the bounds. Figures: least, mean and greatest r; that share; `correction/ess`, the
-    effective sample size of the r that are used, (sum r)^2 / (n sum r^2), from 0 to 1. They count each token once where
-    r is a token's, and each rollout once where it is a rollout's (`by_rollout`), in whatever rows its tokens stand.
+    Its metrics are the least, mean and greatest r that is used; the share of r outside the bounds; and
+    `correction/ess`, the effective sample size of the r that are used, (sum r)^2 / (n sum r^2), from 0 to 1. They count
+    each token once where r is a token's. Where r is a rollout's (`by_rollout`) they count each rollout once, in
+    whatever rows its tokens stand.
 
     An r that is not a number is never outside: the step must end in `DivergedError`, not in a mask.
+
+    Attributes:
+        LOW: The lower bound where the run file sets none.
+        HIGH: The upper bound where the run file sets none.
+        RATIO: Prefix of the metrics of r.
+        OUTSIDE: Name of the metric for the share outside the bounds.
     """
 
     LOW: ClassVar[float] = 0.0
@@ -92,13 +103,13 @@ class BoundedRatio(Correction):
         outside = (ratio < self.low) | (ratio > self.high)
         used = self.used(ratio, outside)
 
-        one = 1 / tokens.lengths if self.by_rollout else torch.ones_like(ratio)
-        one = torch.where(weighted, one, 0.0)
+        share = 1 / tokens.lengths if self.by_rollout else torch.ones_like(ratio)
+        share = torch.where(weighted, share, 0.0)
         sums = {
-            "count": one.sum(),
-            "outside": (one * outside).sum(),
-            "ratio": (one * used).sum(),
-            "ratio_squared": (one * used.square()).sum(),
+            "count": share.sum(),
+            "outside": (share * outside).sum(),
+            "ratio": (share * used).sum(),
+            "ratio_squared": (share * used.square()).sum(),
         }
         nothing = torch.full_like(used, -torch.inf)
         peaks = {
@@ -109,17 +120,25 @@ class BoundedRatio(Correction):
 
     @abstractmethod
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """log r of each token, or of its rollout, float32 [N]."""
+        """Returns log r of each token, or of its rollout, float32 [N]."""
 
     @abstractmethod
     def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
-        """r after its bounds, float32 [N]. `outside`: bool [N]."""
+        """Applies the bounds to r.
+
+        Args:
+            ratio: float32 [N].
+            outside: bool [N], whether r is outside the bounds.
+
+        Returns:
+            float32 [N].
+        """
 
     @abstractmethod
     def corrected(self, tokens: Tokens, used: torch.Tensor, outside: torch.Tensor) -> Tokens:
-        """What the objective is to see."""
+        """Returns the tokens that the objective sees."""
 
-    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+    def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
         squares = sums["count"] * sums["ratio_squared"]
         return {
             f"{self.RATIO}/min": -sums["lowest_negated"],
@@ -131,9 +150,9 @@ class BoundedRatio(Correction):
 
 
 class ImportanceWeight(BoundedRatio):
-    """A token's weight, times r; the objective's ratio is then taken against the proximal policy, as p / proximal times
-    proximal / behaviour is p / behaviour: nothing is counted twice. r is that of the whole rollout for variants that
-    are `by_rollout`, and else the token's."""
+    """A token's weight is multiplied by r, and the objective's ratio is then taken against the proximal policy: p /
+    proximal times proximal / behaviour is p / behaviour, so nothing counts twice. r is the whole rollout's for variants
+    that are `by_rollout`, and the token's for the others."""
 
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
         return tokens.proximal_drift if self.by_rollout else tokens.proximal - tokens.behaviour
@@ -143,7 +162,7 @@ class ImportanceWeight(BoundedRatio):
 
 
 class TruncatedWeight(ImportanceWeight):
-    """Weights within the bounds: r above or below counts as the bound."""
+    """Weights within the bounds: an r above or below counts as the bound."""
 
     OUTSIDE: ClassVar[str] = "correction/truncated"
 
@@ -152,7 +171,7 @@ class TruncatedWeight(ImportanceWeight):
 
 
 class MaskedWeight(ImportanceWeight):
-    """No weight where r is outside of the bounds."""
+    """No weight where r is outside the bounds."""
 
     OUTSIDE: ClassVar[str] = "correction/masked"
 
@@ -160,27 +179,67 @@ class MaskedWeight(ImportanceWeight):
         return torch.where(outside, 0.0, ratio)
 
 
-class Decoupled(TruncatedWeight):
-    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2): the objective clips p / proximal, and
-    each token is weighted by min(proximal / behaviour, `correction_high`).
+class TokenTruncate(TruncatedWeight):
+    """weight = clip(proximal / behaviour, `correction_low`, `correction_high`), of each token.
 
-    The paper has no bound; 5 is that of AReaL's code, `behav_imp_weight_cap`, which leaves such tokens out (that is
-    `token_mask` with `correction_low = 0`). The formula is `token_truncate`'s, under the name that people know: what
-    makes it PPO is `proximal`. With `recomputed`, p / proximal is 1 throughout, as a batch makes one optimiser step,
-    and the clip never acts; `last_step` and `interpolated` (A-3PO) give it something to hold on to.
+    Truncated importance sampling (TIS) has an upper bound only, usually 2 (Yao et al.,
+    fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate` has a lower bound too,
+    `vllm_importance_sampling_clip_min`, and an upper one of 3.
 
-    Choose it for staleness above 1 with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
+    Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
     """
 
+    HIGH: ClassVar[float] = 2.0
+
+
+class TokenMask(MaskedWeight):
+    """weight = r = proximal / behaviour of each token within [`correction_low`, `correction_high`], and 0 outside.
+
+    IcePop (Ring-1T, arXiv:2510.18855: M(k) = k for k in [alpha, beta], else 0), with its bounds 0.5 and 5; TRL's mode
+    `token_mask`.
+
+    Choose it with `reinforce` where sampler and learner disagree on single tokens, as mixtures of experts do (preset
+    `icepop`).
+    """
+
+    LOW: ClassVar[float] = 0.5
     HIGH: ClassVar[float] = 5.0
+
+
+class SequenceTruncate(TruncatedWeight):
+    """weight = clip(exp(sum of log proximal - log behaviour), `correction_low`, `correction_high`), over a rollout's
+    tokens that train, the same for all of them.
+
+    TRL's mode `sequence_truncate` with its upper bound, 3. Without a bound it is unbiased, with a variance that grows
+    with the rollout's length (richardli.xyz/post/rl-collapse-part2, analysis 1).
+
+    Choose it for short rollouts, where a weight of the whole rollout is less biased than weights of tokens.
+    """
+
+    by_rollout: ClassVar[bool] = True
+    HIGH: ClassVar[float] = 3.0
+
+
+class SequenceMask(MaskedWeight):
+    """weight = r = exp(sum of log proximal - log behaviour) over a rollout's tokens that train, the same for all of
+    them; 0 where r is outside [`correction_low`, `correction_high`].
+
+    TRL's mode `sequence_mask`, its default, with its upper bound, 3, and no lower one. r moves away from 1 with each
+    token, so long rollouts are left out more often than short ones.
+
+    Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
+    """
+
+    by_rollout: ClassVar[bool] = True
+    HIGH: ClassVar[float] = 3.0
 
 
 class GeometricMask(BoundedRatio):
     """No weight for rollouts whose exp(mean of log proximal - log behaviour), over their tokens that train, is outside
-    of [`correction_low`, `correction_high`]; nothing else is changed: the objective's ratio stays one to the sampler.
+    [`correction_low`, `correction_high`]. Nothing else changes: the objective's ratio stays the one to the sampler.
 
     Geometric sequence masking (richardli.xyz/post/rl-collapse-part3), with the bounds of SkyRL's examples, 0.99 and
-    1.01. They are narrow: where `correction/masked` is high, widen them.
+    1.01. They are narrow: widen them where `correction/masked` is high.
 
     Choose it for long rollouts, as its mean does not grow with their length.
     """
@@ -201,68 +260,19 @@ class GeometricMask(BoundedRatio):
         return tokens.masked(~outside)
 
 
-class NoCorrection(Correction):
-    """Nothing: p / p_behaviour is in the objective, which bounds it.
+class Decoupled(TruncatedWeight):
+    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298, section 5.2): the objective clips p / proximal, and
+    each token is weighted by min(proximal / behaviour, `correction_high`).
 
-    Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
+    The paper has no bound. 5 is that of AReaL's code, `behav_imp_weight_cap`, which leaves such tokens out (that is
+    `token_mask` with `correction_low = 0`). The formula is that of `token_truncate`, under its well-known name: what
+    makes it PPO is `proximal`. With `recomputed`, p / proximal is always 1, as a batch makes one optimiser step, and
+    the clip never acts. `last_step` and `interpolated` (A-3PO) make it act.
+
+    Choose it for staleness above 1, with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
     """
 
-    def __call__(self, tokens: Tokens) -> Corrected:
-        return Corrected(tokens, {})
-
-
-class SequenceMask(MaskedWeight):
-    """weight = r = exp(sum of log proximal - log behaviour) over a rollout's tokens that train, the same for all of
-    them; 0 where r is outside of [`correction_low`, `correction_high`].
-
-    TRL's mode `sequence_mask`, its default, with its upper bound, 3, and no lower one. r moves away from 1 with each
-    token: long rollouts are left out more often than short ones.
-
-    Choose it to compare with TRL's GRPOTrainer, and for fresh data of a server that rounds otherwise.
-    """
-
-    by_rollout: ClassVar[bool] = True
-    HIGH: ClassVar[float] = 3.0
-
-
-class SequenceTruncate(TruncatedWeight):
-    """weight = clip(exp(sum of log proximal - log behaviour), `correction_low`, `correction_high`), over a rollout's
-    tokens that train, the same for all of them.
-
-    TRL's mode `sequence_truncate` with its upper bound, 3. Without a bound it is unbiased, with a variance that grows
-    with the rollout's length (richardli.xyz/post/rl-collapse-part2, analysis 1).
-
-    Choose it for short rollouts, where a weight of the whole rollout is less biased than one of tokens.
-    """
-
-    by_rollout: ClassVar[bool] = True
-    HIGH: ClassVar[float] = 3.0
-
-
-class TokenMask(MaskedWeight):
-    """weight = r = proximal / behaviour of each token within [`correction_low`, `correction_high`], and 0 outside.
-
-    IcePop (Ring-1T, arXiv:2510.18855: M(k) = k for k in [alpha, beta], else 0), with its bounds 0.5 and 5; TRL's mode
-    `token_mask`.
-
-    Choose it with `reinforce` where sampler and learner disagree on single tokens, as mixtures of experts do (preset
-    `icepop`).
-    """
-
-    LOW: ClassVar[float] = 0.5
     HIGH: ClassVar[float] = 5.0
-
-
-class TokenTruncate(TruncatedWeight):
-    """weight = clip(proximal / behaviour, `correction_low`, `correction_high`), of each token.
-
-    TIS bounds it above only, usually at 2 (Yao et al., fengyao.notion.site/off-policy-rl). TRL's mode `token_truncate`
-    has a lower bound too, `vllm_importance_sampling_clip_min`, and 3 for the upper one.
-
-    Choose it with `reinforce` for stale data (preset `tis`): every token teaches, none decides.
-    """
-
-    HIGH: ClassVar[float] = 2.0
 
 
 CORRECTIONS: dict[str, type[Correction]] = {
@@ -277,15 +287,20 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 
 def build(section: LearnerSection) -> Correction:
-    """The variant that `learner.correction` names."""
+    """Makes the variant that `learner.correction` names."""
     return CORRECTIONS[section.correction](section)
 
 
 @dataclass(frozen=True)
-class Between:
-    """What a proximal policy is made from, for N tokens, without a gradient: log-probs under the policy that sampled
-    (behaviour), as the step begins (logprobs), and before the last optimiser step (previous; None where that is not
-    known), each float32 [N]; staleness, int32 [N], versions between sampling and training."""
+class ProximalInputs:
+    """What a proximal policy is made from, for N tokens, without a gradient.
+
+    Attributes:
+        behaviour: float32 [N], log-probs under the policy that sampled.
+        logprobs: float32 [N], log-probs under the policy as the step begins.
+        previous: float32 [N], log-probs under the policy before the last optimiser step; None where that is not known.
+        staleness: int32 [N], versions between sampling and training.
+    """
 
     behaviour: torch.Tensor
     logprobs: torch.Tensor
@@ -293,38 +308,38 @@ class Between:
     staleness: torch.Tensor
 
 
-def recomputed(between: Between) -> torch.Tensor:
+def recomputed(inputs: ProximalInputs) -> torch.Tensor:
     """The policy as the step begins, AReaL's and verl's `recompute` (arXiv:2505.24298, section 5.2).
 
-    They need a pass for it, since they make several optimiser steps with a batch. Here a batch makes one: it is the
-    policy that trains, without its gradient, and costs nothing.
+    They need a pass for it, since they make several optimiser steps with a batch. Here a batch makes one, so this is
+    the policy that trains, without its gradient, and costs nothing.
 
     Choose it with weights and masks, which then compare with the policy itself.
     """
-    return between.logprobs
+    return inputs.logprobs
 
 
-def last_step(between: Between) -> torch.Tensor:
-    """The policy before the last optimiser step; before the first one since the learner started, the policy itself.
+def last_step(inputs: ProximalInputs) -> torch.Tensor:
+    """The policy before the last optimiser step. Before the first step of a learner it is the policy itself.
 
-    Choose it with `decoupled`, for the paper's own formula, at the price of a pass.
+    Choose it with `decoupled` for the paper's own formula, at the price of a pass.
     """
-    return between.logprobs if between.previous is None else between.previous
+    return inputs.logprobs if inputs.previous is None else inputs.previous
 
 
-def interpolated(between: Between) -> torch.Tensor:
-    """log proximal = alpha log behaviour + (1 - alpha) log policy, alpha = 1 / d for a token that is d versions old,
-    and 1 where d = 0: A-3PO (arXiv:2512.06547), as AReaL computes it (`prox_logp_method = "loglinear"`), where the
-    proximal policy is one version behind the one that trains.
+def interpolated(inputs: ProximalInputs) -> torch.Tensor:
+    """log proximal = alpha log behaviour + (1 - alpha) log policy, where alpha = 1 / d for a token that is d versions
+    old, and 1 where d = 0: A-3PO (arXiv:2512.06547), as AReaL computes it (`prox_logp_method = "loglinear"`). It puts
+    the proximal policy one version behind the one that trains.
 
-    Choose it with `decoupled`, for nearly the same without a pass.
+    Choose it with `decoupled` for nearly the same without a pass.
     """
-    alpha = 1 / between.staleness.clamp(min=1)
-    return torch.lerp(between.behaviour, between.logprobs, 1 - alpha)
+    alpha = 1 / inputs.staleness.clamp(min=1)
+    return torch.lerp(inputs.behaviour, inputs.logprobs, 1 - alpha)
 
 
-# By `learner.proximal`: log-probs under the proximal policy, float32 [N].
-PROXIMALS: dict[str, Callable[[Between], torch.Tensor]] = {
+# By `learner.proximal`: a function that returns the log-probs under the proximal policy, float32 [N].
+PROXIMALS: dict[str, Callable[[ProximalInputs], torch.Tensor]] = {
     "recomputed": recomputed,
     "last_step": last_step,
     "interpolated": interpolated,

@@ -1,8 +1,8 @@
-"""How far the learner's policy is from the one that sampled: sums over a step's rows, and the figures of these.
+"""Measures how far the learner's policy is from the one that sampled: sums over a step's rows, and their metrics.
 
-All sums have a fixed size, whatever the rows hold, so that those of rows, and of ranks, add up. They stay on the device
-until the step is over, and then come over together. A percentile is read off a histogram, since values that are sorted
-do not add up.
+All sums have a fixed size, whatever the rows hold, so those of rows, and of ranks, add up. They stay on the device
+until the step is over, and are then copied together. Percentiles are read off a histogram, since sorted values do not
+add up.
 """
 
 from __future__ import annotations
@@ -23,23 +23,28 @@ _EDGE = float(np.arcsinh(MAX_LOG_RATIO / FINEST))
 
 BINS = int(np.ceil(2 * _EDGE / BIN))
 
-# What is as stale or staler has one bin.
+# Tokens of this staleness or more share one bin.
 MAX_STALENESS = 16
 
 PERCENTILES = (1, 50, 99)
 
 DISTANCE, DISTANCE_TOKENS = "sampler/distance/", "sampler/distance_tokens/"
 
-# Servers beyond so many have no figures of their own.
+# Servers beyond so many have no metrics of their own.
 MAX_SERVERS = 64
 
 
 def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a row's N tokens that train. log_ratios: policy to sampler, float32 [N]; staleness: in versions, int32 [N].
+    """Sums over a row's N tokens that train. On a GPU nothing waits for it.
 
-    Each sum is one-dimensional; `drift` and `stale` count tokens, in int64. On a GPU nothing waits for it.
+    Args:
+        log_ratios: float32 [N], log-probs of the policy minus the sampler's.
+        staleness: int32 [N], in versions.
+
+    Returns:
+        One-dimensional tensors by name; `drift` and `stale` count tokens, in int64.
     """
-    # One that is not a number ends the step elsewhere; here it must not reach beyond the bins.
+    # A log-ratio that is not a number ends the step elsewhere; here it must not reach beyond the bins.
     places = torch.asinh(log_ratios.nan_to_num(nan=MAX_LOG_RATIO) / FINEST).add(_EDGE).div(BIN).long()
     ages = staleness.long().clamp(0, MAX_STALENESS)
     one = torch.ones_like(places)
@@ -51,8 +56,16 @@ def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, t
 
 
 def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Of a row's N tokens that train, by the server that sampled them. fresh: bool [N], whether the version that trains
-    sampled the token; server: int32 [N], see `PackedRow`. Each sum is one-dimensional."""
+    """Sums over a row's N tokens that train, by the server that sampled them.
+
+    Args:
+        log_ratios: float32 [N], as in `drift_sums`.
+        fresh: bool [N], whether the version that trains sampled the token.
+        server: int32 [N], see `PackedRow`.
+
+    Returns:
+        One-dimensional tensors by name.
+    """
     places = server.long().clamp(0, MAX_SERVERS)
     return {
         "server_tokens": _added(MAX_SERVERS + 1, places, fresh.long()),
@@ -61,19 +74,22 @@ def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: tor
 
 
 def zero_sums(device: torch.device) -> dict[str, torch.Tensor]:
-    """The sums of no row."""
+    """Returns the sums of no row."""
     none, whole = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     return {**drift_sums(none, whole), **server_drift_sums(none, whole.bool(), whole)}
 
 
 def drift_metrics(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ()) -> dict[str, float]:
-    """Of a step's sums, by their names in `metrics.jsonl`; what no token has is left out.
+    """Makes metrics from a step's sums, by their names in `metrics.jsonl`. A metric over no tokens is left out.
 
-    `sampler/ratio_p<n>`: percentiles of the ratio policy / sampler over all tokens that train;
+    `sampler/ratio_p<n>`: percentiles of the ratio policy / sampler over all tokens that train.
     `sampler/kl_staleness_<s>` for s >= 1: KL(sampler, learner) in nats, the mean of -log r over the tokens of that
-    staleness (joschu.net/blog/kl-approx.html, k1; `learner.training.trainer` says why not k3);
-    `sampler/distance/<server>`: the mean of |log r| in nats over the fresh tokens that this one of `servers` sampled,
-    `sampler/distance_tokens/<server>` of them. Unlike a KL it is not the square of what the two differ by.
+    staleness (joschu.net/blog/kl-approx.html, k1; `learner.training.trainer` says why not k3).
+    `sampler/distance/<server>`: the mean of |log r| in nats over the fresh tokens that this server sampled,
+    `sampler/distance_tokens/<server>` of them. Unlike a KL it is not the square of the difference.
+
+    Args:
+        servers: Names of the servers, by the numbers that rows have for them.
     """
     together = torch.cat([value.double() for value in sums.values()]).cpu().numpy()
     parts = np.split(together, np.cumsum([len(value) for value in sums.values()])[:-1])
@@ -95,7 +111,8 @@ def _added(size: int, places: torch.Tensor, values: torch.Tensor) -> torch.Tenso
 
 
 def _percentiles(counts: npt.NDArray[np.float64]) -> dict[int, float]:
-    """Of the ratio, by percent, from the histogram of its logarithm. In a bin, values are taken to be spread evenly."""
+    """Returns percentiles of the ratio, by percent, from the histogram of its logarithm. In a bin, values are taken to
+    be spread evenly."""
     ends = np.cumsum(counts)
     if not len(ends) or not ends[-1]:
         return {}

@@ -1,31 +1,7 @@
-"""The auxiliary loss that keeps a mixture's experts evenly used, exact for a whole step.
+"""What an algorithm has beside objective and correction: masks, regularisers and the loss of a mixture's routers.
 
-E * sum over experts e of f_e * P_e, where f_e is how many of a token's k choices go to e and P_e the probability that
-the router gives e, both means over tokens and layers (Switch Transformer, arXiv:2101.03961, eq. 4-6, with k choices and
-over all layers, as in transformers' `load_balancing_loss_func`). A product of means is no sum over rows. But f_e has no
-gradient: once it is known for the whole step, the rest is a sum over tokens, and packing cannot change it.
-
-Choose it for long runs of a mixture, whose routers drift; its model's own config names the coefficient.
-
-The face of a mask.
-
-`off_policy_mask_threshold`: bad rollouts that the policy has moved away from.
-
-`top_entropy_quantile`: only tokens where the policy hesitates are learnt from.
-
-Masks, one file each: tokens that an objective does not see. Any of them may be set beside any objective and
-correction.
-
-The face of a regulariser.
-
-`entropy_coef` > 0: a bonus for entropy.
-
-`kl_coef` > 0: the KL to a reference model in the loss.
-
-`kl_in_reward`: the KL to a reference model is taken from the rewards.
-
-Regularisers, one file each: what a loss holds beside its objective, so that the policy stays near a reference or
-keeps its entropy.
+A mask takes tokens from the objective. A regulariser adds a term to the loss, or takes one from the rewards, so that
+the policy stays near a reference or keeps its entropy. All are off by default, and any may be set beside the others.
 """
 
 from __future__ import annotations
@@ -43,61 +19,13 @@ from learner.algorithm.step_data import Floats, Tokens
 from protocol.config import LearnerSection
 
 
-@dataclass(frozen=True)
-class Routing:
-    """How a row's tokens were routed, summed over tokens and layers; a token that sequences share counts for each.
-
-    chosen: float32 [E], how often each expert was; probabilities: float32 [E], differentiable; tokens: float32 scalar,
-    tokens x layers.
-    """
-
-    chosen: torch.Tensor
-    probabilities: torch.Tensor
-    tokens: torch.Tensor
-
-    @classmethod
-    def of(cls, logits: Sequence[torch.Tensor], top_k: int, copies: torch.Tensor) -> Self:
-        """logits: of each layer's router, [T, E]; copies: [T], how many sequences have each token."""
-        counts = copies.float()
-        experts = logits[0].shape[-1]
-        chosen = torch.zeros(experts, device=counts.device)
-        sums = torch.zeros_like(chosen)
-        for layer in logits:
-            probabilities = layer.float().softmax(-1)
-            best = probabilities.detach().topk(top_k, dim=-1).indices
-            chosen = chosen.index_add(0, best.flatten(), counts.repeat_interleave(top_k))
-            sums = sums + counts @ probabilities
-        return cls(chosen, sums, counts.sum() * len(logits))
-
-
-class RouterLoss:
-    """The loss of a step, row by row. `rows`: the routing of all of its rows, without a gradient; of this rank's rows
-    where `add_up` gives the sum over the ranks."""
-
-    def __init__(
-        self,
-        coefficient: float,
-        rows: Sequence[Routing],
-        add_up: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
-    ) -> None:
-        self._coefficient = coefficient
-        tokens = add_up(torch.stack([row.tokens for row in rows]).sum())
-        chosen = add_up(torch.stack([row.chosen.detach() for row in rows]).sum(0))
-        # The loss is linear in the probabilities with this slope, [E].
-        self._slope = len(rows[0].chosen) * chosen / tokens**2
-
-    def share(self, row: Routing) -> torch.Tensor:
-        """A row's part in the loss, before the coefficient: a scalar; the parts of all rows add up to the loss."""
-        return (self._slope * row.probabilities).sum()
-
-    def __call__(self, row: Routing) -> torch.Tensor:
-        return self._coefficient * self.share(row)
-
-
 class Mask(ABC):
-    """A pure function of tokens. What it leaves out stays in the normaliser, as in TRL: the rest counts no more.
+    """The interface of a mask, a pure function of tokens.
 
-    by_rollout: whether it reads what `Tokens` has of whole rollouts.
+    The tokens that it leaves out stay in the normaliser, as in TRL: the rest counts no more than before.
+
+    Attributes:
+        by_rollout: Whether it reads what `Tokens` has of whole rollouts.
     """
 
     by_rollout: ClassVar[bool] = False
@@ -108,11 +36,11 @@ class Mask(ABC):
     @staticmethod
     @abstractmethod
     def is_set(section: LearnerSection) -> bool:
-        """Whether the run file wants it."""
+        """Says whether the run file wants it."""
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """Which tokens stay, bool [N]."""
+        """Returns which tokens stay, bool [N]."""
 
 
 class OffPolicy(Mask):
@@ -138,7 +66,7 @@ class OffPolicy(Mask):
         return ~(far & (tokens.advantages < 0))
 
 
-# Nats.
+# Nats by which entropies of one context may differ between rows.
 ROUNDING = 1e-5
 
 
@@ -146,10 +74,10 @@ class TopEntropy(Mask):
     """Keeps the share `top_entropy_quantile` of the step's tokens, those of highest entropy ("Beyond the 80/20 rule",
     arXiv:2506.01939, which takes 0.2); 0 keeps the highest one.
 
-    As TRL's setting of this name, but over all of the step's tokens, where TRL takes those of a micro-batch. Tokens of
-    equal entropy stand or go together.
+    As TRL's setting of this name, but over all tokens of the step, where TRL takes those of a micro-batch. Tokens of
+    equal entropy stay or go together.
 
-    Choose it for long reasoning, most of whose tokens leave no choice.
+    Choose it for long reasoning, where most tokens leave no choice.
     """
 
     @staticmethod
@@ -158,20 +86,21 @@ class TopEntropy(Mask):
 
     def __call__(self, tokens: Tokens) -> torch.Tensor:
         if tokens.top_entropy is None:
-            raise ValueError("nobody said which tokens have the step's highest entropies: set Tokens.top_entropy")
+            raise ValueError("tokens.top_entropy is None: learner.top_entropy_quantile needs it")
         return tokens.top_entropy
 
 
 def keep_top_entropy(entropies: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
-    """Which entropies are at least `lowest`, bool [N]. Those of a context that several rows hold are equal but for
-    rounding."""
+    """Returns which entropies are at least `lowest`, bool [N]. Entropies of a context that several rows hold are equal
+    but for rounding."""
     return entropies >= lowest - ROUNDING
 
 
 def lowest_kept(entropies: torch.Tensor, share: float) -> torch.Tensor:
-    """The least entropy that is among the highest `share` of a step's entropies, float32 [N], a scalar.
+    """Returns the least entropy among the highest `share` of a step's entropies, as a float32 scalar.
 
-    What is at least this is what is at least `torch.quantile(entropies, 1 - share)`, which takes 16 million at most.
+    The entropies that are at least this are those that are at least `torch.quantile(entropies, 1 - share)`, which takes
+    16 million at most.
     """
     place = (1 - share) * (len(entropies) - 1)
     # 1 - 0.2 is a little more than 0.8: rounding must not leave a token out.
@@ -185,15 +114,17 @@ MASKS: dict[str, type[Mask]] = {
 
 
 def build_masks(section: LearnerSection) -> dict[str, Mask]:
-    """Those that the run file sets, by what they mask."""
+    """Makes the masks that the run file sets, by what they mask."""
     return {name: mask(section) for name, mask in MASKS.items() if mask.is_set(section)}
 
 
 class Regulariser(ABC):
-    """A term of the loss beside the objective's: a pure function of tokens, as they are before any correction. It
-    reads its own settings from `section`.
+    """The interface of a term of the loss beside the objective's: a pure function of tokens before any correction. A
+    variant reads its own settings from `section`.
 
-    needs_reference: whether it reads `Tokens.reference`; in_reward: whether it takes `penalties` from the rewards.
+    Attributes:
+        needs_reference: Whether it reads `Tokens.reference`.
+        in_reward: Whether it takes `penalties` from the rewards.
     """
 
     needs_reference: ClassVar[bool] = False
@@ -204,42 +135,30 @@ class Regulariser(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """What is added to the objective's losses; its sums become figures, as means over the tokens with weight."""
+        """Returns what is added to the objective's losses; its sums become metrics, as means over the tokens with
+        weight."""
 
     def penalties(self, reference_drift: Floats) -> Floats:
-        """What is taken from each rollout's reward, float64 [S]. `reference_drift`: float64 [S], the sum of reference -
-        behaviour over the rollout's tokens that train."""
+        """Returns what is taken from each rollout's reward, float64 [S].
+
+        Args:
+            reference_drift: float64 [S], sum of reference - behaviour over the rollout's tokens that train.
+        """
         raise NotImplementedError
 
 
-class EntropyBonus(Regulariser):
-    """loss = -entropy_coef * H for each token, H in nats, of the distribution that the sampler draws from.
-
-    A mean over the step's tokens, whatever the normaliser is, as in TRL's GRPOTrainer: so a coefficient means the same
-    beside each of them. The bonus of PPO (arXiv:1707.06347, eq. 9), with its gradient through all of the distribution.
-
-    Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
-    """
-
-    def __call__(self, tokens: Tokens) -> TokenLosses:
-        if tokens.entropy_weights is None:
-            raise ValueError("tokens.entropy_weights is None: learner.entropy_coef needs them")
-        entropy = torch.where(tokens.weights > 0, tokens.entropy, 0.0)
-        return TokenLosses(-self.section.entropy_coef * entropy * tokens.entropy_weights, {})
-
-
 class KlInLoss(Regulariser):
-    """loss = kl_coef * k3 for each token, k3 = exp(d) - d - 1, d = log p_reference - log p.
+    """loss = kl_coef * k3 for each token, where k3 = exp(d) - d - 1 and d = log p_reference - log p.
 
     k3 estimates KL(policy || reference) and is never negative (joschu.net/blog/kl-approx.html; GRPO, arXiv:2402.03300,
-    eq. 4). With `kl_bias_correction`, times p / p_behaviour with its gradient: then the gradient is that of the KL
-    although another policy sampled the token (DeepSeek-V3.2, arXiv:2512.02556, eq. 7); the ratio counts as at most
-    `delta`, or a single token that the policy has come to like would be all of a step's gradient. As in TRL's
+    eq. 4). With `kl_bias_correction` it is multiplied by p / p_behaviour with its gradient: then the gradient is that
+    of the KL although another policy sampled the token (DeepSeek-V3.2, arXiv:2512.02556, eq. 7). The ratio counts as at
+    most `delta`, or a single token that the policy has come to like would be all of a step's gradient. As in TRL's
     GRPOTrainer, neither importance weights nor masks touch it.
 
     Sums: `kl_reference`, of the estimates as the loss has them.
 
-    Choose it where the policy must keep what it could before, such as style or other tasks; tasks with rewards that can
+    Choose it where the policy must keep what it could before, such as style or other tasks. Tasks with rewards that can
     be checked seldom need it.
     """
 
@@ -258,8 +177,11 @@ class KlInLoss(Regulariser):
         return TokenLosses(losses, {"kl_reference": estimate.detach().sum()})
 
     def _corrected(self, tokens: Tokens, distance: torch.Tensor) -> torch.Tensor:
-        """r * (exp(d) - d - 1), r = p / p_behaviour, whose gradient is -r * d: the term r * exp(d), p_reference /
-        p_behaviour, has none, and is written apart as r and exp(d) may be as small and as large as floats get."""
+        """Returns r * (exp(d) - d - 1), where r = p / p_behaviour; its gradient is -r * d.
+
+        The term r * exp(d), which is p_reference / p_behaviour, has no gradient. It is computed from the sum of the
+        logarithms, as r and exp(d) may be as small and as large as floats get.
+        """
         weighted = tokens.weights > 0
         highest = MAX_LOG_RATIO if self.section.delta == "none" else math.log(self.section.delta)
         log_ratio = torch.where(weighted, tokens.logprobs - tokens.behaviour, 0.0).detach()
@@ -270,8 +192,8 @@ class KlInLoss(Regulariser):
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """exp(x), beyond MAX_LOG_RATIO with the slope that it has there: a wild token still moves towards the reference,
-    and nothing overflows."""
+    """Returns exp(x), continued beyond MAX_LOG_RATIO as a straight line: a wild token still moves towards the
+    reference, and nothing overflows."""
     bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
     return bounded.exp() * (1 + log_ratio - bounded)
 
@@ -280,13 +202,14 @@ class KlInReward(Regulariser):
     """reward - kl_coef * sum of log p_behaviour - log p_reference over the rollout's tokens (RLOO, arXiv:2402.14740,
     section 2).
 
-    The estimate is k1 of joschu.net/blog/kl-approx.html, under the policy that sampled, as in TRL's RLOOTrainer; it is
-    taken off before the advantage. Tokens of tools and environments never count, nor do those that are masked: these
-    stand before the ones that train, which cannot have caused them, or in a rollout that does not train at all.
+    The estimate is k1 of joschu.net/blog/kl-approx.html under the policy that sampled, as in TRL's RLOOTrainer. It is
+    taken from the reward before the advantage is computed. Tokens of tools and environments never count. Nor do masked
+    ones: they stand before the tokens that train, which cannot have caused them, or in a rollout that does not train at
+    all.
 
     Sums: `kl_reference`, of the estimates. There is no term in the loss.
 
-    Choose it with `rloo`, as its paper has it.
+    Choose it with `rloo`, as in its paper.
     """
 
     needs_reference = True
@@ -302,11 +225,102 @@ class KlInReward(Regulariser):
         return -self.section.kl_coef * reference_drift
 
 
+class EntropyBonus(Regulariser):
+    """loss = -entropy_coef * H for each token, where H is the entropy, in nats, of the distribution that the sampler
+    draws from.
+
+    It is a mean over the step's tokens, whatever the normaliser, as in TRL's GRPOTrainer: a coefficient means the same
+    beside each of them. The bonus of PPO (arXiv:1707.06347, eq. 9), with its gradient through all of the distribution.
+
+    Choose it, at 0.001 or so, where `entropy` falls to 0 before the reward has risen.
+    """
+
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        if tokens.entropy_weights is None:
+            raise ValueError("tokens.entropy_weights is None: learner.entropy_coef needs them")
+        entropy = torch.where(tokens.weights > 0, tokens.entropy, 0.0)
+        return TokenLosses(-self.section.entropy_coef * entropy * tokens.entropy_weights, {})
+
+
 def build_regularisers(section: LearnerSection) -> list[Regulariser]:
-    """Those whose coefficient is above 0."""
+    """Makes those whose coefficient is above 0."""
     found: list[Regulariser] = []
     if section.kl_coef:
         found.append(KlInReward(section) if section.kl_in_reward else KlInLoss(section))
     if section.entropy_coef:
         found.append(EntropyBonus(section))
     return found
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How a row's tokens were routed, summed over tokens and layers. A token that sequences share counts for each of
+    them.
+
+    Attributes:
+        chosen: float32 [E], how often each expert was chosen.
+        probabilities: float32 [E], sums of the router's probabilities, differentiable.
+        tokens: float32 scalar, tokens x layers.
+    """
+
+    chosen: torch.Tensor
+    probabilities: torch.Tensor
+    tokens: torch.Tensor
+
+    @classmethod
+    def of(cls, logits: Sequence[torch.Tensor], top_k: int, copies: torch.Tensor) -> Self:
+        """Sums the routing of a row.
+
+        Args:
+            logits: Those of each layer's router, [T, E].
+            top_k: Experts per token.
+            copies: [T], how many sequences have each token.
+        """
+        counts = copies.float()
+        experts = logits[0].shape[-1]
+        chosen = torch.zeros(experts, device=counts.device)
+        sums = torch.zeros_like(chosen)
+        for layer in logits:
+            probabilities = layer.float().softmax(-1)
+            best = probabilities.detach().topk(top_k, dim=-1).indices
+            chosen = chosen.index_add(0, best.flatten(), counts.repeat_interleave(top_k))
+            sums = sums + counts @ probabilities
+        return cls(chosen, sums, counts.sum() * len(logits))
+
+
+class RouterLoss:
+    """The auxiliary loss that keeps a mixture's experts evenly used, exact for a whole step.
+
+    E * sum over experts e of f_e * P_e, where f_e is the share of a token's k choices that go to e and P_e the
+    probability that the router gives e, both means over tokens and layers (Switch Transformer, arXiv:2101.03961, eq.
+    4-6, with k choices and over all layers, as in transformers' `load_balancing_loss_func`). A product of means is no
+    sum over rows. But f_e has no gradient: once it is known for the whole step, the rest is a sum over tokens, and
+    packing cannot change it.
+
+    Choose it for long runs of a mixture, whose routers drift; its model's own config names the coefficient.
+    """
+
+    def __init__(
+        self,
+        coefficient: float,
+        rows: Sequence[Routing],
+        add_up: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
+    ) -> None:
+        """Args:
+        coefficient: What the loss is multiplied by.
+        rows: The routing of all rows of the step, without a gradient; of this rank's rows where there are several
+            ranks.
+        add_up: Returns the sum over the ranks."""
+        self._coefficient = coefficient
+        tokens = add_up(torch.stack([row.tokens for row in rows]).sum())
+        chosen = add_up(torch.stack([row.chosen.detach() for row in rows]).sum(0))
+        # The loss is linear in the probabilities with this slope, [E].
+        self._slope = len(rows[0].chosen) * chosen / tokens**2
+
+    def share(self, row: Routing) -> torch.Tensor:
+        """Returns a row's part in the loss before the coefficient, a scalar; the parts of all rows add up to the
+        loss."""
+        return (self._slope * row.probabilities).sum()
+
+    def __call__(self, row: Routing) -> torch.Tensor:
+        return self._coefficient * self.share(row)

@@ -1,28 +1,7 @@
-"""What objectives share that have a ratio r = p / p_old, of each token or of its whole rollout.
+"""Objectives: the loss of each sampled token, from its log-probs and its advantage.
 
-The face of an objective.
-
-`objective = "cispo"`: the policy gradient, weighted by a ratio that is cut off.
-
-`objective = "dppo"`: the policy gradient of tokens whose distribution did not move too far.
-
-PPO's clip, of whatever ratio.
-
-`objective = "gspo"`: PPO's clip of the mean ratio of a whole rollout.
-
-`objective = "importance"`: importance sampling, with nothing that bounds the ratio.
-
-`objective = "ppo_clip"`: PPO's clip, against the policy that sampled or the one that a correction names.
-
-`objective = "reinforce"`: the policy gradient, as if the policy itself had sampled.
-
-`objective = "sapo"`: a smooth gate in the place of the clip.
-
-`objective = "sequence_clip"`: PPO's clip of the ratio of a whole rollout.
-
-`objective = "vespo"`: the policy gradient, weighted by a smooth kernel of a whole rollout's ratio.
-
-Objectives, one file a variant: the loss of each sampled token, from its log-probs and its advantage.
+An objective is a pure function of tokens. The loss of a whole rollout is written as one of tokens with the same
+gradient, so a rollout may stand in several rows.
 """
 
 from __future__ import annotations
@@ -37,18 +16,22 @@ import torch
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
-# exp() of more overflows a float32 sum of squares; no useful ratio is near it.
+# The exponential of more overflows a float32 sum of squares; no useful ratio is near it.
 MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """losses: float32 [N], each times its weight; sums: by name, detached scalars over the tokens with weight, or over
-    their rollouts; a weight counts a token and does not scale it.
+    """The losses of a row's N tokens, and what the step's metrics are made from.
 
-    A step's loss is the sum of `losses` over all of its rows. The sums are added up over the rows likewise, and of
-    `peaks` each name's greatest counts (a minimum is the peak of what is negated): a row must give the same names
-    whatever is in it.
+    A step's loss is the sum of `losses` over all of its rows. `sums` are added up over the rows; of `peaks` the
+    greatest counts (a minimum is the peak of the negated value). A row must give the same names whatever is in it.
+
+    Attributes:
+        losses: float32 [N], each times its weight.
+        sums: Detached scalars by name, over the tokens with weight or over their rollouts. A weight only says whether a
+            token counts; it does not scale the sum.
+        peaks: Detached scalars by name.
     """
 
     losses: torch.Tensor
@@ -57,10 +40,10 @@ class TokenLosses:
 
 
 class Objective(ABC):
-    """A pure function of tokens; it reads its own settings from `section`.
+    """The interface of an objective. A variant reads its own settings from `section`.
 
-    by_rollout: whether it reads what `Tokens` has of whole rollouts. It must use these without a gradient: a loss of a
-    whole rollout is written as one of tokens that has the same gradient, so that rollouts may stand in several rows.
+    Attributes:
+        by_rollout: Whether it reads what `Tokens` has of whole rollouts, which has no gradient.
     """
 
     by_rollout: ClassVar[bool] = False
@@ -69,40 +52,53 @@ class Objective(ABC):
         self.section = section
 
     @abstractmethod
-    def __call__(self, tokens: Tokens) -> TokenLosses: ...
+    def __call__(self, tokens: Tokens) -> TokenLosses:
+        """Computes the losses of a row's tokens."""
 
-    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's `sums` over its `tokens` with weight, at least one.
+    def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Makes the metrics of `metrics.jsonl`. Unless a variant overrides it: means over the tokens, under the names
+        of the sums.
 
-        Unless a variant says otherwise: the mean over the tokens, under the sum's own name.
+        Args:
+            sums: The step's sums.
+            tokens: Number of the step's tokens with weight, at least one.
         """
         return {name: value / tokens for name, value in sums.items()}
 
     def drift(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """Sums that show how far the policy is from the one that sampled, as in `TokenLosses`. `tokens`: before
-        correction and masks, whose `old` is `behaviour`: neither may hide it."""
+        """Returns sums that show how far the policy is from the one that sampled.
+
+        Args:
+            tokens: The tokens before correction and masks, whose `old` is `behaviour`: neither may hide the drift.
+        """
         return {}
 
-    def drift_figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """What `metrics.jsonl` shows, from a step's sums of `drift` over its `tokens` that had weight then."""
+    def drift_metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Makes the metrics of the sums of `drift`, over the step's `tokens` that had weight then."""
         return {name: value / tokens for name, value in sums.items()}
 
 
 @dataclass(frozen=True)
 class Terms:
-    """An objective of N tokens, before their weights. losses: float32 [N]; shown: what its figures are the means of, by
-    name, each bool or float32 [N] and without a gradient."""
+    """An objective of N tokens before their weights.
+
+    Attributes:
+        losses: float32 [N].
+        shown: By name, bool or float32 [N] without a gradient; their means are metrics.
+    """
 
     losses: torch.Tensor
     shown: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 class RatioObjective(Objective):
-    """A variant is a formula, in `terms`; one with `by_rollout` has a ratio of its own, too.
+    """An objective with a ratio r = p / p_old, of each token or of its whole rollout.
 
-    Sums: `ratio` and what `terms` shows, over tokens; with `by_rollout` over rollouts, `rollouts` of them, as TRL does.
-    Sums of `drift`: `ratio` and `ratio_squared` likewise, `count` of them; `kl`, over tokens always, the k3 estimate of
-    KL(behaviour || policy), r - 1 - log r of each token's own ratio (joschu.net/blog/kl-approx.html).
+    A variant is a formula, in `terms`; one with `by_rollout` defines its own `ratio` too.
+
+    Sums: `ratio` and what `terms` shows, over tokens. With `by_rollout` they are over rollouts, `rollouts` of them, as
+    in TRL. Sums of `drift`: `ratio`, `ratio_squared` and their `count` likewise; and `kl`, always over tokens: the k3
+    estimate of KL(behaviour || policy), r - 1 - log r of each token's own ratio (joschu.net/blog/kl-approx.html).
     """
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
@@ -131,39 +127,120 @@ class RatioObjective(Objective):
         }
 
     def _share(self, tokens: Tokens) -> torch.Tensor:
-        """What each token counts for in sums, [N]: with `by_rollout` as much as makes its rollout count once."""
+        """Returns what each token counts for in sums, [N]. With `by_rollout` the tokens of a rollout count as one."""
         weighted = tokens.weights > 0
         return weighted / tokens.lengths if self.by_rollout else weighted
 
     def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
-        """What `terms` takes for r, [N], from the tokens' own ratios, which are bounded, and 1 without weight."""
+        """Returns the ratio that `terms` uses.
+
+        Args:
+            own: float32 [N], the tokens' own ratios, bounded, and 1 without weight.
+        """
         return own
 
     @abstractmethod
-    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms: ...
+    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
+        """Computes the formula from the ratio, float32 [N]."""
 
-    def figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Means; 0 where no token has weight."""
+    def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Returns means; 0 where no token has weight."""
         rest = dict(sums)
         count = rest.pop("rollouts", float(tokens))
         return {name: value / count if count else 0.0 for name, value in rest.items()}
 
-    def drift_figures(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """`kl`, a mean, and the effective sample size of the ratios to the sampler, from 0 to 1:
-        `ess` = (sum r)^2 / (n sum r^2)."""
+    def drift_metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
+        """Returns `kl`, a mean, and `ess`, the effective sample size of the ratios to the sampler, from 0 to 1: (sum
+        r)^2 / (n sum r^2)."""
         squares = sums["count"] * sums["ratio_squared"]
         return {"kl": sums["kl"] / tokens, "ess": sums["ratio"] ** 2 / squares if squares else 0.0}
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
+    """Bounds log-ratios by `MAX_LOG_RATIO` on both sides."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def with_own_gradient(tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
-    """The ratio of a rollout, [N], from its logarithm without a gradient, as if each token's own log-prob alone stood
-    in it: exp(log_ratio) p / sg(p), where sg stops the gradient (GSPO-token, arXiv:2507.18071, section 4.3)."""
+    """Returns the ratio of a rollout with the gradient of each token's own log-prob alone: exp(log_ratio) p / sg(p),
+    where sg stops the gradient (GSPO-token, arXiv:2507.18071, section 4.3).
+
+    Args:
+        log_ratio: float32 [N], logarithm of the rollout's ratio, without a gradient.
+
+    Returns:
+        float32 [N].
+    """
     own = torch.where(tokens.weights > 0, tokens.logprobs, 0.0)
     return (bounded(log_ratio) + (own - own.detach())).exp()
+
+
+class ClipObjective(RatioObjective):
+    """loss = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A).
+
+    The clip is PPO's (arXiv:1707.06347, eq. 7) with DAPO's two bounds (arXiv:2503.14476, eq. 10). They leave r
+    unbounded where A < 0; `delta` bounds it there (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291;
+    TRL's `delta`). A token beyond any of these bounds has no gradient.
+
+    Sums: `clip_ratio/low_mean` and `clip_ratio/high_mean`, tokens clipped on that side; `clip_ratio/region_mean`, on
+    either side, as TRL counts it; `clip_ratio/delta_mean`, tokens beyond delta.
+    """
+
+    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
+        lowest, highest, delta = 1 - self.section.clip_low, 1 + self.section.clip_high, self.section.delta
+        advantages = tokens.advantages
+        most = float("inf") if delta == "none" else float(delta)
+        clipped = ratio.clamp(lowest, highest)
+        losses = -torch.minimum(ratio.clamp(max=most) * advantages, clipped * advantages)
+
+        ratio, good, bad = ratio.detach(), advantages > 0, advantages < 0
+        low, high = (ratio < lowest) & bad, (ratio > highest) & good
+        shown = {"low": low, "high": high, "region": low | high, "delta": (ratio > most) & bad}
+        return Terms(losses, {f"clip_ratio/{name}_mean": value for name, value in shown.items()})
+
+
+class PpoClip(ClipObjective):
+    """PPO's clip of each token's own ratio, r = p / p_old (arXiv:1707.06347, eq. 7).
+
+    Choose it first: it is the best known, and tolerates a staleness of a few versions.
+    """
+
+
+class Gspo(ClipObjective):
+    """PPO's clip of s = exp(mean of log p / p_old over the rollout), so a rollout is clipped as a whole
+    (arXiv:2507.18071, eq. 5 and 7).
+
+    Written as GSPO-token (section 4.3), which has the same loss and gradient where all tokens of a rollout have one
+    advantage. With `normaliser = "sequences"` it is the paper's. TRL: `importance_sampling_level = "sequence"`.
+
+    Choose it for mixtures of experts and for long answers, where the ratios of single tokens are noise.
+    """
+
+    by_rollout = True
+
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
+        return with_own_gradient(tokens, tokens.rollout_log_ratio() / tokens.lengths)
+
+
+class SequenceClip(ClipObjective):
+    """PPO's clip of r = p / p_old of the whole rollout, exp(sum of its tokens' log-ratios), as in TRL's RLOOTrainer.
+
+    The loss L of a rollout of n tokens is -min(r A, clip(r) A). Its derivative by each log-prob is that of r alone, -r
+    A where nothing is clipped. So a token's loss is L / n with the gradient of L: with `normaliser = "rollouts"` these
+    add up to the mean of L over the rollouts, which is TRL's.
+
+    Choose it with `rloo`, and for short answers: the ratio of a long rollout soon leaves any bound.
+    """
+
+    by_rollout = True
+
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
+        return with_own_gradient(tokens, tokens.rollout_log_ratio())
+
+    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
+        terms = super().terms(tokens, ratio)
+        whole = terms.losses.detach()
+        return replace(terms, losses=whole / tokens.lengths + (terms.losses - whole))
 
 
 class Cispo(RatioObjective):
@@ -171,9 +248,9 @@ class Cispo(RatioObjective):
     without a lower bound). No token loses its gradient, however far it moved.
 
     TRL's `epsilon_high` is the bound itself: its 5.0 (ScaleRL, arXiv:2510.13786) is `clip_high = 4.0`. Sum:
-    `cispo_clip_ratio`, as TRL counts it: good tokens whose ratio is cut off.
+    `cispo_clip_ratio`, tokens of positive advantage whose ratio is cut off, as TRL counts it.
 
-    Choose it where rare tokens matter, such as those that turn an argument, which a clip would silence; and for stale
+    Choose it where rare tokens matter that a clip would silence, such as those that turn an argument; and for stale
     data, as all of it teaches.
     """
 
@@ -183,18 +260,17 @@ class Cispo(RatioObjective):
         return Terms(losses, {"cispo_clip_ratio": (ratio > highest) & (tokens.advantages > 0)})
 
 
-# `dppo_threshold = "auto"`: what the authors ran each divergence with (verl, examples/dppo_trainer).
+# For `dppo_threshold = "auto"`: the authors' own value for each divergence (verl, examples/dppo_trainer).
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 
 class Dppo(RatioObjective):
-    """loss = -M sg(min(r, dppo_ratio_max)) A log p: the gradient of -M r A (arXiv:2602.04879, eq. 11) up to the bound,
-    which is that of the authors' code (verl, `dppo_tv` and `dppo_kl`).
+    """loss = -M sg(min(r, dppo_ratio_max)) A log p: up to the bound, this has the gradient of -M r A (arXiv:2602.04879,
+    eq. 11). The bound is that of the authors' code (verl, `dppo_tv` and `dppo_kl`).
 
     M = 0 where the token moved away, r > 1 for A > 0 or r < 1 for A < 0, and D > `dppo_threshold` (eq. 12). D is the
-    divergence of two outcomes, this token or any other (eq. 13 and 14): |p - p_old| for "tv",
-    p_old log(p_old / p) + (1 - p_old) log((1 - p_old) / (1 - p)) for "kl". The ratio alone would stop rare tokens
-    early and common ones late.
+    divergence of two outcomes, this token or any other (eq. 13 and 14): |p - p_old| for "tv", p_old log(p_old / p) + (1
+    - p_old) log((1 - p_old) / (1 - p)) for "kl". The ratio alone would stop rare tokens early and common ones late.
 
     Sums: `clip_ratio/*`, tokens that M takes away, by side.
 
@@ -222,86 +298,18 @@ def _total_variation(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """KL(old || policy) in nats; 1 - p as -expm1(log p), as p near 1 would lose its digits."""
+    """Returns KL(old || policy) of two outcomes, in nats. 1 - p is computed as -expm1(log p), as p near 1 would lose
+    its digits."""
     others, old_others = (-torch.expm1(values).clamp(max=-1e-12) for values in (logprobs, old))
     return old.exp() * (old - logprobs) + old_others * (old_others / others).log()
 
 
-class ClipObjective(RatioObjective):
-    """loss = -min(min(r, delta) A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    Clip as in PPO (arXiv:1707.06347, eq. 7), with DAPO's two bounds (arXiv:2503.14476, eq. 10). They leave r unbounded
-    where A < 0: `delta` bounds it there (dual clip, arXiv:1912.09729; two-sided clipping, arXiv:2505.07291; TRL's
-    `delta`). What is beyond any bound has no gradient.
-
-    Sums: `clip_ratio/low_mean`, `clip_ratio/high_mean`, what is clipped on one side, `clip_ratio/region_mean` on either
-    one, as TRL counts it; `clip_ratio/delta_mean`, what is beyond delta.
-    """
-
-    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
-        lowest, highest, delta = 1 - self.section.clip_low, 1 + self.section.clip_high, self.section.delta
-        advantages = tokens.advantages
-        most = float("inf") if delta == "none" else float(delta)
-        clipped = ratio.clamp(lowest, highest)
-        losses = -torch.minimum(ratio.clamp(max=most) * advantages, clipped * advantages)
-
-        ratio, good, bad = ratio.detach(), advantages > 0, advantages < 0
-        low, high = (ratio < lowest) & bad, (ratio > highest) & good
-        shown = {"low": low, "high": high, "region": low | high, "delta": (ratio > most) & bad}
-        return Terms(losses, {f"clip_ratio/{name}_mean": value for name, value in shown.items()})
-
-
-class Gspo(ClipObjective):
-    """PPO's clip of s = exp(mean of log p / p_old over the rollout), so that a rollout is clipped whole
-    (arXiv:2507.18071, eq. 5 and 7).
-
-    Written as GSPO-token (section 4.3), which has the same loss and gradient where a rollout's tokens have one
-    advantage: with `normaliser = "sequences"` it is the paper's. TRL: `importance_sampling_level = "sequence"`.
-
-    Choose it for mixtures of experts and for long answers, whose single tokens' ratios are noise.
-    """
-
-    by_rollout = True
-
-    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
-        return with_own_gradient(tokens, tokens.rollout_log_ratio() / tokens.lengths)
-
-
-class Importance(RatioObjective):
-    """loss = -r A, r = p / p_old of each token: unbiased for one token, and of a variance without bound.
-
-    Only log r is bounded, by 20 on either side, so that float32 holds it: what is beyond has no gradient.
-
-    Choose it to measure what a bound is worth, not to train.
-    """
-
-    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
-        return Terms(-ratio * tokens.advantages)
-
-
-class PpoClip(ClipObjective):
-    """PPO's clip of each token's own ratio, r = p / p_old (arXiv:1707.06347, eq. 7).
-
-    Choose it first; it is the best known, and holds staleness of a few versions.
-    """
-
-
-class Reinforce(RatioObjective):
-    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696), without a ratio: with a correction that weighs tokens
-    this is truncated importance sampling (`token_truncate`) or IcePop (`token_mask`). The ratio is shown all the same.
-
-    Choose it beside a correction, or where data is never stale.
-    """
-
-    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
-        return Terms(-tokens.advantages * tokens.logprobs)
-
-
 class Sapo(RatioObjective):
-    """loss = -sigmoid(tau (r - 1)) (4 / tau) A, tau = `sapo_temperature_pos` where A > 0, `sapo_temperature_neg`
-    elsewhere (arXiv:2511.20347).
+    """loss = -sigmoid(tau (r - 1)) (4 / tau) A, where tau is `sapo_temperature_pos` for A > 0 and
+    `sapo_temperature_neg` elsewhere (arXiv:2511.20347).
 
-    Its derivative by log p is -4 s (1 - s) r A, s the sigmoid: -A at r = 1, and less the farther r is from there.
+    Its derivative by log p is -4 s (1 - s) r A, where s is the sigmoid: -A at r = 1, and less the farther r is from
+    there.
 
     Choose it where a clip takes many tokens away (`clip_ratio/region_mean` above 0.1).
     """
@@ -312,35 +320,14 @@ class Sapo(RatioObjective):
         return Terms(-torch.where(tokens.advantages > 0, good, bad) * tokens.advantages)
 
 
-class SequenceClip(ClipObjective):
-    """PPO's clip of r = p / p_old of the whole rollout, exp(sum of its tokens' log-ratios), as in TRL's RLOOTrainer.
-
-    The loss L of a rollout of n tokens is -min(r A, clip(r) A), and its derivative by each log-prob is that of r alone,
-    -r A where nothing is clipped. So a token's loss is L / n with the gradient of L: with `normaliser = "rollouts"`
-    these add up to the mean of L over the rollouts, which is TRL's.
-
-    Choose it with `rloo`, and for short answers: the ratio of a whole rollout leaves any bound soon where it is long.
-    """
-
-    by_rollout = True
-
-    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
-        return with_own_gradient(tokens, tokens.rollout_log_ratio())
-
-    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
-        terms = super().terms(tokens, ratio)
-        whole = terms.losses.detach()
-        return replace(terms, losses=whole / tokens.lengths + (terms.losses - whole))
-
-
 class Vespo(RatioObjective):
-    """loss = -phi(w) A log p, phi(w) = w^k exp(lambda (1 - w)) without a gradient, w = p / p_old of the whole rollout
-    (arXiv:2602.10693; as TRL 1.16's `get_gamma_weights`).
+    """loss = -phi(w) A log p, where phi(w) = w^k exp(lambda (1 - w)) has no gradient and w = p / p_old is of the whole
+    rollout (arXiv:2602.10693; as `get_gamma_weights` of TRL 1.16).
 
-    k and lambda are `vespo_k_pos`, `vespo_lambda_pos` where A >= 0, `vespo_k_neg`, `vespo_lambda_neg` elsewhere.
+    k and lambda are `vespo_k_pos` and `vespo_lambda_pos` where A >= 0, `vespo_k_neg` and `vespo_lambda_neg` elsewhere.
     phi(1) = 1, and phi falls on both sides of k / lambda. Sum: `vespo/phi_seq_mean`, phi.
 
-    Choose it for stale data and rollouts whose ratios differ much, without a bound to be tuned.
+    Choose it for stale data and rollouts whose ratios differ much, without a bound to tune.
     """
 
     by_rollout = True
@@ -354,6 +341,30 @@ class Vespo(RatioObjective):
         good, bad = ((k * log_ratio + fall * (1 - ratio)).exp() for k, fall in powers)
         phi = torch.where(tokens.advantages >= 0, good, bad)
         return Terms(-phi * tokens.advantages * tokens.logprobs, {"vespo/phi_seq_mean": phi})
+
+
+class Importance(RatioObjective):
+    """loss = -r A, where r = p / p_old of each token: unbiased for one token, with unbounded variance.
+
+    Only log r is bounded, by 20 on either side, so that float32 holds it. Beyond that a token has no gradient.
+
+    Choose it to measure what a bound is worth, not to train.
+    """
+
+    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
+        return Terms(-ratio * tokens.advantages)
+
+
+class Reinforce(RatioObjective):
+    """loss = -A log p (Williams 1992, doi:10.1007/BF00992696), without a ratio. With a correction that weighs tokens
+    this is truncated importance sampling (`token_truncate`) or IcePop (`token_mask`). The ratio is measured all the
+    same.
+
+    Choose it beside a correction, or where data is never stale.
+    """
+
+    def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
+        return Terms(-tokens.advantages * tokens.logprobs)
 
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -370,5 +381,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def build(section: LearnerSection) -> Objective:
-    """The variant that `learner.objective` names."""
+    """Makes the variant that `learner.objective` names."""
     return OBJECTIVES[section.objective](section)

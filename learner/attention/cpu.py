@@ -1,9 +1,9 @@
-"""Attention along the paths of a prefix trie, on a CPU: nothing is computed twice, and no mask is of the row's size.
+"""Attention along the paths of a prefix trie on a CPU: nothing is computed twice, and no mask has the size of the row.
 
-A row holds the trie's nodes in depth-first order (`learner.feed.trie`), and is computed in the parts of
+A row holds the trie's nodes in depth-first order (`learner.feed.trie`) and is computed in the parts of
 `learner.attention.cpu_layout`. They are merged by the log of their softmax sums (arXiv:2205.14135, section 3.1). The
-backward gives each part's kernel the *merged* output and log-sum: the parts' gradients then add up to the whole's.
-Under autograd the merge would be silently wrong, as the gradient of the log-sums is dropped.
+backward pass gives each part's kernel the *merged* output and log-sum, so the parts' gradients add up to the whole's.
+Autograd through the merge would be silently wrong, as the gradient of the log-sums is dropped.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from learner.attention.cpu_layout import TrieLayout
 
-# Both know heads that share keys; a mask is float64 for float64 queries, and may be float32 for all others.
+# Both support heads that share keys. A mask is float64 for float64 queries, and may be float32 for all others.
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -24,15 +24,24 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def trie_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TrieLayout, scale: float | None
 ) -> torch.Tensor:
-    """query: [T, H, D]; key, value: [T, H_kv, D], H a multiple of H_kv, any floating type; returns [T, H, D]."""
+    """Computes attention of a row.
+
+    Args:
+        query: [T, H, D], any floating type.
+        key: [T, H_kv, D], H a multiple of H_kv.
+        value: [T, H_kv, D].
+
+    Returns:
+        [T, H, D].
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = _TrieAttention.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out
 
 
 class _TrieAttention(torch.autograd.Function):
-    """Slots without a token have the log-sum +inf: their softmax, exp(score - inf), is 0, and with it all that they
-    would add to an output or a gradient."""
+    """Slots without a token have the log-sum +inf: their softmax, exp(score - inf), is 0, and so is all that they would
+    add to an output or a gradient."""
 
     @staticmethod
     def forward(

@@ -1,16 +1,14 @@
-"""How the parts of a row's trie are computed on a CPU: in a few batches of like size, whatever the trie's shape.
+"""Plans attention along a row's trie on a CPU: the cheapest parts of the row, in a few batches of similar size.
 
-Blocks of like length are one batch, and so are small spans of like size. A large span is a part of
-its own: slices of the row, no copies.
+Every token sees its path. A row is cut into *blocks*, each of which attends to itself, and *spans*: all descendants of
+a node, which stand right behind it, attend to that node. For a node and its descendants the cheapest of three is taken:
 
-Into which parts attention along a row's trie is cut, by what they cost on a CPU. Pure, and made once a row.
+- whole: one block with a mask that says who sees whom, for a few short branches;
+- apart: the node is a block, and a span, for a long node, or one with many descendants;
+- copied: the node is a block, and stands in front of each of its children's too, for a short node with long branches.
 
-Every token sees its path. A row is cut into *blocks*, each of which attends to itself, and *spans*: all that descends
-from a node, which stands right behind it, attends to that node. For a node and what descends from it, the cheapest of:
-
-- whole: one block, where a mask tells who sees whom: for a few short branches;
-- apart: the node is a block, and a span: for a long node, or one with much below it;
-- copied: the node is a block, and stands in front of each of its children's, too: for a short node with long branches.
+Blocks of similar length are one batch, and so are small spans of similar size. A large span is computed on slices of
+the row, without copies. No I/O; made once a row.
 """
 
 from __future__ import annotations
@@ -24,9 +22,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-# What parts cost, forward and backward, as (query, key) pairs of one head in a block of 64 tokens and more: measured on
-# one core, head_dim 32. A block has the constant beside its pairs; a span has it for each query: kernels are slow where
-# keys are few, and queries are copied and merged.
+# Costs of parts, forward and backward, in (query, key) pairs of one head in a block of 64 tokens or more, measured on
+# one core with head_dim 32. A block costs its pairs and a constant. A span also costs a constant for each query:
+# kernels are slow where keys are few, and queries are copied and merged.
 BLOCK_COST = 600.0
 
 COPY_COST = 20.0
@@ -37,10 +35,10 @@ SPAN_QUERY_COST = 36.0
 
 SPAN_PAIR_COST = 0.75
 
-# Above it a mask is large and never pays.
+# Above this a mask is large and never pays.
 MAX_MASKED_TOKENS = 256
 
-# Above it copies are never tried: that bounds the search.
+# Above this copies are never tried, which bounds the search.
 MAX_COPIED_TOKENS = 32
 
 Range = tuple[int, int]
@@ -48,8 +46,11 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Tokens `[start, end)` of the row that attend to themselves, behind a copy of those in `above`, their path's;
-    masked: several nodes, else one, causal."""
+    """Tokens `[start, end)` of the row that attend to themselves, behind a copy of the tokens of their path in `above`.
+
+    Attributes:
+        masked: Whether it holds several nodes and needs a mask; a block of one node is causal.
+    """
 
     start: int
     end: int
@@ -66,7 +67,7 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class RowSpan:
-    """What descends from an inner node: queries `[end, reach)` of the row see keys `[start, end)`."""
+    """The descendants of an inner node: queries `[end, reach)` of the row see keys `[start, end)`."""
 
     start: int
     end: int
@@ -88,8 +89,12 @@ class RowParts:
 
 
 def cut_row(starts: Sequence[int], reach: Sequence[int]) -> RowParts:
-    """The cheapest parts. For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what
-    descends from each ends."""
+    """Cuts a row into its cheapest parts.
+
+    Args:
+        starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
+        reach: n indices: where the descendants of each node end.
+    """
     costs = _Costs(starts, reach)
     parts = RowParts()
     above: dict[int, tuple[Range, ...]] = {}
@@ -112,7 +117,7 @@ def cut_row(starts: Sequence[int], reach: Sequence[int]) -> RowParts:
 
 
 class _Costs:
-    """What nodes cost with all that descends from them, as (query, key) pairs."""
+    """Costs of nodes with all their descendants, in (query, key) pairs."""
 
     def __init__(self, starts: Sequence[int], reach: Sequence[int]) -> None:
         nodes = range(len(reach))
@@ -145,7 +150,7 @@ class _Costs:
         return self._copying(node, 0) < self._apart[node]
 
     def _together(self, node: int, copied: int) -> float:
-        """Without a span, where `copied` tokens of the path stand in front."""
+        """Cost without a span, where `copied` tokens of the path stand in front."""
         if not self.children[node]:
             return _block(self._sizes[node], copied)
         return min(self._whole(node, copied), self._copying(node, copied))
@@ -171,7 +176,7 @@ def _block(size: int, copied: int = 0) -> float:
 # A batch's shortest block has at least this share of its padded length: that bounds the padding.
 MIN_SHARE = 0.8
 
-# Kernels like lengths of whole vectors; below this length the padding would cost more.
+# Kernels are fastest at lengths of whole vectors; below this length the padding would cost more.
 ALIGNED_FROM, ALIGNMENT = 32, 8
 
 # A span of so many queries is worth a call of its own.
@@ -185,8 +190,11 @@ Places = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class BlockBatch:
-    """Blocks padded on the right to `length`; mask: float32 [count, 1, length, length], 0 or -inf; None where all are
-    causal."""
+    """Blocks padded on the right to `length`.
+
+    Attributes:
+        mask: float32 [count, 1, length, length], 0 or -inf; None where all blocks are causal.
+    """
 
     count: int
     length: int
@@ -195,8 +203,13 @@ class BlockBatch:
 
 @dataclass(frozen=True)
 class SpanBatch:
-    """Spans without a common query, padded on the right. queries: int64 [count * q], T where there is none; keys: int64
-    [count * k], some token where there is none; mask: float32 [count, 1, 1, k], None where no key is missing."""
+    """Spans without a common query, padded on the right.
+
+    Attributes:
+        queries: int64 [count * q], T where there is none.
+        keys: int64 [count * k], any token where there is none.
+        mask: float32 [count, 1, 1, k]; None where no key is missing.
+    """
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -206,11 +219,15 @@ class SpanBatch:
 
 @dataclass(frozen=True)
 class TrieLayout:
-    """Made once a row, used by every layer.
+    """The batches of a row, made once and used by every layer.
 
-    tokens: int64 [P], the row's token in each slot of all `blocks`, end to end, any where padded; places: the same, T
-    where padded or a copy; slots: int64 [T], the slot that is not a copy of each token of the row; copies: whether a
-    token stands in several; batches, spans: small and large spans.
+    Attributes:
+        tokens: int64 [P], the row's token in each slot of all `blocks`, end to end; any where padded.
+        places: int64 [P], the same, but T where padded or a copy.
+        slots: int64 [T], for each token of the row the slot that is not a copy.
+        copies: Whether a token stands in several slots.
+        batches: Small spans.
+        spans: Large spans.
     """
 
     blocks: list[BlockBatch]
@@ -223,8 +240,12 @@ class TrieLayout:
 
 
 def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
-    """For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what descends from each
-    ends."""
+    """Plans a row.
+
+    Args:
+        starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
+        reach: n indices: where the descendants of each node end.
+    """
     parts = cut_row(starts, reach)
     size = starts[-1]
     reaches = np.append(np.repeat(np.asarray(reach), np.diff(starts)), 0)
@@ -246,7 +267,7 @@ def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
 
 
 def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
-    """Blocks of like length, masked ones apart, and the length to pad them to."""
+    """Groups blocks of similar length, masked ones apart, with the length to pad them to."""
     found: list[tuple[list[RowBlock], int]] = []
     for block in sorted(blocks, key=lambda block: (block.masked, -len(block))):
         if found:
@@ -260,7 +281,7 @@ def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
 
 
 def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
-    """The small ones by size, those that stand within one another apart."""
+    """Groups small spans by size, so that none of a group stands within another."""
     found: dict[tuple[int, int, int], list[RowSpan]] = {}
     around: list[tuple[int, int, int]] = []  # (reach, sizes) of the spans that the next one stands in
     for span in spans:
@@ -276,7 +297,7 @@ def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
 
 
 def _block_places(blocks: Sequence[RowBlock], length: int, nowhere: int) -> Places:
-    """int64 [n, length]: the token of the row in each slot, and `nowhere` behind."""
+    """Returns the token of the row in each slot, and `nowhere` behind, int64 [n, length]."""
     places = _padded(
         [block.start - block.copied for block in blocks], [len(block) for block in blocks], length, nowhere
     )
@@ -287,14 +308,19 @@ def _block_places(blocks: Sequence[RowBlock], length: int, nowhere: int) -> Plac
 
 
 def _mask(places: Places, reaches: Places) -> torch.Tensor:
-    """places: int64 [n, length]; reaches: int64 [T + 1], where what descends from each token of the row ends, and 0."""
+    """Makes the mask of masked blocks.
+
+    Args:
+        places: int64 [n, length], tokens of the row.
+        reaches: int64 [T + 1], where the descendants of each token of the row end, and 0.
+    """
     earlier = np.tri(places.shape[1], dtype=bool)
     visible = earlier & (places[:, :, None] < reaches[places][:, None, :]) | np.eye(len(earlier), dtype=bool)
     return torch.zeros(visible.shape).masked_fill_(torch.from_numpy(~visible), -torch.inf)[:, None]
 
 
 def _span_batch(spans: Sequence[RowSpan], size: int) -> SpanBatch:
-    """size: T"""
+    """Makes one batch of small spans of a row of `size` tokens."""
     queries, keys = [span.queries for span in spans], [span.keys for span in spans]
     query_places = _padded([span.end for span in spans], queries, max(queries), size)
     key_places = _padded([span.start for span in spans], keys, max(keys), size)
@@ -307,7 +333,7 @@ def _span_batch(spans: Sequence[RowSpan], size: int) -> SpanBatch:
 
 
 def _padded(starts: Sequence[int], sizes: Sequence[int], length: int, nowhere: int) -> Places:
-    """int64 [n, length]: `[start, start + size)` for each, and `nowhere` behind it."""
+    """Returns `[start, start + size)` for each, and `nowhere` behind it, int64 [n, length]."""
     offsets = np.arange(length)
     places = np.asarray(starts, dtype=np.int64)[:, None] + offsets
     return np.where(offsets < np.asarray(sizes)[:, None], places, nowhere)

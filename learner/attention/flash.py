@@ -1,8 +1,8 @@
-"""Attention along the paths of a prefix trie on a GPU, with torch's own FlashAttention: no mask, nothing twice.
+"""Attention along the paths of a prefix trie on a GPU with torch's own FlashAttention: no mask, nothing computed twice.
 
-One causal call over the trie's nodes, which stand end to end; then one call without a mask for each level of inner
-nodes, as what descends from the nodes of one level is disjoint. Merged by log-sum-exp as on a CPU
-(`learner.attention.cpu`), in float32. Not run on a GPU yet: tested against a stand-in that computes what the two
+One causal call goes over the trie's nodes, which stand end to end. Then there is one call without a mask for each level
+of inner nodes, as the descendants of the nodes of one level are disjoint. Results are merged by log-sum-exp in float32,
+as on a CPU (`learner.attention.cpu`). Not run on a GPU yet: tested against a stand-in that computes what the two
 kernels document.
 """
 
@@ -26,10 +26,15 @@ _backward = torch.ops.aten._flash_attention_backward
 
 @dataclass(frozen=True)
 class Level:
-    """Nodes of one level and what descends from each, end to end.
+    """Nodes of one level and the descendants of each, end to end.
 
-    queries: int64 [t]; keys: int64 [s], tokens of the row; query_bounds, key_bounds: int32 [n + 1], where each node's
-    begin, and the end; longest_query, longest_key: tokens.
+    Attributes:
+        queries: int64 [t], tokens of the row.
+        keys: int64 [s], tokens of the row.
+        query_bounds: int32 [n + 1], where each node's queries begin, and the end.
+        key_bounds: int32 [n + 1], likewise.
+        longest_query: Tokens.
+        longest_key: Tokens.
     """
 
     queries: torch.Tensor
@@ -42,7 +47,12 @@ class Level:
 
 @dataclass(frozen=True)
 class FlashLayout:
-    """Made once a row, used by every layer. bounds: int32 [n + 1], where nodes begin, and T; longest: node's tokens."""
+    """The calls of a row, planned once and used by every layer.
+
+    Attributes:
+        bounds: int32 [n + 1], where nodes begin, and T.
+        longest: Tokens of the longest node.
+    """
 
     bounds: torch.Tensor
     longest: int
@@ -50,7 +60,7 @@ class FlashLayout:
 
 
 def flash_supports(query: torch.Tensor) -> bool:
-    """Whether torch's FlashAttention takes queries [T, H, D] like these, forward and backward."""
+    """Says whether torch's FlashAttention takes queries [T, H, D] like these, forward and backward."""
     width = query.shape[-1]
     if query.device.type != "cuda" or torch.version.hip or query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -155,8 +165,8 @@ def _sizes(level: Level) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 def _at_least_two(longest: int) -> int:
-    """The kernel takes an upper bound. At 1, with heads that share keys, it swaps heads and queries, and with them the
-    order of the log-sums."""
+    """Returns an upper bound for the kernel. At 1, with heads that share keys, the kernel swaps heads and queries, and
+    with them the order of the log-sums."""
     return max(2, longest)
 
 

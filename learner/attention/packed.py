@@ -1,8 +1,8 @@
-"""Attention of a packed row, on any device: `attention = "varlen_sdpa"`. Every sequence sees its own path only.
+"""Attention of a packed row on any device, `attention = "varlen_sdpa"`: every sequence sees its own path only.
 
-The best exact way that there is: on a CPU the row's trie as it stands (`trie_attention`); on a GPU the same with
-torch's FlashAttention (`flash_trie`), which wants 16 bits; else keys gathered along every path (`paths`). A layer with
-a sliding window takes the paths, too, where one of them is longer.
+It takes the best exact way that there is: on a CPU the row's trie as it stands (`cpu`); on a GPU the same with torch's
+FlashAttention (`flash`), which needs 16 bits; otherwise keys gathered along every path (`paths`). A layer with a
+sliding window uses the paths too, where one of them is longer than the window.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")
 
 
 class RowLayout:
-    """How a row's attention is computed: made once a row, by the first layer that asks, and used by all.
+    """Plans how a row's attention is computed: made once a row, by the first layer that asks, and used by all.
 
-    longest: tokens of the longest sequence.
+    Attributes:
+        longest: Tokens of the longest sequence.
     """
 
     def __init__(self, row: PackedRow) -> None:
@@ -48,7 +49,7 @@ class RowLayout:
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
-    """What a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
+    """Returns what a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
     if implementation == PACKED_ATTENTION:
         return {"row_layout": RowLayout(row)}
     bounds = sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
@@ -74,9 +75,18 @@ def varlen_sdpa(
 ) -> tuple[torch.Tensor, None]:
     """Attention function of transformers' `AttentionInterface`.
 
-    query: [1, H, T, D]; key: [1, H_kv, T, D]; value: [1, H_kv, T, D_v], H a multiple of H_kv, D_v <= D; returns
-    [1, T, H, D_v]. There is no dropout, on purpose: log-probs must be those of the policy that sampled. Raises
-    `ConfigError` for a model whose attention is another.
+    There is no dropout, on purpose: log-probs must be those of the policy that sampled.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, H_kv, T, D], H a multiple of H_kv.
+        value: [1, H_kv, T, D_v], D_v <= D.
+
+    Returns:
+        [1, T, H, D_v].
+
+    Raises:
+        ConfigError: The model's attention is of another kind.
     """
     _refuse_others(kwargs)
     window = _window(module, sliding_window)
@@ -109,8 +119,8 @@ def _refuse_others(arguments: dict[str, Any]) -> None:
 
 
 def _window(module: torch.nn.Module, named: int | None) -> int | None:
-    """The layer's sliding window: as the model names it to its attention, or as its config does, for models that mask
-    it outside. None where every token is within it."""
+    """Returns the layer's sliding window, None where every token is within it. The model names it to its attention, or,
+    if it masks outside of it, its config does."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None) if named is None else named
     if not window or window >= getattr(config, "max_position_embeddings", window + 1):
@@ -128,7 +138,7 @@ def _window(module: torch.nn.Module, named: int | None) -> int | None:
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """As torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
+    """Casts as torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

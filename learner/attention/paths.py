@@ -1,10 +1,8 @@
-"""Attention along gathered paths, on any device and with a sliding window: what a row shares is computed once a path.
+"""Attention along gathered paths, on any device and with a sliding window: shared tokens are computed once a path.
 
-Keys and values are gathered along every way from a root to a leaf; ways of similar length are padded on the right to a
-batch and given to torch's scaled dot product attention with `is_causal`. Right padding needs no mask: a causal query
+Keys and values are gathered along every path from a root to a leaf. Paths of similar length are padded on the right to
+a batch and given to torch's scaled dot product attention with `is_causal`. Right padding needs no mask: a causal query
 never sees what comes after it.
-
-From the host to the device.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on the device. A GPU copies it by itself, and the host does not wait for it."""
+    """Copies a tensor to the device. A GPU copies it by itself, and the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -27,7 +25,11 @@ MIN_SHARE = 0.8
 
 @dataclass(frozen=True)
 class PathBatch:
-    """Paths of similar length. tokens: int64 [count * length], the token of the row in each slot, any where padded."""
+    """Paths of similar length.
+
+    Attributes:
+        tokens: int64 [count * length], the token of the row in each slot; any where padded.
+    """
 
     tokens: torch.Tensor
     count: int
@@ -36,16 +38,23 @@ class PathBatch:
 
 @dataclass(frozen=True)
 class Paths:
-    """Every path of a row. first: int64 [T], where in the batches' slots, end to end, a token of the row is found
-    first."""
+    """Every path of a row.
+
+    Attributes:
+        first: int64 [T], the first slot that holds each token of the row, over all batches end to end.
+    """
 
     batches: list[PathBatch]
     first: torch.Tensor
 
 
 def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> Paths:
-    """For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what descends from each
-    ends."""
+    """Plans a row.
+
+    Args:
+        starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
+        reach: n indices: where the descendants of each node end.
+    """
     found: list[torch.Tensor] = []
     above: list[int] = []
     for node, (start, end, reached) in enumerate(zip(starts, starts[1:], reach, strict=False)):

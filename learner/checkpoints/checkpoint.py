@@ -1,11 +1,11 @@
-"""Checkpoints: complete or not there at all.
+"""Checkpoints: complete, or not there at all.
 
-`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` where one
+`run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` if one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
 has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set.
 
-Every change that others can see is one rename: killed at any moment, `latest` finds the newest whole one or the one
-before. What a kill leaves behind (`.unfinished-...`, `.discarded-...`) the next `save` removes.
+Every change that others can see is one rename: killed at any moment, `latest` finds the newest complete checkpoint or
+the one before. The next `save` removes what a kill leaves behind (`.unfinished-...`, `.discarded-...`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ _UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
 
 class CheckpointError(LearnerFailed):
-    """A checkpoint could not be written; those before it are whole."""
+    """A checkpoint could not be written; those before it are complete."""
 
 
 class CheckpointInfo(msgspec.Struct):
-    """When it was written: `step` optimiser steps were done and had made policy version `version`. `settings`: those of
-    the run by name, as text; None in checkpoints of earlier releases."""
+    """The content of a checkpoint's state.json.
+
+    Attributes:
+        step: Optimiser steps that were done.
+        version: Policy version that they had made.
+        settings: The run's settings by name, as text; None in checkpoints of earlier releases.
+    """
 
     step: int
     version: int
@@ -63,8 +68,12 @@ class CheckpointInfo(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Sources:
-    """Where a server finds what is beside the weights: the tokenizer that the run uses, and the file, if any, that
-    stands in for its chat template."""
+    """Where the files beside the weights come from.
+
+    Attributes:
+        model: Names the tokenizer that the run uses.
+        chat_template: A file in place of the tokenizer's chat template.
+    """
 
     model: ModelSection
     chat_template: Path | None = None
@@ -72,6 +81,8 @@ class Sources:
 
 @dataclass(frozen=True)
 class Checkpoint:
+    """A complete checkpoint."""
+
     path: Path
     info: CheckpointInfo
 
@@ -85,19 +96,19 @@ class Checkpoint:
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
-    """The complete checkpoint of the highest step, if there is any."""
+    """Returns the complete checkpoint of the highest step, if there is any."""
     found = places.complete(run_dir)
     return of_step(run_dir, max(found)) if found else None
 
 
 def of_step(run_dir: Path, step: int) -> Checkpoint:
-    """The complete checkpoint of `step`. Raises `OSError` where there is none."""
+    """Returns the complete checkpoint of `step`. Raises `OSError` where there is none."""
     path = places.folder(run_dir) / places.name_of(step)
     return Checkpoint(path, read_info(path / places.STATE))
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """What a checkpoint's state.json says. Raises `OSError`, `msgspec.DecodeError`."""
+    """Reads a checkpoint's state.json. Raises `OSError`, `msgspec.DecodeError`."""
     return msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
 
 
@@ -109,10 +120,16 @@ def save(
     keep: int,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write a checkpoint, durable when this returns, and delete all but the newest `keep` and those of the steps
-    `spared`.
+    """Writes a checkpoint, durable when this returns, and deletes old ones.
 
-    It is written aside, flushed to disk and then renamed. Raises `CheckpointError`, and has freed what it took.
+    It is written aside, flushed to disk and then renamed.
+
+    Args:
+        keep: Number of the newest checkpoints that stay.
+        spared: Steps whose checkpoints stay, however old.
+
+    Raises:
+        CheckpointError: It cannot be written; the disk space that it took is free again.
     """
     home = places.folder(run_dir)
     final = home / places.name_of(info.step)
@@ -139,7 +156,7 @@ def save(
 
 
 def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
-    """Raise `ConfigError` if one of checkpoint and run has an adapter, and the other has none."""
+    """Raises `ConfigError` if only one of checkpoint and run has an adapter."""
     has = checkpoint.adapter_path.is_dir()
     if has != adapted:
         was = "was made with an adapter" if has else "was made without an adapter"
@@ -151,7 +168,7 @@ def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
 
 
 def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
-    """Delete all but the newest `keep` and those of the steps `spared`."""
+    """Deletes all but the newest `keep` checkpoints and those of the steps `spared`."""
     found = places.complete(run_dir)
     for step in list(found)[:-keep]:
         if step not in spared:
@@ -159,8 +176,8 @@ def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def set_aside(run_dir: Path, step: int) -> None:
-    """As a session begins after `step`: move checkpoints of later steps out of the way, which it does not go on from
-    and would take for newer than its own. Raises `CheckpointError`."""
+    """Moves checkpoints of later steps than `step` out of the way, as a session begins after `step`: it would take them
+    for newer than its own. Raises `CheckpointError`."""
     for of, path in places.named(run_dir).items():
         if of > step:
             target = places.unused(path)
@@ -172,9 +189,9 @@ def set_aside(run_dir: Path, step: int) -> None:
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Put optimiser, schedule and random states back; the weights were loaded with the policy.
+    """Restores optimiser, schedule and random states; the weights were loaded with the policy.
 
-    Optimiser, schedule and their settings stay as the run file has them. Raises `ConfigError` where they cannot be
+    The settings of optimiser and schedule are those of the run file. Raises `ConfigError` where the file cannot be
     read.
     """
     path = checkpoint.path / "trainer.pt"
@@ -192,7 +209,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Delete a checkpoint, which is gone at once: half of one must not be taken for a whole one."""
+    """Deletes a checkpoint in one rename: half of one must not be taken for a complete one."""
     aside = path.with_name(f"{_DISCARDED}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -200,14 +217,14 @@ def _discard(path: Path) -> None:
 
 
 def _sweep(home: Path) -> None:
-    """Remove what a kill left behind."""
+    """Removes what a kill left behind."""
     for prefix in (_UNFINISHED, _DISCARDED):
         for left in home.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def _copy_sources(sources: Sources, target: Path) -> None:
-    """Copy what a server needs beside the weights, so that the checkpoint can be served as it is."""
+    """Copies what a server needs beside the weights, so that the checkpoint can be served as it is."""
     model = sources.model
     if sources.chat_template is not None:
         shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
@@ -216,7 +233,7 @@ def _copy_sources(sources: Sources, target: Path) -> None:
 
 
 def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:
-    """Copy the files of a model folder or hub name; what is there already stays."""
+    """Copies files of a model folder or hub name; files that are there already stay."""
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
@@ -226,7 +243,7 @@ def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: 
 
 
 def _random_state() -> dict[str, Any]:
-    """Random states in types that `torch.load(weights_only=True)` accepts."""
+    """Returns random states in types that `torch.load(weights_only=True)` accepts."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))

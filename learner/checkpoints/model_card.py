@@ -1,6 +1,5 @@
-"""A checkpoint's model card: `README.md` beside the weights, as the hub shows it.
-
-The papers of what a run learns by, for its model card.
+"""Writes a checkpoint's model card, `README.md` beside the weights, as the hub shows it, with the papers of the
+algorithm.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from protocol.config.fingerprint import release
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import ABOUT
 
-# Title, authors and year by arXiv's number. A paper that is not here is named by its number alone.
+# Title, authors and year by arXiv number. Other papers are cited by their number alone.
 PAPERS: dict[str, tuple[str, str, int]] = {
     "2402.03300": (
         "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
@@ -63,13 +62,13 @@ PAPERS: dict[str, tuple[str, str, int]] = {
 
 
 def sources(learner: LearnerSection) -> str:
-    """Where the preset is from, with links."""
+    """Returns the sources of the preset, with links."""
     source = ABOUT[learner.algorithm].source
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
 
 
 def bibtex(learner: LearnerSection) -> str:
-    """The preset's papers, as far as they are known by title; empty if none is."""
+    """Returns entries for the preset's papers, as far as their titles are known; empty if none is."""
     numbers = re.findall(r"arXiv:(\d{4}\.\d{5})", ABOUT[learner.algorithm].source)
     return "\n\n".join(_entry(number, *PAPERS[number]) for number in dict.fromkeys(numbers) if number in PAPERS)
 
@@ -88,7 +87,7 @@ def _entry(number: str, title: str, authors: str, year: int) -> str:
 
 MODEL_CARD = "README.md"
 
-# What says how the model came about; the rest of the run file does not.
+# Settings that say how the model was made.
 _TOLD = (
     *("run.seed", "model.dtype", "rollout.group_size", "rollout.temperature", "rollout.max_episode_tokens"),
     *("rollout.max_turns", "queue.max_staleness", "learner.groups_per_step", "learner.learning_rate"),
@@ -102,8 +101,12 @@ _MEAN_OVER = 10
 
 @dataclass(frozen=True)
 class Results:
-    """Of the run so far. rewards: mean reward of each step; evaluations: step and mean reward, in the order in which
-    they ended."""
+    """Results of the run so far.
+
+    Attributes:
+        rewards: Mean reward of each step.
+        evaluations: Step and mean reward, in the order in which they ended.
+    """
 
     step: int
     rewards: Sequence[float]
@@ -111,7 +114,7 @@ class Results:
 
 
 def write_model_card(folder: Path, config: RunConfig, results: Results) -> None:
-    """Write the card into a model's folder; who reads meanwhile finds the one before. Raises `OSError`."""
+    """Writes the card into a model's folder in one rename. Raises `OSError`."""
     aside = folder / f".unfinished-{MODEL_CARD}"
     aside.write_text(str(render_model_card(config, results)), encoding="utf-8")
     os.replace(aside, folder / MODEL_CARD)

@@ -1,12 +1,8 @@
-"""Which checkpoint a run goes on from: the newest that can be read and that is of the time line which survives.
+"""Chooses the checkpoint that a run resumes from, and checks that the adapter of the run file fits it.
 
-A learner that was taken to be dead may wake up after another has begun, and a disk may damage a file. Such a checkpoint
-is named and passed over for the one before; where none is left the run does not start, since beginning again at the
-first step is for a person to decide.
-
-What is known of an adapter before any weight is loaded: whether it fits the model, and the checkpoint to go on from.
-
-It is made for the model's structure alone, on the meta device.
+It is the newest that can be read and that is of the time line which survives. A learner that was taken to be dead may
+wake up after another has begun, and a disk may damage a file. Such a checkpoint is named and passed over for the one
+before. If none is left the run does not start: beginning again at the first step is for a person to decide.
 """
 
 from __future__ import annotations
@@ -30,12 +26,21 @@ from protocol import checkpoints as places
 from protocol.config import ConfigError, ModelSection, RunConfig
 from protocol.messages import RunPosition, SessionStart
 
+logger = logging.getLogger(__name__)
+
 
 def choose(
     run_dir: Path, position: RunPosition | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Checkpoint | None:
-    """The checkpoint to go on from; None where there is none. `position`: the queue's, None where nobody asked it;
-    `say`: is told of each that is passed over. Raises `ConfigError` where there are some, and none can be taken."""
+    """Chooses the checkpoint to resume from; None where there is none.
+
+    Args:
+        position: The queue's; None where it was not asked.
+        say: Shows a line for each that is passed over.
+
+    Raises:
+        ConfigError: There are checkpoints, and none can be used.
+    """
     passed: list[tuple[Path, str]] = []
     for step, path in reversed(places.named(run_dir).items()):
         why = damage(path)
@@ -58,8 +63,8 @@ def choose(
 
 
 def damage(path: Path) -> str | None:
-    """What of a checkpoint cannot be read, in words; None where all of it can. Reads what stands at the beginnings and
-    ends of its files, which shows that one is cut short or not there."""
+    """Says what of a checkpoint cannot be read; None where all of it can. It reads the beginnings and ends of its
+    files, which shows that one is cut short or missing."""
     for name, check in (
         (places.STATE, _check_state),
         ("trainer.pt", _check_trainer),
@@ -75,7 +80,7 @@ def damage(path: Path) -> str | None:
 
 
 def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
-    """Why a checkpoint is not of the time line that the queue knows, in words; None where it is, or nobody knows."""
+    """Says why a checkpoint is not of the time line that the queue knows; None where it is, or nobody knows."""
     if position.session == 0:  # the queue has lost its store
         return None
     whose = "a learner wrote it that another had taken the place of, or it is another run's"
@@ -90,8 +95,8 @@ def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
 
 
 def versions_of(step: int, sessions: Sequence[SessionStart]) -> list[int] | None:
-    """What the weights after `step` may be called: the version that the step made, and those that sessions which went
-    on from there gave them. None where the session of that step is not known."""
+    """Returns the versions that the weights after `step` may have: the one that the step made, and those of sessions
+    that resumed from there. None where the session of that step is unknown."""
     before = [start for start in sessions if start.step < step]
     if not before:
         return None
@@ -128,12 +133,12 @@ def _check_weights(files: set[Path]) -> None:
             pass
 
 
-logger = logging.getLogger(__name__)
-
-
 def check_adapter(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` for an adapter that the model cannot have, and, to `resume`, for one that the run's newest
-    checkpoint was not made with."""
+    """Checks the adapter before any weight is loaded, on the model's structure alone.
+
+    Raises:
+        ConfigError: The model cannot have it, or, to `resume`, the run's newest checkpoint was made with another.
+    """
     checkpoint = checkpoints.latest(config.run_dir) if resume else None
     if checkpoint is not None:
         checkpoints.check_kind(checkpoint, config.lora.r > 0)
@@ -158,7 +163,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
 
 
 def _structure(model: ModelSection) -> Any:
-    """The network without weights."""
+    """Makes the network without weights, on the meta device."""
     hub = {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, revision=model.revision or "main", **hub)
     with torch.device("meta"):

@@ -1,5 +1,5 @@
-"""One upload to the hub, in a process of its own, which can be killed: a hub that never answers holds threads that
-Python would wait for at its end.
+"""Uploads one model to the hub in a process of its own, which can be killed: a hub that never answers holds threads
+that Python would wait for at its end.
 
 `python -m learner.checkpoints.upload_process REQUEST` sends it, and prints the answer in JSON as its last line.
 """
@@ -19,8 +19,13 @@ import learner
 
 
 class Request(msgspec.Struct, frozen=True):
-    """folder: of the model; repo: owner/name, or a name of the account's own; private: None for the account's
-    default."""
+    """What to upload.
+
+    Attributes:
+        folder: Of the model.
+        repo: owner/name, or a name of the account's own.
+        private: None for the account's default.
+    """
 
     folder: str
     repo: str
@@ -29,26 +34,33 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """repo: as the hub names it; error: why nothing was sent."""
+    """The result of an upload.
+
+    Attributes:
+        repo: The hub's name of the repository.
+        error: Why nothing was sent.
+    """
 
     repo: str = ""
     error: str | None = None
 
 
 class SendError(Exception):
-    """The hub does not have it; the text says why."""
+    """The hub does not have the model; the text says why."""
 
 
 class Sender(Protocol):
+    """Sends models to the hub."""
+
     def send(self, request: Request) -> str:
-        """Returns the repository's name on the hub, with its owner. Raises `SendError`."""
+        """Sends a model. Returns the repository's name on the hub, with its owner. Raises `SendError`."""
 
     def kill(self) -> None:
-        """End what is on its way, from another thread."""
+        """Ends the running upload, from another thread."""
 
 
 class Child:
-    """Sends by a process that ends with this one, however that ends."""
+    """Sends by a child process that ends with this one, in whatever way this one ends."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -1,6 +1,6 @@
-"""Models on their way to the hub, beside the training: nothing that the hub does holds or ends the run.
+"""Writes the model card of each checkpoint, and uploads models to the hub if the run file says so.
 
-What becomes of each checkpoint's model: it gets its card, and goes to the hub if the run file says so.
+Uploads run beside the training: whatever the hub does neither blocks nor ends the run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STAGE = ".hub"
 
 
 def require(hub: HubSection) -> None:
-    """Raises `ConfigError` where nothing could be sent; the hub is not asked."""
+    """Raises `ConfigError` where nothing could be sent; the hub itself is not asked."""
     if not hub.push_to_hub:
         return
     if constants.HF_HUB_OFFLINE:
@@ -37,6 +37,42 @@ def require(hub: HubSection) -> None:
         )
 
 
+class Models:
+    """Prepares one session's checkpoints for others."""
+
+    def __init__(self, config: RunConfig, progress: TerminalProgress, uploads: Uploads | None = None) -> None:
+        """Args:
+        uploads: What sends them; made where the run file asks for it."""
+        self._config = config
+        self._progress = progress
+        if uploads is None and config.hub.push_to_hub:
+            uploads = Uploads(config, progress.warn, progress.say)
+        self._uploads = uploads
+        self._warned = False
+
+    def saved(self, model: Path, results: Results) -> None:
+        """Handles a complete checkpoint, whose model is in folder `model`."""
+        try:
+            model_card.write_model_card(model, self._config, results)
+        except OSError as error:
+            if not self._warned:
+                self._warned = True
+                self._progress.warn(f"{model / model_card.MODEL_CARD} cannot be written: {error}")
+        if self._uploads is not None and self._config.hub.hub_strategy == "every_save":
+            self._uploads.push(model, results.step)
+
+    def close(self) -> None:
+        """Sends the last checkpoint's model at the end of the run, if only that is sent, and waits for it."""
+        if self._uploads is None:
+            return
+        newest = checkpoints.latest(self._config.run_dir)
+        if self._config.hub.hub_strategy == "end" and newest is not None:
+            self._uploads.push(newest.model_path, newest.info.step)
+        if self._uploads.pending:
+            with self._progress.phase("waiting for the upload to the hub"):
+                self._uploads.wait(self._config.hub.hub_timeout_s)
+
+
 @dataclass(frozen=True)
 class _Upload:
     folder: Path
@@ -44,10 +80,9 @@ class _Upload:
 
 
 class Uploads:
-    """One upload at a time, and the newest that waits behind it: one that waits when another comes is left out.
+    """Sends one model at a time; the newest waits behind it, and one that waits when another comes is left out.
 
-    `warn` tells a person, from whatever thread. Each model is linked into a folder of the run directory at once, so
-    that its checkpoint may be deleted meanwhile.
+    Each model is linked into a folder of the run directory at once, so its checkpoint may be deleted meanwhile.
     """
 
     def __init__(
@@ -57,6 +92,8 @@ class Uploads:
         say: Callable[[str], None],
         sender: Sender | None = None,
     ) -> None:
+        """Args:
+        warn: Shows a line to a person; called from any thread, as is `say`."""
         self._hub = config.hub
         self._name = config.hub.hub_model_id or config.run.name
         self._stage = config.run_dir / _STAGE
@@ -72,7 +109,7 @@ class Uploads:
         shutil.rmtree(self._stage, ignore_errors=True)
 
     def push(self, model: Path, step: int) -> None:
-        """Send a model's folder, of a checkpoint of `step`."""
+        """Sends the model in folder `model`, of the checkpoint of `step`."""
         folder = self._stage / f"step-{step}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -95,7 +132,7 @@ class Uploads:
             return self._busy or self._next is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for what is on its way, for at most `timeout_s` seconds; what is not there by then is given up."""
+        """Waits for open uploads for at most `timeout_s` seconds, and then gives them up."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._busy and self._next is None, timeout_s)
         if not done:
@@ -134,7 +171,7 @@ class Uploads:
 
 
 def _link(source: Path, target: Path) -> None:
-    """A copy by hard links, where the disk has them."""
+    """Copies a folder by hard links, where the disk has them."""
 
     def linked(old: str, new: str) -> str:
         try:
@@ -144,37 +181,3 @@ def _link(source: Path, target: Path) -> None:
         return new
 
     shutil.copytree(source, target, copy_function=linked)
-
-
-class Models:
-    """One session's checkpoints, as models for others. `uploads`: None where nothing is sent."""
-
-    def __init__(self, config: RunConfig, progress: TerminalProgress, uploads: Uploads | None = None) -> None:
-        self._config = config
-        self._progress = progress
-        if uploads is None and config.hub.push_to_hub:
-            uploads = Uploads(config, progress.warn, progress.say)
-        self._uploads = uploads
-        self._warned = False
-
-    def saved(self, model: Path, results: Results) -> None:
-        """A checkpoint is complete, with its model in this folder."""
-        try:
-            model_card.write_model_card(model, self._config, results)
-        except OSError as error:
-            if not self._warned:
-                self._warned = True
-                self._progress.warn(f"{model / model_card.MODEL_CARD} cannot be written: {error}")
-        if self._uploads is not None and self._config.hub.hub_strategy == "every_save":
-            self._uploads.push(model, results.step)
-
-    def close(self) -> None:
-        """At the run's end: send the last checkpoint's, if that alone goes, and wait for it."""
-        if self._uploads is None:
-            return
-        newest = checkpoints.latest(self._config.run_dir)
-        if self._config.hub.hub_strategy == "end" and newest is not None:
-            self._uploads.push(newest.model_path, newest.info.step)
-        if self._uploads.pending:
-            with self._progress.phase("waiting for the upload to the hub"):
-                self._uploads.wait(self._config.hub.hub_timeout_s)

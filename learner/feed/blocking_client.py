@@ -1,4 +1,4 @@
-"""The queue for callers that are not async: its client on an event loop of its own, in a thread."""
+"""The queue client for callers that are not async: it runs on an event loop of its own, in a thread."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from protocol.client import QueueClient
 
 T = TypeVar("T")
 
-# A shorter wait is not worth two calls.
+# A shorter wait is not worth two requests.
 REPORT_WAIT_AFTER_S = 1.0
 
-# The queue takes a learner that loads to be dead if it hears nothing for vllm.start_timeout_s, 600 s by default.
+# The queue gives a loading learner up if it hears nothing for vllm.start_timeout_s, 600 s by default.
 REPORT_WAIT_AGAIN_S = 60.0
 
 
 class BlockingQueueClient:
-    """Owns the thread, the loop and `queue`, the client on it. A context manager; its end cancels what runs on it."""
+    """Owns the thread, the loop and `queue`, the client on it. A context manager: leaving it cancels what runs on the
+    loop."""
 
     def __init__(self, queue: QueueClient) -> None:
         self.queue = queue
@@ -42,7 +43,7 @@ class BlockingQueueClient:
         self.loop.close()
 
     def call(self, request: Callable[[QueueClient], Awaitable[T]]) -> T:
-        """Run `request` on the client's loop and wait for it; what it raises is raised here."""
+        """Runs `request` on the client's loop and waits for it; its exceptions are raised here."""
 
         async def answer() -> T:
             return await request(self.queue)
@@ -51,7 +52,7 @@ class BlockingQueueClient:
 
     @contextmanager
     def waiting(self, session: int, what: str) -> Iterator[None]:
-        """Around a wait of the learner: if it lasts, the status page says what for (I7)."""
+        """Wraps a wait of the learner: if it lasts, the status page says what for (I7)."""
         over = asyncio.Event()
         report = asyncio.run_coroutine_threadsafe(self._report_wait(session, what, over), self.loop)
         try:
@@ -69,7 +70,7 @@ class BlockingQueueClient:
         await self.queue.waiting(session, None)
 
     async def _close(self) -> None:
-        """A signal may have left calls behind that nobody waits for."""
+        """Cancels calls that a signal may have left behind, and closes the client."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()
@@ -81,7 +82,7 @@ class BlockingQueueClient:
         try:
             return answer.result()
         except BaseException:
-            answer.cancel()  # a signal may have broken the wait, and would leave the call hanging
+            answer.cancel()  # a signal may have ended the wait, which would leave the call hanging
             raise
 
 

@@ -1,13 +1,13 @@
 """Keeps batches ready ahead of the step: leases, renews, drops and packs, on the blocking client's loop.
 
-A batch is judged at the version that will train on it, which is known when it is leased: each step makes exactly one
-version. None is leased so far ahead that whatever can be sampled now is too old for it. A drop is acknowledged at once,
-because that returns its permit to the workers (F14). Right before its step the queue is asked again: a group that a
-server sampled which has failed its proof meanwhile is not trained (I5).
+A batch is judged at the version that will train on it. That is known when it is leased, as each step makes exactly one
+version. No batch is leased so far ahead that whatever can be sampled now is too old for it. A drop is acknowledged at
+once, because that returns its permit to the workers. Right before its step the queue is asked again: a group from a
+server whose proof has failed meanwhile is not trained (I5).
 
-A batch that is left out makes no version: the next one, which was judged for the version after, takes its place and is
-judged anew, and so do all that follow. Leasing other groups for the step instead could wait for ever, since those that
-are held for later steps may be all that admission allows.
+A batch that is left out makes no version. The next one, which was judged for the version after, takes its place and is
+judged anew, and so do all that follow. Leasing other groups for the step instead could wait forever, since the groups
+held for later steps may be all that admission allows.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ RELEASE_TIMEOUT_S = 5.0
 
 
 class Starved(QueueError):
-    """For `learner.stall_timeout_s` neither a group nor a step came."""
+    """Neither a group nor a step came for `learner.stall_timeout_s`."""
 
 
 class LeaseLost(QueueError):
-    """The queue took a lease back while its groups were here."""
+    """The queue took a lease back while its groups were in training."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ class _Prepared:
 
 
 class Feeder:
-    """Batches for the steps after `start.step`, in order. A context manager; its end gives open leases back.
+    """Batches for the steps after `start.step`, in order. A context manager: leaving it gives open leases back.
 
-    Its methods are for the learner's main thread; `next_batch` raises what went wrong on the loop.
+    Its methods are for the learner's main thread, except `fail`. `next_batch` raises what went wrong on the loop.
     """
 
     def __init__(
@@ -70,7 +70,10 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
         pin: bool = False,
     ) -> None:
-        """pin: leave rows in page-locked memory, for a learner on a GPU."""
+        """Args:
+        start: Position of the run when the session began.
+        clock: Seconds, monotonic.
+        pin: Whether rows are put into page-locked memory, for a learner on a GPU."""
         self._config = config
         self._client = client
         self._start = start
@@ -83,7 +86,7 @@ class Feeder:
         self._step = start.step + 1
         self._taken: Draft | None = None
         self._left_out: Draft | None = None
-        self._lead = 0  # batches that were left out: so many steps is a batch behind its number
+        self._lead = 0  # batches left out so far: a batch's step is its number minus this
         self._moved = asyncio.Event()
         self._renew_every_s = config.queue.lease_timeout_s / 3
         self._waiting_since: float | None = None
@@ -99,8 +102,15 @@ class Feeder:
         self._client.call(lambda _: self._close())
 
     def next_batch(self) -> Batch:
-        """Wait for the next batch. Raises `Starved`, `LeaseLost`, `GaveUp`, `RunFinished`, another `QueueError`, or
-        what `fail` was given."""
+        """Waits for the next batch.
+
+        Raises:
+            Starved: No group comes any more.
+            LeaseLost: The queue took a lease back.
+            RunFinished: The run was finished before the learner's last step.
+            QueueError: The queue refuses, or cannot be reached.
+            BaseException: What `fail` was given.
+        """
         self._waiting_since = self._clock()
         self._client.loop.call_soon_threadsafe(self._permits.release)
         with self._client.waiting(self._start.session, "groups"):
@@ -112,11 +122,11 @@ class Feeder:
         return batch
 
     def fail(self, error: BaseException) -> None:
-        """End the wait for a batch with `error`; may be called from any thread."""
+        """Ends the wait for a batch with `error`. It may be called from any thread."""
         self._ready.put(error)
 
     def trained(self, batch: Batch, report: LearnerReport) -> RunPosition:
-        """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
+        """Acknowledges a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
         self._leases.discard(batch.lease_id)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
@@ -130,8 +140,8 @@ class Feeder:
         return position
 
     def leave_out(self, batch: Batch, reason: str) -> None:
-        """Drop the groups of the batch that `next_batch` gave last, which cannot be trained: the next one is for the
-        same step. Raises `QueueError`."""
+        """Drops the groups of the batch that `next_batch` returned last, which cannot be trained. The next batch is for
+        the same step. Raises `QueueError`."""
         self._client.call(lambda _: self._leave_out(batch, reason))
 
     async def _open(self) -> None:
@@ -140,7 +150,7 @@ class Feeder:
     async def _close(self) -> None:
         self._work.cancel()
         await asyncio.wait([self._work])
-        # A lease that is not given back expires: nothing is lost if the queue cannot be told now.
+        # A lease that is not given back expires, so nothing is lost if the queue cannot be reached now.
         with suppress(QueueError, TimeoutError):
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
                 for lease_id in self._leases:
@@ -170,8 +180,8 @@ class Feeder:
         return replace(batch, rows=[row.pinned() for row in batch.rows]) if self._pin else batch
 
     async def _ready_to_train(self, prepared: _Prepared) -> Batch:
-        """The batch as the queue lets it be trained, at the step that is next: groups that it revoked since they were
-        leased are replaced."""
+        """Returns the batch for the step that is next, with groups that the queue has revoked since they were leased
+        replaced."""
         draft, batch = prepared.draft, prepared.batch
         if draft.step != self._step or self._left_out is not None:
             if self._left_out is not None:
@@ -195,7 +205,7 @@ class Feeder:
     async def _leave_out(self, batch: Batch, reason: str) -> None:
         draft = self._taken
         assert draft is not None
-        assert draft.lease_id == batch.lease_id, "not the batch that was given last"
+        assert draft.lease_id == batch.lease_id, "not the batch that was returned last"
         dropped = dict.fromkeys(batch.ticket_ids, reason)
         draft.revoke(dropped)
         await self._drop(draft, dropped)
@@ -213,7 +223,7 @@ class Feeder:
         draft.revoke(revoked)
         if not draft.ticket_ids:
             self._leases.discard(draft.lease_id)
-        # What the lease lost is the queue's already.
+        # The queue has dropped the rest itself.
         tainted = {ticket: reason for ticket, reason in revoked.items() if reason == reasons.UNVERIFIED_SERVER}
         if tainted:
             await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=tainted))
@@ -246,12 +256,13 @@ class Feeder:
         return await self._client.queue.lease(request)
 
     async def _check_alive(self) -> None:
-        """Raise if waiting longer is pointless. Only while the step waits: before that, the learner is the slow one."""
+        """Raises if waiting longer is pointless. It only counts the time in which the step waits: before that, the
+        learner is the slow one."""
         position = await self._client.queue.position()
         if position.finished:
             raise RunFinished("the run was finished before the learner's last step")
         if position.served_version is None and await self._servers_load():
-            self._last_arrival = self._clock()  # the wait for groups begins when they are up
+            self._last_arrival = self._clock()  # the wait for groups begins when the servers are up
         since, limit = self._waiting_since, self._config.learner.stall_timeout_s
         if since is not None and self._clock() - max(since, self._last_arrival) >= limit:
             stall = (await self._client.queue.status()).stall
@@ -276,7 +287,7 @@ class Feeder:
                 await self._renew(lease_id)
 
     async def _renew(self, lease_id: str, have: Sequence[str] = ()) -> dict[str, str]:
-        """Which groups of `have` must not be trained, and why."""
+        """Renews a lease. Returns which groups of `have` must not be trained, and why."""
         try:
             return await self._client.queue.renew(lease_id, self._start.session, have)
         except QueueRefused as refusal:

@@ -1,6 +1,5 @@
-"""What arrived for a step and what became of it, counted.
-
-Which tokens of a group may train, and how old they are (I2, I4).
+"""Judges the groups that arrive for a step: which of their tokens may train, how old these are (I2), and counts them
+(I4).
 """
 
 from __future__ import annotations
@@ -29,14 +28,16 @@ _NOTHING = np.empty(0, dtype=np.int64)
 
 @dataclass(frozen=True)
 class LossWeights:
-    """Loss weights of one group's tokens.
+    """Loss weights of one group's tokens. Lists have an array for each segment of the group, in order.
 
-    weights: for each segment of the group, in order, float32 [T]: 1 where the token trains, else 0.
-    staleness: likewise, int32 [T]: versions between sampling and training, 0 where the token was not sampled.
-    fresh: likewise, bool [T], true where version itself sampled the token, and all of its turn before it.
-    masked: sampled tokens that do not train, by reason (OVERAGE, TRUNCATED, NO_CONTEXT).
-    staleness_sum, staleness_max: over the tokens that train; tokens_by_staleness: how many of them there are of each
-    staleness, int64, from 0 to `staleness_max`.
+    Attributes:
+        weights: float32 [T], 1 where the token trains, else 0.
+        staleness: int32 [T], versions between sampling and training; 0 where the token was not sampled.
+        fresh: bool [T], whether the version that trains sampled the token, and all of its turn before it.
+        masked: Sampled tokens that do not train, by reason (OVERAGE, TRUNCATED, NO_CONTEXT).
+        staleness_sum: Over the tokens that train.
+        staleness_max: Over the tokens that train.
+        tokens_by_staleness: int64, number of tokens that train of each staleness from 0 to `staleness_max`.
     """
 
     weights: list[npt.NDArray[np.float32]]
@@ -52,12 +53,12 @@ class LossWeights:
 def loss_weights(
     group: Group, version: int, max_staleness: int, overage: Overage, mask_truncated: bool = False
 ) -> LossWeights:
-    """Weights of `group` for the step that trains `version`.
+    """Weighs the tokens of a group for the step that trains `version`.
 
     A sampled token older than `max_staleness` gets no weight; with `overage="drop"`, one such token takes the weight of
-    the whole group. Nor does a sampled first token of a segment get any: no token before it predicts it (NO_CONTEXT).
-    With `mask_truncated`, no token of a rollout that ran out of tokens does, whatever its age (TRUNCATED); its reward
-    counts in the group all the same.
+    the whole group. The first token of a segment gets none either, if it was sampled: no token before it predicts it
+    (NO_CONTEXT). With `mask_truncated`, no token of a rollout that ran out of tokens gets weight, whatever its age
+    (TRUNCATED); its reward still counts in the group.
     """
     rollouts = [(mask_truncated and rollout.finish_reason in CUT_OFF, rollout) for rollout in group.rollouts]
     truncated = sum(rollout.sampled_tokens for cut_off, rollout in rollouts if cut_off)
@@ -100,8 +101,16 @@ def loss_weights(
 
 
 def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Which tokens `version` sampled from keys and values of its own: vLLM keeps those of a turn that an update lands
-    in. versions: of each token, -1 where it was not sampled; starts: where segments begin."""
+    """Says which tokens `version` sampled from keys and values of its own: vLLM keeps older ones for a turn during
+    which an update lands.
+
+    Args:
+        versions: int64 [T] of each token, -1 where it was not sampled.
+        starts: Where segments begin.
+
+    Returns:
+        bool [T].
+    """
     is_sampled = versions >= 0
     after_sampled = np.roll(is_sampled, 1)
     after_sampled[starts] = False
@@ -112,12 +121,58 @@ def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np
     return fresh
 
 
+def rewards_of(group: Group) -> npt.NDArray[np.float64]:
+    """Returns the rewards of a group's rollouts, float64 [G]."""
+    return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
+
+
+def step_rollouts(
+    groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]], clip: tuple[float, float] | None = None
+) -> StepRollouts:
+    """Makes the rollouts of a step.
+
+    Args:
+        groups: The groups that train.
+        tokens: int64 [G] for each group, how many tokens of each rollout train.
+        clip: Bounds of the rewards. What single reward functions gave is not clipped, as in TRL.
+    """
+    rewards = np.concatenate([rewards_of(group) for group in groups])
+    numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
+    by_column: dict[tuple[str, float], dict[int, float]] = {}
+    given = (pair for group in groups for pair in _components(group))
+    for number, (components, weights) in enumerate(given):
+        for name, value in components.items():
+            if value is not None:
+                by_column.setdefault((name, weights.get(name, 1.0)), {})[number] = value
+    columns = np.full((len(by_column), len(rewards)), np.nan)
+    for column, values in zip(columns, by_column.values(), strict=True):
+        column[list(values)] = list(values.values())
+    return StepRollouts(
+        rewards=rewards if clip is None else rewards.clip(*clip),
+        groups=numbers,
+        tokens=np.concatenate(tokens),
+        components=columns.T,
+        reward_weights=np.array([weight for _, weight in by_column]),
+    )
+
+
+def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:
+    """Yields what the reward functions gave each rollout, and their weights. A worker that names no function gave the
+    reward itself."""
+    named = any(value is not None for rollout in group.rollouts for value in rollout.reward_components.values())
+    for rollout in group.rollouts:
+        yield (rollout.reward_components, group.reward_weights) if named else ({"": rollout.reward}, {})
+
+
 @dataclass(frozen=True)
 class JudgedGroup:
-    """What is counted of a group that arrived; unlike the group, it holds no tokens, so a dropped one costs little.
+    """The counts of a group that arrived. Unlike the group it holds no tokens, so a dropped one needs little memory.
 
-    in_flight, in_queue: versions that passed until arrival, and from then to training, of the oldest token, None where
-    none was sampled; dropped: the reason, None where the group trains.
+    Attributes:
+        in_flight: Versions that passed from the sampling of the oldest token until arrival; None where none was
+            sampled.
+        in_queue: Versions that passed from arrival to training; None where no token was sampled.
+        dropped: The reason; None where the group trains.
     """
 
     epoch: int
@@ -144,25 +199,35 @@ class JudgedGroup:
         )
 
     def at(self, younger: int) -> Self:
-        """The same, trained so many versions earlier."""
+        """Returns the same, trained so many versions earlier."""
         return self if self.in_queue is None else replace(self, in_queue=self.in_queue - younger)
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """One step's counts, a part of its line in `metrics.jsonl`.
+    """Counts the rollouts, tokens and rows of one step, a part of its line in `metrics.jsonl`.
 
-    Rewards are over every group that arrived, dropped ones too: else they would look better or worse than they are;
-    `reward_std` is over all of them, of the sample, as TRL's. Staleness in versions, of the tokens that train;
-    `_in_flight` and `_in_queue` split it by arrival, as means over the groups' oldest tokens. tokens_sampled, of every
-    group that arrived, = tokens_trained + tokens_masked + tokens_dropped, these two by reason; tokens_prompt, of the
-    same groups.
-    packing_fill: tokens of the rows by rows times budget; tokens_forwarded: tokens of the rows, of which what samples
-    share is one; tokens_unshared: what they would be if nothing were shared.
-    epoch: whole passes over the data before the newest group.
-    tokens_by_staleness: tokens that train, by `staleness/tokens_<s>`, from 0 to the bound; the last counts what is
-    staler, too.
-    metrics: see `RolloutMetrics`; task_metrics: the task's own.
+    tokens_sampled = tokens_trained + tokens_masked + tokens_dropped.
+
+    Attributes:
+        reward_mean: Over every group that arrived, dropped ones too: otherwise rewards would look better or worse than
+            they are.
+        reward_std: Likewise, of the sample over all rollouts, as TRL's.
+        staleness_mean: In versions, over the tokens that train.
+        staleness_in_flight: Versions until arrival, a mean over the groups' oldest tokens.
+        staleness_in_queue: Versions from arrival to training, likewise.
+        tokens_sampled: Of every group that arrived.
+        tokens_masked: By reason.
+        tokens_dropped: By reason.
+        packing_fill: Tokens of the rows, divided by rows times budget.
+        tokens_forwarded: Tokens of the rows; tokens that samples share count once.
+        tokens_unshared: What they would be if nothing were shared.
+        tokens_prompt: Of every group that arrived.
+        epoch: Whole passes over the data before the newest group.
+        tokens_by_staleness: Tokens that train, by `staleness/tokens_<s>`, from 0 to the bound; the last counts older
+            ones too.
+        metrics: See `RolloutMetrics`.
+        task_metrics: The task's own.
     """
 
     reward_mean: float
@@ -191,7 +256,7 @@ class StepCounts:
 
     @property
     def tokens(self) -> int:
-        """Of the rollouts that arrived, tool results left out."""
+        """Prompt and sampled tokens of the rollouts that arrived, without tool results."""
         return self.tokens_prompt + self.tokens_sampled
 
 
@@ -203,10 +268,15 @@ def tally(
     budget: int,
     max_staleness: int = 0,
 ) -> StepCounts:
-    """Count a full step: every group that arrived and the metrics of its rollouts, the weights of those that train,
-    and their rows. `max_staleness`: the bound, as far as which tokens are counted by staleness.
+    """Counts a full step, of which at least one token trains.
 
-    At least one token must train.
+    Args:
+        judged: Every group that arrived.
+        metrics: Those of their rollouts.
+        trained: The weights of the groups that train.
+        rows: Their rows.
+        budget: Tokens that a row may have.
+        max_staleness: The bound up to which tokens are counted by staleness.
     """
     tokens_trained = sum(weights.tokens_trained for weights in trained)
     return StepCounts(
@@ -244,45 +314,8 @@ def _by_staleness(trained: Sequence[LossWeights], most: int) -> dict[str, int]:
     return {f"staleness/tokens_{age}": int(count) for age, count in enumerate(counts)}
 
 
-def rewards_of(group: Group) -> npt.NDArray[np.float64]:
-    """float64 [G]"""
-    return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
-
-
-def step_rollouts(
-    groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]], clip: tuple[float, float] | None = None
-) -> StepRollouts:
-    """The rollouts of groups, and how many tokens of each train. Rewards are held within `clip`; what single reward
-    functions gave is not, as in TRL."""
-    rewards = np.concatenate([rewards_of(group) for group in groups])
-    numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
-    by_column: dict[tuple[str, float], dict[int, float]] = {}
-    given = (pair for group in groups for pair in _components(group))
-    for number, (components, weights) in enumerate(given):
-        for name, value in components.items():
-            if value is not None:
-                by_column.setdefault((name, weights.get(name, 1.0)), {})[number] = value
-    columns = np.full((len(by_column), len(rewards)), np.nan)
-    for column, values in zip(columns, by_column.values(), strict=True):
-        column[list(values)] = list(values.values())
-    return StepRollouts(
-        rewards=rewards if clip is None else rewards.clip(*clip),
-        groups=numbers,
-        tokens=np.concatenate(tokens),
-        components=columns.T,
-        reward_weights=np.array([weight for _, weight in by_column]),
-    )
-
-
-def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:
-    """What the reward functions gave each rollout, and their weights. A worker that names none gave the reward."""
-    named = any(value is not None for rollout in group.rollouts for value in rollout.reward_components.values())
-    for rollout in group.rollouts:
-        yield (rollout.reward_components, group.reward_weights) if named else ({"": rollout.reward}, {})
-
-
 def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:
-    """Counts added up by reason, without those that have none."""
+    """Adds counts up by reason; a count without a reason is left out."""
     sums: Counter[str] = Counter()
     for reason, count in counts:
         if reason is not None:

@@ -1,9 +1,7 @@
-"""Sequences packed into rows of at most `token_budget` tokens: no padding, and what they share stands there once.
+"""Packs sequences into rows of at most `token_budget` tokens, without padding, and deals the rows to the ranks.
 
-Packing must not change what is learnt: in a row every sequence attends to its own tokens only (`learner.feed.trie`),
-and the loss is a sum over tokens with one normaliser for the step.
-
-A step's rows, dealt to the ranks: about equal work for each, and the same number of rows. Pure.
+Packing must not change what is learnt. What sequences share stands in a row once, but each attends to its own tokens
+only (`learner.feed.trie`), and the loss is a sum over tokens with one normaliser for the step. No I/O.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from learner.feed import trie
 
 PACKED_ATTENTION = "varlen_sdpa"
 
-# Attending to this many tokens costs as much as a token's matrix products: 6 times the hidden size, in a model whose
-# feed-forward layer is 3 times as wide. Here a size of 1,024; it only has to tell long paths from short ones.
+# Attending to this many tokens costs as much as a token's matrix products: 6 times the hidden size in a model whose
+# feed-forward layer is 3 times as wide, here 1,024. It only has to tell long paths from short ones.
 ATTENDED_PER_TOKEN = 6144
 
 
@@ -31,11 +29,15 @@ ATTENDED_PER_TOKEN = 6144
 class Sample:
     """One token sequence to train on.
 
-    token_ids: int32 [T]; behaviour: float32 [T], log-probs under the policy that sampled; weights: float32 [T], 1 where
-    a token trains, 0 for the first one and where not sampled; staleness: int32 [T], versions between sampling and
-    training; fresh: bool [T], whether the version that trains sampled the token, and all of its turn before it;
-    rollout: the number of its rollout in the step; group: a number that samples with a common prompt share; servers:
-    int32 [T], which of the step's servers sampled each token, None where it does not matter.
+    Attributes:
+        token_ids: int32 [T].
+        behaviour: float32 [T], log-probs under the policy that sampled.
+        weights: float32 [T], 1 where a token trains; 0 for the first token and where it was not sampled.
+        staleness: int32 [T], versions between sampling and training.
+        fresh: bool [T], whether the version that trains sampled the token, and all of its turn before it.
+        rollout: Number of its rollout in the step.
+        group: A number that samples with a common prompt share.
+        servers: int32 [T], which of the step's servers sampled each token; None where it does not matter.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -52,8 +54,8 @@ class Sample:
 
     @property
     def forwarded(self) -> npt.NDArray[np.int32]:
-        """The tokens that must be computed: the last one is predicted only, and what follows the last token with weight
-        does not matter, as attention is causal."""
+        """The tokens that must be computed, int32. The last token is only predicted, and tokens after the last one with
+        weight do not matter, as attention is causal."""
         return self.token_ids[: int(self.weights.nonzero()[0][-1])]
 
 
@@ -61,14 +63,24 @@ class Sample:
 class PackedRow:
     """Several sequences as a trie in depth-first order, and the tokens with weight in them.
 
-    input_ids, position_ids: int64 [1, T]; starts: n + 1 places, where each of the trie's nodes begins, and T; reach: n
-    places, where what descends from each ends; copies: int64 [T], how many of the sequences have the token; longest:
-    tokens of the longest sequence; raw_tokens: T, if nothing were shared.
+    The pairs to be scored, U of them, are those of a token and the token before it, each once. N tokens train.
 
-    positions, targets: int64 [U], the pairs to be scored, each once: index in the row of the token before, whose output
-    predicts, and the id that is predicted. For each of the N tokens that train: scored, int64 [N], its pair; behaviour,
-    float32 [N]; staleness, int32 [N]; fresh, bool [N]; rollout, int64 [N], the number of its rollout in the step;
-    server, int32 [N], its place in the step's `StepRollouts.servers`.
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T].
+        starts: n + 1 indices: where each of the trie's n nodes begins, and T.
+        reach: n indices: where the descendants of each node end.
+        copies: int64 [T], how many of the sequences have the token.
+        longest: Tokens of the longest sequence.
+        raw_tokens: What T would be if nothing were shared.
+        positions: int64 [U], index in the row of the token before, whose output predicts.
+        targets: int64 [U], the predicted id.
+        scored: int64 [N], the pair of each token that trains.
+        behaviour: float32 [N], as in `Sample`.
+        staleness: int32 [N], as in `Sample`.
+        fresh: bool [N], as in `Sample`.
+        rollout: int64 [N], number of its rollout in the step.
+        server: int32 [N], its index in the step's `StepRollouts.servers`.
     """
 
     input_ids: torch.Tensor
@@ -93,20 +105,20 @@ class PackedRow:
 
     @property
     def cost(self) -> float:
-        """Of its tokens, in tokens without attention; of a row on the host."""
+        """Cost of its tokens, in tokens without attention. The row must be on the host."""
         return self.tokens + float(self.position_ids.sum()) / ATTENDED_PER_TOKEN
 
     @property
     def is_padding(self) -> bool:
-        """Whether it is there for the number of rows only (`padding_row`)."""
+        """Whether it only fills up the number of rows (`padding_row`)."""
         return self.raw_tokens == 0
 
     def to(self, device: torch.device) -> Self:
-        """On a GPU without waiting for it, if the row is pinned."""
+        """Copies it to a device; if the row is pinned, without waiting."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Self:
-        """In page-locked memory, from which a GPU copies by itself."""
+        """Copies it to page-locked memory, from which a GPU copies by itself."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -118,11 +130,20 @@ class PackedRow:
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
-    """Rows of at most `token_budget` tokens that hold every sample once; raises `ValueError` if one is longer.
+    """Packs samples into rows.
 
-    Samples of one group stand in one row, unless they need more than a row: then neighbours in the trie stand together.
-    `branches` false: for attention that knows whole sequences only. `ranks`: who train them, with as many rows each if
-    there are groups enough.
+    Samples of one group stand in one row. If they need more than a row, neighbours in the trie stand together.
+
+    Args:
+        token_budget: Maximum number of tokens of a row.
+        branches: False for attention that knows whole sequences only.
+        ranks: Ranks that share the rows; each gets as many, if there are groups enough.
+
+    Returns:
+        Rows that hold every sample once.
+
+    Raises:
+        ValueError: A sample is longer than `token_budget`.
     """
     by_group = groupby(sorted(samples, key=_group), key=_group)
     units = [unit for _, group in by_group for unit in _units(list(group), token_budget, branches)]
@@ -133,10 +154,54 @@ def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ra
     return [pack_row([sample for i in members for sample in units[i].samples], branches) for members in bins]
 
 
-def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Best-fit decreasing: indices of `lengths` by row, each row's longest first.
+@dataclass(frozen=True)
+class _Unit:
+    """Samples that stand in one row.
 
-    Best fit rather than first fit, because it leaves large gaps whole; at most 11/9 of the fewest rows, plus one.
+    Attributes:
+        tokens: What they need in the row.
+        cost: In tokens without attention.
+    """
+
+    samples: list[Sample]
+    tokens: int
+    cost: float
+
+
+def _group(sample: Sample) -> int:
+    return sample.group
+
+
+def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:
+    """Cuts a group's samples between sorted neighbours where they need more than a row; each part repeats the path."""
+    paths = [sample.forwarded for sample in samples]
+    members: list[Sample] = []
+    tokens, cost = 0, 0.0
+    before = np.empty(0, dtype=np.int32)
+    for index in trie.sorted_order(paths):
+        added = len(paths[index]) - trie.shared(before, paths[index], branches)
+        if members and tokens + added > token_budget:
+            yield _Unit(members, tokens, cost)
+            members, tokens, cost, added = [], 0, 0.0, len(paths[index])
+        members.append(samples[index])
+        tokens += added
+        cost += _cost(added, len(paths[index]))
+        before = paths[index]
+    yield _Unit(members, tokens, cost)
+
+
+def _cost(tokens: int, path: int) -> float:
+    """Returns the cost of the last `tokens` of a path, in tokens without attention."""
+    return tokens * (1 + (path - tokens / 2) / ATTENDED_PER_TOKEN)
+
+
+def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Assigns lengths to rows by best-fit decreasing.
+
+    Best fit rather than first fit, because it keeps large gaps whole; at most 11/9 of the fewest rows, plus one.
+
+    Returns:
+        Indices of `lengths` by row, each row's longest first.
     """
     bins: list[list[int]] = []
     room: list[int] = []
@@ -160,10 +225,13 @@ def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], token_budget: int) -> list[list[int]]:
-    """As many rows as `bins`, of about equal cost: each unit, the dearest first, goes to the row that costs least so
-    far and has room (Graham, 1969). Where the units do not fit in this way, `bins` as they are.
+    """Evens the rows out: as many rows as `bins`, of about equal cost.
 
-    Even rows need less memory than a full one beside one that is nearly empty, and ranks do not wait for one another.
+    The unit of highest cost goes first, to the row that costs least so far and has room (Graham, 1969). Even rows need
+    less memory than a full one beside one that is nearly empty, and ranks do not wait for each other.
+
+    Returns:
+        Indices by row; `bins` as they are where the units do not fit in this way.
     """
     rows: list[list[int]] = [[] for _ in bins]
     room, spent = [token_budget] * len(bins), [0.0] * len(bins)
@@ -179,7 +247,7 @@ def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], 
 
 
 def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
-    """One row of `samples`."""
+    """Makes one row of samples."""
     paths = trie.build([sample.forwarded for sample in samples], branches)
     positions, targets, entries = [], [], []
     for index, places in zip(paths.order, paths.places, strict=True):
@@ -218,7 +286,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
 
 
 def padding_row() -> PackedRow:
-    """A row of one token, that trains nothing and counts for nothing."""
+    """Makes a row of one token that trains nothing and counts for nothing."""
     ids, ones = np.zeros(2, dtype=np.int32), np.array([0.0, 1.0], dtype=np.float32)
     nothing = np.zeros(2, dtype=np.float32)
     row = pack_row([Sample(ids, nothing, ones, ids, ids.astype(np.bool_), rollout=0)])
@@ -226,52 +294,21 @@ def padding_row() -> PackedRow:
 
 
 @dataclass(frozen=True)
-class _Unit:
-    """Samples that stand in one row, the tokens that they need there, and what these cost, in tokens."""
-
-    samples: list[Sample]
-    tokens: int
-    cost: float
-
-
-def _group(sample: Sample) -> int:
-    return sample.group
-
-
-def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:
-    """A group's samples, cut between sorted neighbours where they need more than a row: each part repeats the path."""
-    paths = [sample.forwarded for sample in samples]
-    members: list[Sample] = []
-    tokens, cost = 0, 0.0
-    before = np.empty(0, dtype=np.int32)
-    for index in trie.sorted_order(paths):
-        added = len(paths[index]) - trie.shared(before, paths[index], branches)
-        if members and tokens + added > token_budget:
-            yield _Unit(members, tokens, cost)
-            members, tokens, cost, added = [], 0, 0.0, len(paths[index])
-        members.append(samples[index])
-        tokens += added
-        cost += _cost(added, len(paths[index]))
-        before = paths[index]
-    yield _Unit(members, tokens, cost)
-
-
-def _cost(tokens: int, path: int) -> float:
-    """Of the last `tokens` of a path, in tokens without attention."""
-    return tokens * (1 + (path - tokens / 2) / ATTENDED_PER_TOKEN)
-
-
-@dataclass(frozen=True)
 class RankRows:
-    """What one rank does of a step. rows: its own; rollouts: the whole step's; surveyed: whether all rows are scored
-    before the first one trains."""
+    """One rank's part of a step.
+
+    Attributes:
+        rows: The rank's own.
+        rollouts: The whole step's.
+        surveyed: Whether all rows are scored before the first one trains.
+    """
 
     rows: Sequence[PackedRow]
     rollouts: StepRollouts
     surveyed: bool
 
     def plain(self) -> dict[str, Any]:
-        """As `wire` takes it."""
+        """Returns it as plain values and tensors, which the ranks send each other."""
         return {
             "rows": [vars(row) for row in self.rows],
             "rollouts": vars(self.rollouts),
@@ -280,15 +317,19 @@ class RankRows:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> RankRows:
+        """Reads what `plain` returned."""
         rows = [PackedRow(**row) for row in plain["rows"]]
         return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Each rank's rows, rank 0's first: the dearest row goes to the rank with the least work that has room.
+    """Deals the rows to the ranks: the row of highest cost first, to the rank with the least work that has room.
 
-    All have as many, since each forward of a sharded policy takes all ranks: where rows do not suffice, a rank gets
-    padding, which trains nothing.
+    All ranks get as many rows, since each forward pass of a sharded policy takes all of them. Where rows do not
+    suffice, a rank gets padding.
+
+    Returns:
+        The rows of each rank, rank 0's first.
     """
     most = -(-len(rows) // ranks)
     hands: list[list[PackedRow]] = [[] for _ in range(ranks)]

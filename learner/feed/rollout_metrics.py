@@ -1,9 +1,8 @@
-"""What `metrics.jsonl` says of a step's rollouts, under the names of TRL 1.16 where the meaning is the same.
+"""Metrics of a step's rollouts for `metrics.jsonl`, under the names of TRL 1.16 where the meaning is the same.
 
-Each figure is over the rollouts that have it, of every group that arrived: dropped ones too, else rewards and lengths
-would look better or worse than they are. No rollout is kept: a step may drop any number of groups before it is full.
-
-Which rollouts of a step people get to read.
+Each metric is over the rollouts that have it, of every group that arrived, dropped ones too: otherwise rewards and
+lengths would look better or worse than they are. No rollout is kept, as a step may drop any number of groups before it
+is full. `choose` picks the rollouts that people get to read.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import NamedTuple
 from protocol.messages import Group, Rollout
 from protocol.rollouts import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
 
-# The policy was cut off, and did not end by itself: TRL's "clipped" completions.
+# The policy was cut off before it ended by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")
 
 
@@ -41,7 +40,7 @@ class Running:
         self.min, self.max = min(self.min, value), max(self.max, value)
 
     def include(self, other: Running) -> None:
-        """Add all values of another (Chan, Golub and LeVeque 1979)."""
+        """Adds all values of another (Chan, Golub and LeVeque 1979)."""
         if other.mean is None or other.min is None or other.max is None:
             return
         if self.mean is None or self.min is None or self.max is None:
@@ -59,7 +58,7 @@ class Running:
 
 
 class RolloutMetrics:
-    """Takes in a step's groups; `ours` and `the_task_s` say what came of them."""
+    """Collects a step's groups; `ours` and `the_task_s` return their metrics."""
 
     def __init__(self) -> None:
         self.rewards = Running()
@@ -83,7 +82,7 @@ class RolloutMetrics:
             self._add(rollout)
 
     def include(self, other: RolloutMetrics) -> None:
-        """Take in all groups that another has taken in."""
+        """Adds all groups that another has collected."""
         for ours, theirs in (
             (self.rewards, other.rewards),
             (self._lengths, other._lengths),
@@ -126,12 +125,12 @@ class RolloutMetrics:
                 self._own[name].add(value)
 
     def ours(self) -> dict[str, float]:
-        """One line a metric; one that nothing was measured for is left out.
+        """Returns the metrics; one without a measurement is left out.
 
-        Lengths are in sampled tokens. `tools/call_frequency`: calls a rollout; `tools/failure_frequency`: failures a
-        call; `_total` and `failures/<reason>`: sums. `chat/new_segments`: new segments a rollout, where there were any.
-        `frac_reward_zero_std`: share of rollouts whose group has equal rewards; `finish/<reason>`: share of rollouts
-        that ended so.
+        Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
+        per call. `_total` and `failures/<reason>`: sums. `chat/new_segments`: new segments per rollout, where there
+        were any. `frac_reward_zero_std`: share of rollouts whose group has equal rewards. `finish/<reason>`: share of
+        rollouts that ended so.
         """
         rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
         metrics = {
@@ -165,12 +164,13 @@ class RolloutMetrics:
         return {name: value for name, value in metrics.items() if value is not None}
 
     def the_task_s(self) -> dict[str, float]:
-        """The task's own figures: means, under the names that it chose."""
+        """Returns means of the task's own metrics, under the names that it chose."""
         return {name: values.mean for name, values in self._own.items() if values.mean is not None}
 
 
 def _prompt_tokens(rollout: Rollout) -> int:
-    """Tokens before the first sampled one, of every segment: a later one's prompt is read by the model too."""
+    """Counts the tokens before the first sampled one of every segment: the model reads the prompt of a later one
+    too."""
     return sum(
         segment.version_spans[0].start if segment.version_spans else len(segment.token_ids)
         for segment in rollout.segments
@@ -189,8 +189,13 @@ class RolloutPosition(NamedTuple):
 
 
 def choose(rewards: Sequence[Sequence[float]], count: int, turn: int) -> list[RolloutPosition]:
-    """`count` places among the rewards of a step's groups: the best, the worst, then one of each other group in turn,
-    then what is left. `turn` varies which rollout of a group it is from step to step."""
+    """Picks rollouts to read: the best, the worst, then one of each other group in turn, then any.
+
+    Args:
+        rewards: Those of each group.
+        count: How many to pick.
+        turn: Varies which rollout of a group is picked from step to step.
+    """
     longest = max((len(group) for group in rewards), default=0)
     places = [
         RolloutPosition(number, (nth + turn) % len(group))

@@ -1,4 +1,4 @@
-"""What one optimiser step trains on: which groups stand, with which tokens and advantages. No I/O.
+"""Drafts what one optimiser step trains on: which groups stand, with which tokens and advantages. No I/O.
 
 Every group that arrives either stands or is dropped for a reason (I1). Every token of it is trained, masked or dropped,
 and counted as such (I4).
@@ -35,7 +35,7 @@ from protocol.rollouts import RolloutView
 
 @dataclass(frozen=True)
 class LeasedGroup:
-    """A leased group and the learner's version when the queue took it in."""
+    """A leased group, and the learner's version when the queue received it."""
 
     group: Group
     version_at_arrival: int
@@ -43,8 +43,12 @@ class LeasedGroup:
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimiser step's work. `version` is the learner's while it trains; the step makes `version + 1`; `samples`:
-    some of its rollouts as people read them, the best first and then the worst."""
+    """One optimiser step's work.
+
+    Attributes:
+        version: The learner's version while it trains; the step makes `version + 1`.
+        samples: Some of its rollouts for people to read, the best first and then the worst.
+    """
 
     step: int
     version: int
@@ -64,7 +68,7 @@ class _Standing:
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
-        """How many tokens of each rollout train, int64 [G]."""
+        """Number of tokens that train in each rollout, int64 [G]."""
         of_segments = iter(self.weights.weights)
         counts = [sum(int(np.count_nonzero(next(of_segments))) for _ in of.segments) for of in self.group.rollouts]
         return np.array(counts, dtype=np.int64)
@@ -93,7 +97,7 @@ class Draft:
     def wanted(self) -> int:
         """Groups still to lease; 0 when the step is full.
 
-        Dropped groups are replaced, but not with `zero_variance = "drop"`: it takes `groups_per_step` groups, and as
+        Dropped groups are replaced, except with `zero_variance = "drop"`: that takes `groups_per_step` groups, and as
         many again only if none of them can be trained.
         """
         size = self._config.learner.groups_per_step
@@ -104,7 +108,7 @@ class Draft:
         return size - len(self._judged) % size
 
     def add(self, leased: Iterable[LeasedGroup]) -> dict[str, str]:
-        """Take groups in; returns the reason for each that is dropped. One that is already here is left alone."""
+        """Adds groups, except those that are already here. Returns the reason for each that is dropped."""
         dropped = {}
         for item in leased:
             group = item.group
@@ -124,19 +128,19 @@ class Draft:
         return dropped
 
     def revoke(self, revoked: Mapping[str, str]) -> None:
-        """Take groups out that the queue says must not be trained, with the reason of each."""
+        """Removes groups that the queue says must not be trained, with the reason of each."""
         for ticket_id, reason in revoked.items():
             if self._standing.pop(ticket_id, None) is not None:
                 self._judged[ticket_id] = replace(self._judged[ticket_id], dropped=reason)
 
     def count(self, left_out: Draft) -> None:
-        """Count what arrived for this step before, and cannot be trained: all of it was dropped."""
+        """Counts groups that arrived for this step before and cannot be trained: all of them were dropped."""
         self._before += [*left_out._before, *left_out._judged.values()]
         self._metrics.include(left_out._metrics)
         self._flat = [*left_out._flat, *self._flat]
 
     def move(self, step: int, version: int) -> dict[str, str]:
-        """Be the draft of another step; returns the reason for each group that is dropped for it."""
+        """Makes this the draft of another step. Returns the reason for each group that is dropped for it."""
         younger = self.version - version
         self.step, self.version = step, version
         self._flat = [msgspec.structs.replace(view, step=step) for view in self._flat]
@@ -197,7 +201,7 @@ class Draft:
         return max(learner.sample_rollouts, int(shown))
 
     def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
-        """Rollouts of all groups that train; where these are few, of groups without variance, too."""
+        """Picks rollouts of the groups that train; where these are few, of groups without variance too."""
         standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
@@ -216,7 +220,8 @@ class Draft:
 
 
 def _not_finite(group: Group) -> str | None:
-    """The door refuses such figures, but a store may hold groups that came before it did."""
+    """Returns the reason to drop a group whose rewards or metrics are not finite. The queue refuses such groups, but a
+    store may hold some from before it did."""
     for rollout in group.rollouts:
         rewards = (rollout.reward, *(value for value in rollout.reward_components.values() if value is not None))
         for reason, values in (
@@ -229,7 +234,7 @@ def _not_finite(group: Group) -> str | None:
 
 
 def _trained_length(weights: npt.NDArray[np.float32]) -> int:
-    """Tokens up to the last one with weight."""
+    """Counts tokens up to the last one with weight."""
     trained = np.flatnonzero(weights)
     return int(trained[-1]) + 1 if len(trained) else 0
 

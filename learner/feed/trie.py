@@ -1,8 +1,8 @@
-"""Samples of one row as a prefix trie in depth-first order: what they share stands in the row once.
+"""Arranges the samples of a row as a prefix trie in depth-first order, so that what they share stands there once.
 
 Sorted by their tokens, each sample adds only what follows its common prefix with the one before it. These runs, end to
-end, are the trie's nodes in depth-first order, so that all that descends from a token stands right behind it: token i
-sees token j exactly if j <= i < reach[j].
+end, are the trie's nodes in depth-first order, and all descendants of a token stand right behind it: token i sees token
+j exactly if j <= i < reach[j].
 """
 
 from __future__ import annotations
@@ -18,11 +18,15 @@ Ids = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trie:
-    """A row's tokens and how they hang together.
+    """A row's tokens and how they descend from each other.
 
-    token_ids, depths: int64 [T]; starts: int32 [n + 1], where each node begins, and T; reach: int32 [n], where what
-    descends from the node ends; order: the samples as they were sorted; places: for each of them in that order, int64
-    [its length], where in the row each of its tokens stands.
+    Attributes:
+        token_ids: int64 [T].
+        depths: int64 [T].
+        starts: int32 [n + 1], where each node begins, and T.
+        reach: int32 [n], where the descendants of each node end.
+        order: Indices of the samples as they were sorted.
+        places: For each sample in that order, int64 [its length], the index in the row of each of its tokens.
     """
 
     token_ids: Ids
@@ -38,12 +42,12 @@ class Trie:
 
 
 def sorted_order(sequences: Sequence[npt.NDArray[np.int32]]) -> list[int]:
-    """Indices in an order in which sequences with a common prefix stand together."""
+    """Returns indices in an order in which sequences with a common prefix stand together."""
     return sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
 
 
 def shared(before: npt.NDArray[np.int32], sequence: npt.NDArray[np.int32], branches: bool) -> int:
-    """How many tokens at the beginning of `sequence` stand in the row already, its neighbour being `before`."""
+    """Counts the first tokens of `sequence` that the row already has from its neighbour `before`."""
     size = min(len(before), len(sequence))
     differ = before[:size] != sequence[:size]
     first = int(differ.argmax()) if size else 0
@@ -52,8 +56,13 @@ def shared(before: npt.NDArray[np.int32], sequence: npt.NDArray[np.int32], branc
 
 
 def build(sequences: Sequence[npt.NDArray[np.int32]], branches: bool = True) -> Trie:
-    """The trie of sequences, each int32 [T_i], T_i >= 1. Without `branches` every path is a node of its own, for
-    attention that knows whole sequences only: then sequences share nothing but what one is of another's beginning."""
+    """Builds the trie.
+
+    Args:
+        sequences: int32 [T_i] each, T_i >= 1.
+        branches: False for attention that knows whole sequences only: then every path is a node of its own, and a
+            sequence shares tokens with another only if one is the beginning of the other.
+    """
     order = sorted_order(sequences)
     runs: list[npt.NDArray[np.int32]] = []
     depths: list[Ids] = []
@@ -70,7 +79,7 @@ def build(sequences: Sequence[npt.NDArray[np.int32]], branches: bool = True) -> 
         size = len(sequence) - kept
         last = open_pieces[-1] if open_pieces else None
         if last is not None and last.start + last.size == end:
-            last.size += size  # it goes on where the one before ends
+            last.size += size  # it continues where the one before ends
         elif size:
             open_pieces.append(_Piece(end, kept, size))
         runs.append(sequence[kept:])
@@ -92,7 +101,7 @@ def build(sequences: Sequence[npt.NDArray[np.int32]], branches: bool = True) -> 
 
 @dataclass
 class _Piece:
-    """Tokens `[start, start + size)` of the row, the first at `depth`, from which more may descend."""
+    """Tokens `[start, start + size)` of the row, the first at `depth`, which may still get descendants."""
 
     start: int
     depth: int
@@ -100,7 +109,7 @@ class _Piece:
 
 
 def _close(pieces: list[_Piece], depth: int, end: int, nodes: list[tuple[int, int, int]]) -> None:
-    """Nothing more descends from tokens at `depth` or below: their nodes, (start, end, reach), are complete."""
+    """Completes the nodes (start, end, reach) of tokens at `depth` or below, which get no more descendants."""
     while pieces and pieces[-1].depth + pieces[-1].size > depth:
         piece = pieces.pop()
         kept = max(0, depth - piece.depth)

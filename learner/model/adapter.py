@@ -1,8 +1,8 @@
 """An adapter that trains while the model's own weights stay (LoRA, arXiv:2106.09685), by peft.
 
-Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so that servers
-need not know of it, or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside
-the merged model.
+Its weights are float32 whatever the base has. It is published merged, under the checkpoint's names, so servers need not
+know of it; or by itself, to servers that load it beside the base. A checkpoint holds it as peft does, beside the merged
+model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from protocol.config import ConfigError, LoraSection, ModelSection
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
-# What peft takes for parts of experts.
+# Names that peft takes for parts of experts.
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 _DEFAULTS = {name: field.default for name, field in LoraSection.model_fields.items()}
 # Settings that may change from one start to the next without changing what the adapter computes.
@@ -45,10 +45,15 @@ class AdapterAlone:
 
 
 class Adapter:
-    """Of one network, which it is a part of from then on."""
+    """The adapter of one network, which becomes a part of that network."""
 
     def __init__(self, network: Any, lora: LoraSection, model: ModelSection, dtype: torch.dtype) -> None:
-        """dtype: of merged matrices, that of the base. Raises `ConfigError` for layers that cannot have one."""
+        """Args:
+            dtype: Type of merged matrices, that of the base.
+
+        Raises:
+            ConfigError: A layer cannot have an adapter.
+        """
         check_installed(lora)
         from peft import LoraConfig, get_peft_model
 
@@ -70,34 +75,34 @@ class Adapter:
 
     @property
     def trained(self) -> int:
-        """Weights that train."""
+        """Number of weights that train."""
         return sum(parameter.numel() for parameter in self._network.parameters() if parameter.requires_grad)
 
     def published(self) -> CheckpointView:
-        """What the network publishes, by the names that its weights had without the adapter."""
+        """Returns what the network publishes, by the names that its weights had without the adapter."""
         return held(self._network, self._published, self._dtype)
 
     def alone(self) -> AdapterAlone:
-        """What is published in place of `published`, to servers that load adapters."""
+        """Returns what is published in place of `published`, to servers that load adapters."""
         return AdapterAlone(self.tensors(), self.config())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The adapter's own weights under the names of `adapter_model.safetensors`, detached, float32: what a server
-        that loads adapters needs, beside `config`."""
+        """Returns the adapter's own weights under the names of `adapter_model.safetensors`, detached, float32. With
+        `config` they are what a server needs to load the adapter."""
         from peft import get_peft_model_state_dict
 
         state: dict[str, torch.Tensor] = get_peft_model_state_dict(self._peft, save_embedding_layers=False)
         return {name: tensor.detach() for name, tensor in state.items()}
 
     def config(self) -> dict[str, Any]:
-        """The content of `adapter_config.json`."""
+        """Returns the content of `adapter_config.json`."""
         found: dict[str, Any] = self._peft.peft_config[ADAPTER].to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
         return {**plain, "inference_mode": True}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """The network is the base inside. Not around anything that is to have a gradient."""
+        """Makes the network the base inside the `with`. What is computed there must not need a gradient."""
         self._peft.base_model.disable_adapter_layers()
         try:
             yield
@@ -105,7 +110,7 @@ class Adapter:
             self._peft.base_model.enable_adapter_layers()
 
     def save(self, folder: Path) -> None:
-        """Write it as peft does: `PeftModel.from_pretrained(base, folder)` loads it."""
+        """Writes it as peft does: `PeftModel.from_pretrained(base, folder)` loads it."""
         folder.mkdir(parents=True)
         config = self._peft.peft_config[ADAPTER]
         training, config.inference_mode = config.inference_mode, True
@@ -117,7 +122,7 @@ class Adapter:
         save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
     def save_merged(self, folder: Path) -> None:
-        """Write a model folder that knows nothing of the adapter. Takes a copy of its matrices on the host."""
+        """Writes a model folder without a trace of the adapter. Copies the matrices to the host."""
         whole = held(self._network, self._saved, self._dtype)
         state = {name: whole.whole(tensor).to("cpu") for name, tensor in whole.tensors.items()}
         network = self._network
@@ -132,7 +137,7 @@ class Adapter:
                 network.hf_quantizer = quantiser
 
     def check_same(self, folder: Path) -> None:
-        """Raise `ConfigError` where `save` wrote one of another kind to `folder`."""
+        """Raises `ConfigError` where the adapter that `save` wrote to `folder` is of another kind."""
         from peft import LoraConfig
 
         try:
@@ -152,7 +157,7 @@ class Adapter:
             )
 
     def load(self, folder: Path) -> None:
-        """Be the one that `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
+        """Loads what `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
         from peft import set_peft_model_state_dict
 
         self.check_same(folder)
@@ -169,7 +174,7 @@ class Adapter:
             )
 
     def _check_layers(self, lora: LoraSection) -> None:
-        """Only layers that rows pass through, and whose product with the adapter can be written down."""
+        """Allows only layers that rows pass through, and whose product with the adapter can be computed."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         network = self._network
@@ -198,7 +203,8 @@ class Adapter:
 
     @torch.no_grad()
     def _keep_in_float32(self) -> None:
-        """Small steps would be lost in 16 bits, and DoRA's lengths, measured in them, would change the base."""
+        """Keeps what trains in float32: 16 bits would lose small steps, and DoRA's lengths in 16 bits would change the
+        base."""
         for module in self._network.modules():
             if hasattr(module, "lora_magnitude_vector") and ADAPTER in module.lora_magnitude_vector:
                 base = module.get_base_layer()
@@ -211,7 +217,7 @@ class Adapter:
 
 
 def check_installed(lora: LoraSection) -> None:
-    """Raise `ConfigError` where peft is missing."""
+    """Raises `ConfigError` where peft is missing."""
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.r = {lora.r} needs peft, which is not installed: pip install 'slipstream-rl[lora]', or leave it out"
@@ -237,7 +243,7 @@ def _check_tied(network: Any, lora: LoraSection) -> None:
 
 
 def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
-    """Of peft's `LoraConfig`."""
+    """Returns the arguments of peft's `LoraConfig`."""
     return {
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
@@ -256,8 +262,11 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
 
 
 def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
-    """As peft wants them. Of a model that sees, those of its text tower alone; of a mixture, all-linear is attention:
-    under the other names peft understands its experts, whose matrices transformers has in one tensor."""
+    """Returns the target modules as peft wants them.
+
+    In a model with vision they are those of its text tower alone. In a mixture, all-linear is attention: by the other
+    names peft understands its experts, whose matrices transformers has in one tensor.
+    """
     wanted = lora.target_modules
     if wanted == "auto":
         return None
@@ -272,7 +281,7 @@ def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
             f"'{re.escape(prefix)}\\.layers\\.({numbers})\\..*(q_proj|v_proj)'"
         )
     mixture = any(parameter.ndim == 3 for parameter in tower.parameters())
-    # With an expression, which all-linear is to peft, it takes no numbers of layers.
+    # peft treats all-linear as an expression, and takes no numbers of layers with one.
     if wanted == "all-linear" and (sees or mixture or lora.layers_to_transform):
         linear = {
             name.rpartition(".")[2] for name, module in tower.named_modules() if isinstance(module, torch.nn.Linear)
@@ -284,13 +293,13 @@ def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
 
 
 def _others(network: Any, tower: Any) -> Iterator[torch.nn.Module]:
-    """Modules outside of the tower, but for the output layer."""
+    """Yields the modules outside the tower, except the output layer."""
     inside = {id(module) for module in (*tower.modules(), network.get_output_embeddings())}
     yield from (module for module in network.modules() if id(module) not in inside)
 
 
 def _is_packed(network: Any, name: str) -> bool:
-    """Whether an entry of the network's state is neither a parameter nor a buffer: what quantised layers keep apart."""
+    """Says whether an entry of the network's state is neither a parameter nor a buffer: quantised layers keep such."""
     path, _, leaf = name.rpartition(".")
     try:
         module = network.get_submodule(path)

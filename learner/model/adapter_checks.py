@@ -1,5 +1,6 @@
-"""Whether everything that [lora] names is in the model: peft takes a name that nothing has without a word, as long as
-another one fits."""
+"""Checks that everything that [lora] names is in the model: peft silently accepts a name that fits nothing, as long as
+another one fits.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +25,14 @@ _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 @dataclass(frozen=True)
 class ModuleNames:
-    """Of a network's modules, by their full names. everything: all of them; layers: those with nothing inside;
-    reachable: of these the ones that rows pass through; linear: of these the linear ones, without the output layer."""
+    """Full names of a network's modules.
+
+    Attributes:
+        everything: All modules.
+        layers: Modules with nothing inside.
+        reachable: Layers that rows pass through.
+        linear: The linear ones of these, without the output layer.
+    """
 
     everything: Sequence[str]
     layers: Sequence[str]
@@ -34,7 +41,7 @@ class ModuleNames:
 
     @classmethod
     def of(cls, network: Any) -> ModuleNames:
-        """Before it has an adapter; also where its weights are on the meta device."""
+        """Lists them before the network has an adapter; its weights may be on the meta device."""
         output = network.get_output_embeddings()
         inside = {id(module) for module in (*text_tower(network).modules(), output)}
         modules = [(name, module) for name, module in network.named_modules() if name]
@@ -75,8 +82,11 @@ def check_adapter_names(lora: LoraSection, names: ModuleNames) -> None:
 
 
 def check_rank_patterns(lora: LoraSection, adapted: Collection[str]) -> None:
-    """adapted: full names of the layers with a part of the adapter. Raises `ConfigError` for a rank or an alpha of none
-    of them."""
+    """Raises `ConfigError` for a rank or an alpha that fits no layer of the adapter.
+
+    Args:
+        adapted: Full names of the layers with a part of the adapter.
+    """
     parts = _last_parts(adapted)
     for setting in _PATTERNS:
         patterns = getattr(lora, setting)
@@ -102,7 +112,7 @@ def _unknown(setting: str, value: object, name: str, near: Iterable[str], has: s
 
 
 def _is(name: str, wanted: str) -> bool:
-    """As peft compares the names of layers."""
+    """Compares names of layers as peft does."""
     return name == wanted or name.endswith(f".{wanted}")
 
 

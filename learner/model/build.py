@@ -1,7 +1,7 @@
-"""What must hold before anything trains: that a network scores a packed row as it scores each sequence alone.
+"""Builds the policy, and checks before anything trains that it scores a packed row as it scores each sequence alone.
 
 Layers that mix positions (convolutions, linear attention, token shifts), capacities of experts and embeddings that look
-at the whole row all show in the figures; no list of such models is kept.
+at the whole row all show in the log-probs, so no list of such models is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from learner.feed import packing
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import build, export, loading
+from learner.model import export, loading
 from learner.model.adapter import Adapter
 from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
@@ -34,20 +34,28 @@ def load_policy(
     longest: int | None = None,
     lora: LoraSection | None = None,
 ) -> Policy:
-    """The policy with the weights at `path`, the model's own or a checkpoint's, as `learner` says how it is run; raises
-    `ConfigError` if this learner cannot train the model. longest: tokens of the longest sequence that servers take,
-    `vllm.max_model_len`; lora: the adapter that trains in place of the weights, where its `r` is above 0."""
+    """Loads the policy and checks that this learner can train it.
+
+    Args:
+        path: Folder or hub name of the weights, the model's own or a checkpoint's.
+        learner: How it is run; the defaults without it.
+        longest: Tokens of the longest sequence that servers take, `vllm.max_model_len`.
+        lora: The adapter that trains in place of the weights, where its `r` is above 0.
+
+    Raises:
+        ConfigError: This learner cannot train the model.
+    """
     learner = learner or LearnerSection()
     precision = Precision.of(model, learner)
     adapted = lora is not None and lora.r > 0
-    # What does not train is kept in the type that computes.
+    # Weights that do not train are kept in the type that computes.
     kept = precision.compute if adapted else precision.weights
     network = load_network(path, model, kept, PartialState().device, longest)
     policy = Policy(network, model.attention, scoring, precision)
     try:
         policy.check_logits()
         policy.check_routing()
-        build.check_packing(policy, longest)
+        check_packing(policy, longest)
     except ConfigError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -67,12 +75,12 @@ def load_policy(
     return policy
 
 
-# Nats, mean over a sequence's tokens: above what rounding does, below what any mixing does.
+# Nats, mean over a sequence's tokens: more than rounding makes, less than any mixing makes.
 TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 
 TOLERANCE_OF_16_BITS = 0.2
 
-# Tokens of the made-up sequences: the first two share as many as `SHARED`, the others nothing.
+# Tokens of the made-up sequences: the first two share their first `SHARED` tokens, the others nothing.
 LENGTHS = (13, 9, 12, 7)
 
 SHARED = 5
@@ -80,9 +88,12 @@ SHARED = 5
 
 @torch.no_grad()
 def check_packing(policy: Policy, longest: int | None) -> None:
-    """Raise `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
-    network's own eager attention. longest: the servers' `max_model_len`, None to leave out what only far positions
-    show. Costs forward passes over about 100 tokens."""
+    """Raises `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
+    network's own eager attention. Costs forward passes over about 100 tokens.
+
+    Args:
+        longest: The servers' `max_model_len`; None to leave out what only far positions show.
+    """
     row, sequences = _made_up(policy)
     with _eager(policy) as eager:
         alone = [_alone(policy, ids, eager) for ids in sequences]
@@ -92,7 +103,7 @@ def check_packing(policy: Policy, longest: int | None) -> None:
 
 
 def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
-    """The row, and its sequences, each int64 [T]."""
+    """Makes a row, and returns it with its sequences, each int64 [T]."""
     random = np.random.default_rng(0)
     size = policy.vocabulary_size
     sequences = [random.integers(0, size, length).astype(np.int32) for length in LENGTHS]
@@ -107,8 +118,8 @@ def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
 
 
 def _with_far_position(row: PackedRow, position: int) -> PackedRow:
-    """The row with its last sequence's last token moved to `position`: what looks at the greatest position of a row
-    then treats the other sequences differently."""
+    """Moves the last token of the last sequence to `position`: embeddings that look at the greatest position of a row
+    then treat the other sequences differently."""
     positions = row.position_ids.clone()
     places = row.positions[row.scored[row.rollout == len(LENGTHS) - 1]]
     positions[0, places.max()] = position
@@ -116,7 +127,7 @@ def _with_far_position(row: PackedRow, position: int) -> PackedRow:
 
 
 def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
-    """Log-probs of a sequence by itself, float32 [T - 1]; `eager` false: through the learner's own attention."""
+    """Scores a sequence by itself, float32 [T - 1]. Where `eager` is false, through the learner's own attention."""
     if not eager:
         return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
     with policy.precision.autocast(policy.device):

@@ -1,12 +1,8 @@
-"""A network's weights as its checkpoint has them, which are the names that servers know.
+"""Exports a network's weights under the names of its checkpoint, which servers know.
 
 transformers fuses and renames weights when it loads some architectures (the experts of a mixture become two tensors),
-and undoes it when it saves. The same conversion, reversed, names what is published.
-
-What a network's layers hold under the names of its checkpoint, where that is more or less than a tensor: a matrix
-with an adapter beside it, a matrix in 4 or 8 bits, a copy that trains.
-
-Matrices are made whole one at a time, when somebody wants them: there is no second copy of the model.
+and undoes it when it saves. The same conversion, reversed, names what is published. A matrix with an adapter beside it,
+or in 4 or 8 bits, is made whole when its turn comes, one at a time: there is no second copy of the model.
 """
 
 from __future__ import annotations
@@ -28,91 +24,19 @@ from learner.model.loading import text_parameters, text_tower
 from learner.ranks import wrapping
 from protocol.config import ConfigError
 
-# The only adapter that a network has, under peft's own name.
+# peft's own name of the only adapter that a network has.
 ADAPTER = "default"
-
-
-@dataclass(frozen=True)
-class CheckpointView:
-    """`tensors` by name: the network's own, detached, or a stand-in of the right shape and type that takes no memory.
-    `made`: what makes a stand-in's tensor, by the address of its storage."""
-
-    tensors: Mapping[str, torch.Tensor]
-    made: Mapping[int, Callable[[], torch.Tensor]]
-
-    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that `tensor`, of `tensors`, stands for."""
-        make = self.made.get(address(tensor))
-        return tensor if make is None else make()
-
-
-def held(network: Any, names: Iterable[str], dtype: torch.dtype) -> CheckpointView:
-    """`names`: as they were before there was an adapter; dtype: of matrices that are made."""
-    tensors, made = {}, {}
-    for name in names:
-        path, _, leaf = name.rpartition(".")
-        module = _module(network, path)
-        base = _base(module)
-        own: torch.Tensor = getattr(base, leaf).detach()
-        if leaf == "weight" and (base is not module or precision.is_quantised(base)):
-            shape = (base.out_features, base.in_features) if precision.is_quantised(base) else own.shape
-            own = torch.empty(1, dtype=dtype, device=own.device).expand(shape)
-            made[address(own)] = _maker(module, base, dtype)
-        tensors[name] = own
-    return CheckpointView(tensors, made)
-
-
-def address(tensor: torch.Tensor) -> int:
-    """Where the tensor's storage begins."""
-    return tensor.untyped_storage().data_ptr()
-
-
-@torch.no_grad()
-def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """A layer's matrix with its adapter in it, float32 [out, in]: W + s B A (arXiv:2106.09685, section 4.1), or, with
-    DoRA, each row of that at its own length m (arXiv:2402.09353, eq. 5). weight: [out, in], the layer's own."""
-    whole: torch.Tensor = weight.float() + layer.get_delta_weight(ADAPTER).float()
-    if ADAPTER in layer.lora_magnitude_vector:
-        length = layer.lora_magnitude_vector[ADAPTER].weight.float()
-        whole *= (length / torch.linalg.norm(whole, dim=1))[:, None]
-    return whole
-
-
-def _maker(module: Any, base: Any, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
-    def make() -> torch.Tensor:
-        weight = precision.dequantised_weight(base) if precision.is_quantised(base) else base.weight.detach()
-        return (weight if module is base else merged_weight(module, weight)).to(dtype)
-
-    return make
-
-
-def _module(network: Any, path: str) -> Any:
-    """The module that trains at that path: a module of `modules_to_save` is another than the one that it stands for."""
-    module = network
-    for part in path.split(".") if path else ():
-        module = _training(getattr(_base(module), part))
-    return module
-
-
-def _training(module: Any) -> Any:
-    copies = getattr(module, "modules_to_save", None)
-    return module if copies is None else copies[ADAPTER]
-
-
-def _base(module: Any) -> Any:
-    """The layer below an adapter's."""
-    return module.base_layer if hasattr(module, "lora_A") else module
-
 
 # How many names an error shows.
 SHOWN = 4
 
 
 class Published:
-    """Names and tensors, detached, as `save_pretrained` writes them, without what is frozen; tied weights once.
+    """Iterates over names and tensors, detached, as `save_pretrained` writes them: without frozen weights, tied weights
+    once.
 
-    Tensors are views of the parameters, but for those that the conversion has to copy (halves of a fused tensor), and
-    those that `held` makes, one at a time, as their turn comes.
+    Tensors are views of the parameters, except those that the conversion has to copy (halves of a fused tensor), and
+    those that the `CheckpointView` makes, one at a time, as their turn comes.
     """
 
     def __init__(self, network: Any, held: CheckpointView | None = None) -> None:
@@ -121,7 +45,7 @@ class Published:
         self._tensors = _converted(network, state)
 
     def layout(self) -> dict[str, torch.Tensor]:
-        """The same, with tensors that are yet to be made as stand-ins of their shape and type, which take no memory."""
+        """Returns the same with stand-ins for tensors that are yet to be made."""
         return self._tensors
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -130,8 +54,10 @@ class Published:
 
 
 def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
-    """As `Published`, of a network whose weights are shared out over ranks: all of them must ask. Whole tensors on the
-    host, when all are there; without `keep`, nothing."""
+    """Returns what `Published` yields for a network whose weights are shared out over ranks; all ranks must call it.
+
+    Whole tensors, on the host of a rank with `keep`; nothing on the others.
+    """
     parameters = dict(network.named_parameters())  # a tied one once, by its first name
     named = set(dict(network.named_parameters(remove_duplicate=False)))
     state = {
@@ -142,18 +68,18 @@ def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
 
 
 def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    converted = getattr(network, "_weight_conversions", None)  # what `from_pretrained` did; [] where it did nothing
+    converted = getattr(network, "_weight_conversions", None)  # set by `from_pretrained`; [] where it did nothing
     return dict(state if converted == [] else revert_weight_conversion(network, state))
 
 
 def trained_names(network: Any) -> list[str]:
-    """Names of all that is published, a tied weight by each of its names."""
+    """Returns the names of all that is published, a tied weight by each of its names."""
     return list(_trained_state(network))
 
 
 def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
-    """Raise `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
-    every trained weight once. Checkpoints other than safetensors are not looked into."""
+    """Raises `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
+    every trained weight once. Only checkpoints in safetensors are compared."""
     kept = adapted or CheckpointView(_trained_state(network), {})
     weights = Published(network, kept).layout()
     own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
@@ -189,7 +115,7 @@ def check_export(network: Any, path: str, revision: str | None, adapted: Checkpo
 
 
 def _trained_state(network: Any) -> dict[str, torch.Tensor]:
-    """Parameters of the text tower and the output layer, and the tower's buffers that a checkpoint holds."""
+    """Returns parameters of the text tower and the output layer, and the tower's buffers that a checkpoint holds."""
     named = dict(network.named_parameters(remove_duplicate=False))
     buffers = dict(network.named_buffers(remove_duplicate=False))
     ignored, text = set(network._keys_to_ignore_on_save or []), text_parameters(network)
@@ -204,7 +130,8 @@ def _trained_state(network: Any) -> dict[str, torch.Tensor]:
 
 
 def _checkpoint_shapes(path: str, revision: str | None) -> dict[str, list[int]] | None:
-    """Shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is fetched."""
+    """Reads shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is
+    fetched."""
     index = _file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -225,3 +152,92 @@ def _file(path: str, name: str, revision: str | None) -> Path | None:
         path, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
     )
     return None if found is None else Path(found)
+
+
+@dataclass(frozen=True)
+class CheckpointView:
+    """A network's tensors under the names of its checkpoint, some as stand-ins.
+
+    Attributes:
+        tensors: By name, the network's own, detached, or a stand-in of the right shape and type that takes no memory.
+        made: Makes a stand-in's tensor, by the address of its storage.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    made: Mapping[int, Callable[[], torch.Tensor]]
+
+    def whole(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor that `tensor`, one of `tensors`, stands for."""
+        make = self.made.get(address(tensor))
+        return tensor if make is None else make()
+
+
+def held(network: Any, names: Iterable[str], dtype: torch.dtype) -> CheckpointView:
+    """Views the tensors of a network.
+
+    Args:
+        names: As they were before there was an adapter.
+        dtype: Of matrices that are made.
+    """
+    tensors, made = {}, {}
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        module = _module(network, path)
+        base = _base(module)
+        own: torch.Tensor = getattr(base, leaf).detach()
+        if leaf == "weight" and (base is not module or precision.is_quantised(base)):
+            shape = (base.out_features, base.in_features) if precision.is_quantised(base) else own.shape
+            own = torch.empty(1, dtype=dtype, device=own.device).expand(shape)
+            made[address(own)] = _maker(module, base, dtype)
+        tensors[name] = own
+    return CheckpointView(tensors, made)
+
+
+def address(tensor: torch.Tensor) -> int:
+    """Returns where the tensor's storage begins."""
+    return tensor.untyped_storage().data_ptr()
+
+
+@torch.no_grad()
+def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
+    """Merges a layer's adapter into its matrix: W + s B A (arXiv:2106.09685, section 4.1), or, with DoRA, each row of
+    that at its own length m (arXiv:2402.09353, eq. 5).
+
+    Args:
+        weight: [out, in], the layer's own.
+
+    Returns:
+        float32 [out, in].
+    """
+    whole: torch.Tensor = weight.float() + layer.get_delta_weight(ADAPTER).float()
+    if ADAPTER in layer.lora_magnitude_vector:
+        length = layer.lora_magnitude_vector[ADAPTER].weight.float()
+        whole *= (length / torch.linalg.norm(whole, dim=1))[:, None]
+    return whole
+
+
+def _maker(module: Any, base: Any, dtype: torch.dtype) -> Callable[[], torch.Tensor]:
+    def make() -> torch.Tensor:
+        weight = precision.dequantised_weight(base) if precision.is_quantised(base) else base.weight.detach()
+        return (weight if module is base else merged_weight(module, weight)).to(dtype)
+
+    return make
+
+
+def _module(network: Any, path: str) -> Any:
+    """Returns the module that trains at that path: a module of `modules_to_save` differs from the one that it stands
+    for."""
+    module = network
+    for part in path.split(".") if path else ():
+        module = _training(getattr(_base(module), part))
+    return module
+
+
+def _training(module: Any) -> Any:
+    copies = getattr(module, "modules_to_save", None)
+    return module if copies is None else copies[ADAPTER]
+
+
+def _base(module: Any) -> Any:
+    """Returns the layer below an adapter's."""
+    return module.base_layer if hasattr(module, "lora_A") else module

@@ -1,8 +1,7 @@
-"""The network of a policy from its folder or hub name: a causal language model, or the text tower of a larger one.
+"""Loads the network of a policy from its folder or hub name, and sets how it runs.
 
-Rotary embeddings whose frequencies depend on how long sequences are, made to compute what the servers compute.
-
-How the model's layers are run: computed again in the backward, or compiled. Neither changes what they compute.
+The network is a causal language model, or the text tower of a larger one. Its rotary embeddings are made to compute
+what the servers compute. Layers may be compiled, or computed again in the backward pass; neither changes their results.
 """
 
 from __future__ import annotations
@@ -26,43 +25,7 @@ from learner.feed import packing
 from learner.model import precision
 from protocol.config import ConfigError, ModelSection
 
-LONGROPE = "longrope"
-
-
-def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
-    """Fix the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
-
-    longest: the servers' `max_model_len`. transformers takes the long factors for a whole row if its longest sequence
-    is longer than the model's `original_max_position_embeddings`: a short sequence would be scored according to what it
-    is packed with. vLLM takes them for all sequences if `longest` is above that bound, and for none otherwise; so
-    does the network after this.
-    """
-    modules: Iterable[Any] = network.modules()
-    for module in modules:
-        kinds = getattr(module, "rope_type", None)
-        if kinds == LONGROPE:
-            if longest > module.config.rope_parameters["original_max_position_embeddings"]:
-                _take_long(module, None)
-                module.rope_type = "default"  # it names the update that transformers makes for each row
-        elif isinstance(kinds, dict):
-            parameters = module.config.rope_parameters
-            for layer_type in [name for name, kind in kinds.items() if kind == LONGROPE]:
-                if longest > parameters[layer_type]["original_max_position_embeddings"]:
-                    _take_long(module, layer_type)
-                    module.rope_type = {**module.rope_type, layer_type: "default"}
-
-
-def _take_long(module: Any, layer_type: str | None) -> None:
-    """layer_type: of a module that has frequencies for each type of layers."""
-    parameters = module.config.rope_parameters[layer_type] if layer_type else module.config.rope_parameters
-    above = parameters["original_max_position_embeddings"] + 1
-    prefix = f"{layer_type}_" if layer_type else ""
-    device = getattr(module, f"{prefix}inv_freq").device
-    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=above, layer_type=layer_type)
-    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
-
-
-# Layers that differ from full attention only for sequences above a length: by their type, where a config has it.
+# Types of layers that differ from full attention only above a length, with the config's name for that length.
 LIMITS = {
     "chunked_attention": "attention_chunk_size",
     "indexed_attention": "index_topk",
@@ -72,11 +35,17 @@ LIMITS = {
 def load_network(
     path: str, model: ModelSection, dtype: torch.dtype, device: torch.device, longest: int | None = None
 ) -> Any:
-    """The network with the weights at `path`, in `dtype`, on `device`, ready to score rows of sequences of up to
-    `longest` tokens, the servers' `max_model_len`.
+    """Loads the network, ready to score rows.
 
-    Of a model that sees, the text tower and the output layer train; the rest is frozen, and no row passes through it.
-    Raises `ConfigError` if it cannot be loaded, or if a sequence can be longer than the learner is right for.
+    In a model with vision, the text tower and the output layer train. The rest is frozen, and no row passes through it.
+
+    Args:
+        path: Folder or hub name of the weights.
+        dtype: Type of the weights.
+        longest: Tokens of the longest sequence, the servers' `max_model_len`.
+
+    Raises:
+        ConfigError: It cannot be loaded, or a sequence can be longer than the learner computes correctly.
     """
     precision.check_quantisation(model)
     revision = model.revision if path == model.path else None
@@ -100,15 +69,21 @@ def load_network(
 
 
 def kind_of(config: Any) -> Any:
-    """transformers' class that makes a network of this config."""
+    """Returns transformers' class that makes a network of this config."""
     sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def text_tower(network: Any) -> Any:
-    """What turns tokens into hidden states; of a model that sees, the part that knows of text only."""
+    """Returns the part that turns tokens into hidden states; in a model with vision, the part that knows only text."""
     tower = network.get_decoder()
     return network.model if tower is network and hasattr(network, "model") else tower
+
+
+def text_parameters(network: Any) -> set[int]:
+    """Returns the ids of the parameters that rows pass through: they train, or an adapter does in their place."""
+    parts = (text_tower(network), network.get_output_embeddings())
+    return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
 
 def _check_lengths(config: Any, path: str, longest: int) -> None:
@@ -131,12 +106,6 @@ def _check_lengths(config: Any, path: str, longest: int) -> None:
         )
 
 
-def text_parameters(network: Any) -> set[int]:
-    """The ids of the parameters that rows pass through: they train, or an adapter does in their place."""
-    parts = (text_tower(network), network.get_output_embeddings())
-    return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
-
-
 def _freeze_all_but_text(network: Any) -> None:
     trained = text_parameters(network)
     for parameter in network.parameters():
@@ -144,21 +113,61 @@ def _freeze_all_but_text(network: Any) -> None:
             parameter.requires_grad_(False)
 
 
-def compile_layers(model: torch.nn.Module) -> None:
-    """Run each layer as compiled code, attention excepted, for rows of any length.
+LONGROPE = "longrope"
 
-    The code is made when a layer first runs. Raises `ConfigError` if the model has no layers of transformers' kind.
+
+def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
+    """Fixes the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
+
+    transformers uses the long factors for a whole row if its longest sequence is longer than the model's
+    `original_max_position_embeddings`: a short sequence would be scored according to what it is packed with. vLLM uses
+    them for all sequences if `max_model_len` is above that bound, and for none otherwise; so does the network after
+    this.
+
+    Args:
+        longest: The servers' `max_model_len`.
     """
-    # The layout of a row is Python, and another for each row.
+    modules: Iterable[Any] = network.modules()
+    for module in modules:
+        kinds = getattr(module, "rope_type", None)
+        if kinds == LONGROPE:
+            if longest > module.config.rope_parameters["original_max_position_embeddings"]:
+                _take_long(module, None)
+                module.rope_type = "default"  # or transformers would update the frequencies for each row
+        elif isinstance(kinds, dict):
+            parameters = module.config.rope_parameters
+            for layer_type in [name for name, kind in kinds.items() if kind == LONGROPE]:
+                if longest > parameters[layer_type]["original_max_position_embeddings"]:
+                    _take_long(module, layer_type)
+                    module.rope_type = {**module.rope_type, layer_type: "default"}
+
+
+def _take_long(module: Any, layer_type: str | None) -> None:
+    """Puts the long factors into a module. `layer_type` is given for a module with frequencies for each type of
+    layers."""
+    parameters = module.config.rope_parameters[layer_type] if layer_type else module.config.rope_parameters
+    above = parameters["original_max_position_embeddings"] + 1
+    prefix = f"{layer_type}_" if layer_type else ""
+    device = getattr(module, f"{prefix}inv_freq").device
+    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=above, layer_type=layer_type)
+    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+
+
+def compile_layers(model: torch.nn.Module) -> None:
+    """Runs each layer as compiled code, except attention, for rows of any length.
+
+    The code is compiled when a layer first runs. Raises `ConfigError` if the model has no layers of transformers' kind.
+    """
+    # The layout of a row is computed in Python, and differs for each row.
     AttentionInterface.register(packing.PACKED_ATTENTION, torch.compiler.disable(packed.varlen_sdpa))  # type: ignore[no-untyped-call]
     for layer in _layers(model, "compile"):
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
-    """Keep only the input of each layer for the backward, which computes the layer again (arXiv:1604.06174).
+    """Keeps only the input of each layer for the backward pass, which computes the layer again (arXiv:1604.06174).
 
-    Not by transformers' own switch: it asks for `training`, and would bring dropout with it. Raises `ConfigError` if
+    Not by transformers' own switch, which requires `training` and would bring dropout with it. Raises `ConfigError` if
     the model has no layers of transformers' kind.
     """
     for layer in _layers(model, "gradient_checkpointing"):
@@ -166,7 +175,7 @@ def checkpoint_layers(model: torch.nn.Module) -> None:
 
 
 def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # There is no dropout, and so no random state to keep.
+    # Without dropout there is no random state to keep.
     return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
 
 

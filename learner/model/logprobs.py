@@ -1,8 +1,8 @@
 """Log-probs of given tokens from hidden states, without ever holding the logits of all tokens.
 
-The forward takes a few tokens at a time, over the whole vocabulary. The backward takes all tokens over a part of the
-vocabulary, which the saved log of each softmax's sum makes possible (arXiv:2411.09009, section 4.3): the weight's
-gradient is then written once and never added up in a low precision.
+The forward pass takes a few tokens at a time, over the whole vocabulary. The backward pass takes all tokens over a part
+of the vocabulary, which the saved log of each softmax's sum makes possible (arXiv:2411.09009, section 4.3): the
+weight's gradient is then written once and never added up in a low precision.
 """
 
 from __future__ import annotations
@@ -21,9 +21,14 @@ CPU_ROWS = 256
 
 
 class TokenScores(NamedTuple):
-    """logprobs: float32 [N]; entropy: float32 [N] in nats, of the same distributions. Both are differentiable; a
-    backward pass that does not come through the entropy takes no time for it. routing: how the row's tokens were routed
-    to experts, where it was asked for."""
+    """Scores of N tokens. Log-probs and entropies are differentiable; a backward pass that does not use the entropy
+    takes no time for it.
+
+    Attributes:
+        logprobs: float32 [N].
+        entropy: float32 [N] in nats, of the same distributions.
+        routing: How the row's tokens were routed to experts, where that was asked for.
+    """
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -34,8 +39,11 @@ class TokenScores(NamedTuple):
 class LmHead:
     """The output layer: logits = softcap(hidden @ weight.T + bias) / temperature.
 
-    weight: [V, h]; bias: [V] or None; softcap: `final_logit_softcapping`, c * tanh(x / c), or None;
-    logits_bytes: what logits, and all that is made from them, may take at one time.
+    Attributes:
+        weight: [V, h].
+        bias: [V] or None.
+        softcap: `final_logit_softcapping`, c in c * tanh(x / c), or None.
+        logits_bytes: Bytes that logits, and all that is made from them, may take at one time.
     """
 
     weight: torch.Tensor
@@ -45,13 +53,13 @@ class LmHead:
     logits_bytes: int
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """float32 [n, V]"""
+        """Returns logits, float32 [n, V], of hidden states [n, h]."""
         whole = _Chunks(self, _compute_type(self, hidden), len(hidden) * len(self.weight), spares=0)
         return whole.logits(hidden.to(whole.type), slice(0, len(self.weight)))
 
 
 def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Scores of `targets` (int64 [N]), predicted by `hidden` ([N, h])."""
+    """Scores `targets`, int64 [N], as predicted by `hidden`, [N, h]."""
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, lm_head.weight, lm_head.bias, targets, lm_head
     )
@@ -59,8 +67,8 @@ def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -
 
 
 class _TokenScores(torch.autograd.Function):
-    """Forward keeps one float a token, the log of the softmax's sum; backward computes the logits again, in the type
-    that the forward had, under autocast or not."""
+    """The forward pass keeps one float a token, the log of the softmax's sum. The backward pass computes the logits
+    again, in the type of the forward pass, under autocast or not."""
 
     @staticmethod
     def forward(
@@ -130,9 +138,9 @@ class _TokenScores(torch.autograd.Function):
 
 
 class _Chunks:
-    """The head in the type that computes, and buffers that one chunk after another uses, of `elements` logits each.
+    """The head in the type that computes, and buffers of `elements` logits each that one chunk after another uses.
 
-    The product is in that type, as in vLLM; what follows is in float32.
+    The product is in that type, as in vLLM; the rest is in float32.
     """
 
     def __init__(self, lm_head: LmHead, compute: torch.dtype, elements: int, spares: int) -> None:
@@ -145,7 +153,7 @@ class _Chunks:
         self._spares = [torch.empty_like(self._logits) for _ in range(spares)]
 
     def logits(self, hidden: torch.Tensor, words: slice) -> torch.Tensor:
-        """float32 [n, v], of v words, from `hidden` [n, h] in the type that computes."""
+        """Returns float32 [n, v] for v words, from `hidden`, [n, h], in the type that computes."""
         weight, head = self.weight[words], self._lm_head
         shape = len(hidden), len(weight)
         product, logits = _shaped(self._product, shape), _shaped(self._logits, shape)
@@ -160,15 +168,15 @@ class _Chunks:
         return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
     def spare(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """A float32 buffer of that shape."""
+        """Returns a float32 buffer of the shape of `like`."""
         return _shaped(self._spares[number], tuple(like.shape))
 
     def computed(self, values: torch.Tensor) -> torch.Tensor:
-        """float32 `values` in the type that computes."""
+        """Converts float32 values to the type that computes."""
         return values if self.type is torch.float32 else _shaped(self._product, tuple(values.shape)).copy_(values)
 
     def softcap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Derivative of c * tanh(x / c), from its value: 1 - tanh(x / c)^2."""
+        """Returns the derivative of c * tanh(x / c) from its value: 1 - tanh(x / c)^2."""
         head = self._lm_head
         if head.softcap is None:
             return None
@@ -184,7 +192,8 @@ def _compute_type(lm_head: LmHead, hidden: torch.Tensor) -> torch.dtype:
 
 
 def _chunk(lm_head: LmHead, compute: torch.dtype, count: int, width: int, spares: int) -> int:
-    """How many of `count` rows of `width` logits, one at least, fit `logits_bytes` with all buffers of `_Chunks`."""
+    """Returns how many of `count` rows of `width` logits, one at least, fit `logits_bytes` with all buffers of
+    `_Chunks`."""
     bytes_each = 4 + 4 * spares + (0 if compute is torch.float32 else compute.itemsize)
     width = max(1, width)
     fitting = min(count, lm_head.logits_bytes // (bytes_each * width))

@@ -24,8 +24,13 @@ from protocol.config import ConfigError
 
 @dataclass(frozen=True)
 class Scoring:
-    """temperature: that of the sampler; logits_mib: MiB that logits, and all that is computed from them, may take;
-    routing: whether scores of a row tell how its tokens were routed to experts."""
+    """How rows are scored.
+
+    Attributes:
+        temperature: That of the sampler.
+        logits_mib: MiB that logits, and everything computed from them, may take.
+        routing: Whether scores of a row say how its tokens were routed to experts.
+    """
 
     temperature: float
     logits_mib: int
@@ -33,9 +38,9 @@ class Scoring:
 
 
 class Policy(torch.nn.Module):
-    """Scores the sampled tokens of a packed row; what `Accelerator.prepare` wraps.
+    """Scores the sampled tokens of a packed row; this is what `Accelerator.prepare` wraps.
 
-    Stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
+    It stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
     """
 
     def __init__(
@@ -46,7 +51,10 @@ class Policy(torch.nn.Module):
         precision: Precision | None = None,
         adapter: Adapter | None = None,
     ) -> None:
-        """adapter: what trains, where it is not the model's own weights."""
+        """Args:
+        model: The transformers model.
+        implementation: `model.attention`.
+        adapter: What trains, where it is not the model's own weights."""
         super().__init__()
         self.model = model.eval()
         self.precision = precision or Precision()
@@ -55,12 +63,18 @@ class Policy(torch.nn.Module):
         self._scoring = scoring
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:
-        """Log-probs and entropies at the sampler's temperature, or another, each float32 [N], of the row's N tokens
-        that train."""
+        """Scores the row's N tokens that train.
+
+        Args:
+            temperature: None for the sampler's.
+
+        Returns:
+            Log-probs and entropies, each float32 [N].
+        """
         return self.at(row, self._scoring.temperature if temperature is None else temperature)
 
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
-        """As `forward`, at another temperature."""
+        """Scores the row as `forward` does, at a given temperature."""
         with self.precision.autocast(self.device):
             output = self._output(row)
             hidden = output.last_hidden_state[0, row.positions]
@@ -70,26 +84,34 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
+        """Scores a sequence at temperature 1.
+
+        Returns:
+            log p(token_ids[i + 1] | token_ids[: i + 1]), float32 [T - 1].
+        """
         row = plain_row(token_ids).to(self.device)
         with self.precision.autocast(self.device):
             scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> export.Published:
-        """Weights that train, with the names and shapes of the model's checkpoint, in the learner's type: who publishes
-        them casts each as it is copied, so that there is no second copy. A tied output layer appears once, as the
-        embedding. An adapter is merged into each matrix as its turn comes."""
+        """Returns the weights that train, with the names and shapes of the model's checkpoint, in the learner's type.
+
+        The publisher casts each as it is copied, so there is no second copy. A tied output layer appears once, as the
+        embedding. An adapter is merged into each matrix as its turn comes.
+        """
         return export.Published(self.model, None if self.adapter is None else self.adapter.published())
 
     @property
     def text(self) -> Any:
-        """What turns tokens into hidden states: of a model that sees, its text tower."""
+        """The part that turns tokens into hidden states; in a model with vision, its text tower."""
         return text_tower(self.model)
 
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """Write a model folder with the weights as they are, an adapter merged, or with those in `state`. Its
-        config.json names the servers' type: vLLM and `from_pretrained` take that one unless they are told another."""
+        """Writes a model folder with the weights as they are, an adapter merged, or with those in `state`.
+
+        Its config.json names the servers' type: vLLM and `from_pretrained` use that one unless they are told another.
+        """
         if self.adapter is None:
             self.model.save_pretrained(folder, state_dict=state)
         else:
@@ -121,7 +143,7 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
+        """Raises `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
 
         Ours must agree with the model's own on a short sequence: a model that scales its logits would otherwise train
         on wrong log-probs, silently.
@@ -138,7 +160,7 @@ class Policy(torch.nn.Module):
             )
 
     def check_routing(self) -> None:
-        """Raise `ConfigError` if the routers' decisions are asked for and the model does not tell them."""
+        """Raises `ConfigError` if the routers' decisions are needed and the model does not return them."""
         if not self._scoring.routing:
             return
         config, row = self.model.config.get_text_config(), plain_row([0, 1]).to(self.device)
@@ -150,7 +172,7 @@ class Policy(torch.nn.Module):
             )
 
     def check_compiled(self) -> None:
-        """Compile what a step runs, by a step without consequences; raise `ConfigError` where that cannot be done."""
+        """Compiles what a step runs, by a step without consequences. Raises `ConfigError` where that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
@@ -167,7 +189,7 @@ class Policy(torch.nn.Module):
         return self.text(**self._model_inputs(row), **more)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
-        """[T, h]"""
+        """Returns the hidden states, [T, h]."""
         return cast(torch.Tensor, self._output(row).last_hidden_state[0])
 
     def _routing(self, row: PackedRow, output: Any) -> Routing:
@@ -183,7 +205,7 @@ class Policy(torch.nn.Module):
         }
 
     def lm_head(self, temperature: float) -> LmHead:
-        """The output layer, at a sampler's temperature."""
+        """Returns the output layer at a sampler's temperature."""
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return LmHead(
@@ -192,12 +214,12 @@ class Policy(torch.nn.Module):
 
 
 def _choices(config: Any) -> int:
-    """Experts that each token goes to; 0: not said."""
+    """Returns how many experts each token goes to; 0 where the config does not say."""
     return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
 
 
 def plain_row(token_ids: list[int]) -> PackedRow:
-    """A row of one sequence, all of whose tokens but the first train."""
+    """Makes a row of one sequence, all of whose tokens but the first train."""
     ids = np.array(token_ids, dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0

@@ -1,9 +1,8 @@
-"""In which types the learner keeps its weights, computes, and hands weights on.
+"""The types in which the learner keeps its weights, computes, and publishes.
 
 Weights that a step moves are kept in float32 and computed with in `model.dtype` (mixed precision, arXiv:1710.03740,
-section 3.1): a step of 1e-6 is far below what bfloat16 can add to most weights, and would be lost in rounding.
-
-A base whose matrices take 4 or 8 bits a weight, by bitsandbytes (arXiv:2305.14314, arXiv:2208.07339). GPUs only.
+section 3.1): a step of 1e-6 is far below what bfloat16 can add to most weights, and rounding would lose it. The base of
+an adapter may take 4 or 8 bits a weight, by bitsandbytes on a GPU (arXiv:2305.14314, arXiv:2208.07339).
 """
 
 from __future__ import annotations
@@ -18,13 +17,19 @@ import torch
 
 from protocol.config import ConfigError, LearnerSection, ModelSection
 
-# Of each tensor, this many weights are looked at for `changed_share`.
+# Weights of each tensor that `changed_share` looks at.
 LOOKED_AT = 10_000
 
 
 @dataclass(frozen=True)
 class Precision:
-    """weights: what the optimiser steps on; compute: what products are computed in; servers: what is published."""
+    """Types of a run's weights.
+
+    Attributes:
+        weights: What the optimiser steps on.
+        compute: What products are computed in.
+        servers: What is published.
+    """
 
     weights: torch.dtype = torch.float32
     compute: torch.dtype = torch.float32
@@ -32,23 +37,23 @@ class Precision:
 
     @classmethod
     def of(cls, model: ModelSection, learner: LearnerSection) -> Self:
-        """float16 is for servers only: its gradients would underflow without a loss scaler, so that the learner
-        computes in float32."""
+        """Reads the types from the run file. float16 is for servers only: its gradients would underflow without a loss
+        scaler, so the learner computes in float32."""
         servers: torch.dtype = getattr(torch, model.dtype)
         compute = torch.float32 if servers is torch.float16 else servers
         return cls(compute if learner.weights_dtype == "model" else torch.float32, compute, servers)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Around what computes with the weights."""
+        """Wraps what computes with the weights."""
         if self.weights is self.compute:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
 
 
 def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: float) -> float:
-    """The share of weights that a step of the size of the learning rate changes at all, in their own type.
+    """Measures the share of weights that a step of the size of the learning rate changes at all, in their own type.
 
-    AdamW's steps are about as long as that. Measured by adding it to the first `LOOKED_AT` weights of each tensor.
+    AdamW's steps are about that long. It is added to the first `LOOKED_AT` weights of each tensor.
     """
     changed = total = 0.0
     for _, tensor in weights:
@@ -61,7 +66,7 @@ def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: fl
 def warning(
     precision: Precision, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], learning_rate: float
 ) -> str | None:
-    """What to say of weights that are stepped in a low precision; None in float32, for which they are not asked for."""
+    """Says what a low precision of the stepped weights costs; None in float32, for which `weights` is not called."""
     if precision.weights is torch.float32:
         return None
     name = str(precision.weights).removeprefix("torch.")
@@ -73,12 +78,12 @@ def warning(
     )
 
 
-# What bitsandbytes calls its layers.
+# bitsandbytes' names of its layers.
 _LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def check_quantisation(model: ModelSection) -> None:
-    """Raise `ConfigError` where a model that is to be quantised cannot be."""
+    """Raises `ConfigError` where a model that is to be quantised cannot be."""
     if not (bits := model.quantised_bits):
         return
     setting = f"model.load_in_{bits}bit = true"
@@ -92,9 +97,12 @@ def check_quantisation(model: ModelSection) -> None:
 
 
 def quantisation_arguments(model: ModelSection, compute: torch.dtype) -> dict[str, Any]:
-    """What `from_pretrained` is given more; nothing where the model is not to be quantised. compute: type of products.
+    """Returns further arguments of `from_pretrained`; none where the model is not to be quantised.
 
-    The output layer is left as it is: the learner computes log-probs from its weight.
+    The output layer is not quantised: the learner computes log-probs from its weight.
+
+    Args:
+        compute: Type of products.
     """
     if not (bits := model.quantised_bits):
         return {}
@@ -114,7 +122,7 @@ def is_quantised(layer: Any) -> bool:
 
 
 def dequantised_weight(layer: Any) -> torch.Tensor:
-    """The layer's matrix as it computes with it, [out, in]."""
+    """Returns the layer's matrix as it computes with it, [out, in]."""
     from peft.utils.integrations import dequantize_module_weight
 
     tensor: torch.Tensor = dequantize_module_weight(layer)

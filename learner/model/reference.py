@@ -1,4 +1,4 @@
-"""The reference: the model that a run began with, from which the KL keeps the policy near."""
+"""The reference model: the model that a run began with, near which the KL keeps the policy."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ from protocol.config import RunConfig
 
 
 class Reference(ABC):
-    """Gives log-probs that no step trains."""
+    """The interface of a reference: it gives log-probs that no step trains."""
 
     @abstractmethod
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
-        """Put it where the policy is, to compute in the types that the policy computes in; shared out over the ranks if
-        the policy is."""
+        """Puts it where the policy is, in the types that the policy computes in; over the ranks' parts if the policy is
+        shared out."""
 
     @abstractmethod
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """At the sampler's temperature, float32 [N], without a gradient, of the row's N tokens that train."""
+        """Scores the row's N tokens that train at the sampler's temperature, float32 [N], without a gradient."""
 
     @abstractmethod
     def follow(self, policy: Policy, mixup: float) -> None:
-        """Take the share `mixup` of its weights from the policy (TR-DPO, arXiv:2404.09656, eq. 2)."""
+        """Moves it towards the policy by the share `mixup` of the weights (TR-DPO, arXiv:2404.09656, eq. 2)."""
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor] | None:
-        """What a checkpoint must hold of it; None where it is as it was loaded."""
+        """Returns what a checkpoint must hold of it; None where it is as it was loaded."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Be as it was when `state` was taken."""
+        """Loads what `state` returned."""
 
 
 class ReferenceModel(Reference):
@@ -82,13 +82,13 @@ class ReferenceModel(Reference):
 
 
 class AdapterOff(Reference):
-    """The policy without its adapter, which is the model that the run began with. Takes no memory."""
+    """The policy without its adapter, which is the model that the run began with. It takes no memory."""
 
     def __init__(self, policy: Policy, adapter: Adapter) -> None:
         self._policy, self._adapter = policy, adapter
 
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
-        """It is where the policy is."""
+        """Does nothing: it is where the policy is."""
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow) -> torch.Tensor:
@@ -104,17 +104,23 @@ class AdapterOff(Reference):
         return None
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Nothing is kept of it."""
+        """Does nothing: a checkpoint keeps nothing of it."""
 
 
 def load_reference(config: RunConfig, scoring: Scoring, policy: Policy) -> Reference | None:
-    """The model of `model.path`, whatever checkpoint the policy is from; None where `learner.kl_coef` is 0. Beneath an
-    adapter it is there already. Raises `ConfigError` as `load_policy` does."""
+    """Loads the model of `model.path`, whatever checkpoint the policy is from; beneath an adapter it is there already.
+
+    Returns:
+        None where `learner.kl_coef` is 0.
+
+    Raises:
+        ConfigError: As `load_policy` does.
+    """
     if not config.learner.kl_coef:
         return None
     if policy.adapter is not None:
         return AdapterOff(policy, policy.adapter)
-    # It is never stepped on: in the servers' type it is as they would have it, and takes the least memory.
+    # It is never trained, so the servers' type is exact enough and takes the least memory.
     plain = {"weights_dtype": "model", "compile": False, "gradient_checkpointing": False}
     learner, longest = config.learner.model_copy(update=plain), config.vllm.max_model_len
     of_logprobs = replace(scoring, routing=False)

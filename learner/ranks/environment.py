@@ -1,8 +1,8 @@
-"""What the environment says of ranks, and of accelerate's settings: launchers speak through it.
+"""Reads what the environment says of ranks and of accelerate's settings: launchers speak through it.
 
-Some of accelerate's variables change what is computed, in a way that no run file shows. Those that only say where and
-how a process runs are heeded; what asks for another kind of training is refused; all others are taken out of the
-environment, and said.
+Some of accelerate's variables change what is computed, in a way that no run file shows. Variables that only say where
+and how a process runs are used. Those that ask for another kind of training are refused. All others are removed from
+the environment, with a warning.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from accelerate.utils import GradientAccumulationPlugin, KwargsHandler
 
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 
-# As torchrun, Intel MPI, Open MPI and MVAPICH name them, in the order in which accelerate looks.
+# Names of torchrun, Intel MPI, Open MPI and MVAPICH, in the order in which accelerate looks for them.
 RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
 COUNT = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
 
 PREFIX = "ACCELERATE_"
-# Where a process runs and what it tells: nothing that is computed depends on them, but on the device's own arithmetic.
+# Variables that say where a process runs and what it logs: they change nothing but the device's own arithmetic.
 HEEDED = frozenset(
     PREFIX + name
     for name in (
@@ -33,9 +33,9 @@ HEEDED = frozenset(
         *("NUM_PROCESSES", "DEBUG_RDV_FILE"),
     )
 )
-# Values by which nothing is asked for, as accelerate launch writes them.
+# Values that ask for nothing, as accelerate launch writes them.
 NOTHING = ("", "0", "no", "none", "false", "default")
-# Variables that have no effect, with the values that ask for nothing, and what decides in their place.
+# Variables without effect: the values that ask for nothing, and what decides instead.
 OVERRIDDEN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "a step's gradient is that of learner.groups_per_step groups"),
     "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype and learner.weights_dtype say in which types it computes"),
@@ -51,8 +51,13 @@ REFUSED = {
 
 @dataclass(frozen=True)
 class RankInfo:
-    """rank: 0 to count - 1; local_rank: on its machine; launched: by torchrun, accelerate or MPI, which made the others
-    too."""
+    """This process's position among the ranks.
+
+    Attributes:
+        rank: 0 to count - 1.
+        local_rank: On its machine.
+        launched: Whether torchrun, accelerate or MPI started all ranks.
+    """
 
     rank: int = 0
     count: int = 1
@@ -61,8 +66,15 @@ class RankInfo:
 
 
 def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = ()) -> RankInfo:
-    """Where this process stands. ranks: `learner.ranks`; parents: the command line of the process that started this
-    one. Raises `ConfigError` where the two do not agree."""
+    """Finds this process's position among the ranks.
+
+    Args:
+        ranks: `learner.ranks`.
+        parents: Command line of the process that started this one.
+
+    Raises:
+        ConfigError: `ranks` and the launcher do not agree.
+    """
     launched = int(_first(environment, COUNT) or 1)
     if launched > 1 or (launched == 1 and _first(environment, RANK) is not None):
         if ranks not in (1, launched):
@@ -93,8 +105,8 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
 
 
 def check(environment: Mapping[str, str]) -> list[str]:
-    """What to say of accelerate's variables that have no effect; raises `ConfigError` for those that ask for what the
-    learner does not do."""
+    """Returns warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that ask for
+    what the learner does not do."""
     for name, what in REFUSED.items():
         if _is_true(environment.get(name)):
             raise ConfigError(
@@ -143,18 +155,19 @@ def _check_device(name: str) -> None:
 
 
 def is_sharded(environment: Mapping[str, str]) -> bool:
-    """Whether accelerate's settings ask for FSDP2."""
+    """Says whether accelerate's settings ask for FSDP2."""
     return _is_true(environment.get("ACCELERATE_USE_FSDP"))
 
 
 def clear(environment: MutableMapping[str, str]) -> None:
-    """Take out what accelerate is not to heed: it reads some of it long after it was made."""
+    """Removes the variables that accelerate must not use: it reads some of them long after it was made."""
     for name in _unheeded(environment):
         del environment[name]
 
 
 def check_sharded(config: RunConfig) -> None:
-    """Raise `ConfigError` for what does not go with `learner.shard_weights`, which accelerate's FSDP stands for."""
+    """Raises `ConfigError` for settings that do not go with `learner.shard_weights`, which accelerate's FSDP stands
+    for."""
     learner = config.learner.model_copy(update={"shard_weights": True})
     try:
         checks.check_sharded_optimisation(learner)
@@ -164,7 +177,7 @@ def check_sharded(config: RunConfig) -> None:
 
 
 def accelerator(*handlers: KwargsHandler) -> Accelerator:
-    """accelerate as the learner uses it: what it computes does not depend on the environment."""
+    """Makes accelerate as the learner uses it: what it computes does not depend on the environment."""
     clear(os.environ)
     return Accelerator(
         mixed_precision="no",
@@ -179,7 +192,7 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 
 def _asked_of_accelerate(parents: Sequence[str]) -> int | None:
-    """`--num_processes` of `accelerate launch`, if that is what started this process."""
+    """Returns `--num_processes` of `accelerate launch`, if that started this process."""
     named = [Path(part).name for part in parents]
     if "accelerate.commands.launch" not in named and ("accelerate", "launch") not in pairwise(named):
         return None

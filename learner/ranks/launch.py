@@ -1,9 +1,7 @@
-"""How the ranks find one another: rank 0 starts them on this machine, or a launcher has started all of them.
+"""Starts the ranks: rank 0 starts the others on its own machine, or a launcher has started all of them.
 
-The other ranks of a learner on one machine, as children of rank 0.
-
-Rank 0 is the process that was started: signals, terminal and exit code are its own. A child that dies is noticed; a
-child whose parent dies, however that ends, finds its standard input closed and ends as well.
+Rank 0 is the process that was started: signals, terminal and exit code are its own. It notices a child that dies. A
+child whose parent dies, in whatever way, finds its standard input closed and ends as well.
 """
 
 from __future__ import annotations
@@ -35,75 +33,6 @@ from learner.ranks.stopping import Stop
 from learner.ranks.team import COLLECTIVE_TIMEOUT, Team
 from protocol.config import ConfigError, RunConfig
 
-STDERR = 2
-
-# From the end of rank 0's work: long enough to read one command.
-ENDS_WITHIN_S = 10.0
-
-
-class Children:
-    """Ranks 1 to `count` - 1. `on_lost` is called, on a thread, with what is known of one that ended by itself."""
-
-    def __init__(self, count: int, environment: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
-        self._on_lost = on_lost
-        self._closing = threading.Event()
-        self._processes = [_start(rank, environment) for rank in range(1, count)]
-        for rank, process in enumerate(self._processes, start=1):
-            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
-
-    def close(self) -> None:
-        """End them: those that have read that there is nothing left to do end by themselves."""
-        self._closing.set()
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        deadline = time.monotonic() + ENDS_WITHIN_S
-        for process in self._processes:
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def kill(self, rank: int) -> None:
-        """End one that does not answer: then the connections to it break, and nobody waits for it."""
-        self._processes[rank - 1].kill()
-
-    def kill_all(self) -> None:
-        """Right before this process ends: one that is stopped does not read that its pipe has closed."""
-        for process in self._processes:
-            process.kill()
-
-    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
-        code = process.wait()
-        if self._closing.is_set():
-            return
-        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
-
-
-def _how(code: int) -> str:
-    """How it ended, and where to look: who is killed has written nothing down."""
-    if code >= 0:
-        return f"ended with code {code}: what it wrote in the learner's log says why"
-    name = signal.Signals(-code).name
-    if -code == signal.SIGKILL:
-        return (
-            f"was ended from outside, by {name}: where nobody did that, the machine was most likely out of memory (the "
-            f"kernel's log, dmesg, says so): give the learner more, or lower learner.token_budget"
-        )
-    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        return f"was ended from outside, by {name}"
-    return f"crashed, by {name}: what it wrote in the learner's log, if anything, says where"
-
-
-def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    command: Sequence[str] = (sys.executable, "-P", "-m", "learner.ranks.follower")
-    paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    # What a terminal shows of a run is rank 0's.
-    return subprocess.Popen(command, env={**os.environ, **environment, **own}, stdin=subprocess.PIPE, stdout=STDERR)
-
-
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
 
@@ -111,10 +40,18 @@ LOOPBACK = "127.0.0.1"
 
 COME_WITHIN = timedelta(seconds=COME_WITHIN_S)
 
+STDERR = 2
+
+# Time that ranks have to read the last command and end.
+ENDS_WITHIN_S = 10.0
+
 
 def this_rank(config: RunConfig) -> RankInfo:
-    """This process's place among the ranks; raises `ConfigError` where run file and launcher do not agree, or there
-    are fewer devices than ranks."""
+    """Finds this process's rank.
+
+    Raises:
+        ConfigError: Run file and launcher do not agree, or there are fewer devices than ranks.
+    """
     found = environment.place(os.environ, config.learner.ranks, _parent())
     devices = torch.cuda.device_count()
     if found.count > 1 and not found.launched and 0 < devices < found.count:
@@ -129,11 +66,15 @@ def this_rank(config: RunConfig) -> RankInfo:
 def lead_team(
     config: RunConfig, place: RankInfo, stop: Stop | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[Team]:
-    """On rank 0: the team, once all have come; at the end the others are told to end. stop: who asks for the end; say:
-    shows a line."""
+    """Leads the team on rank 0: waits until all ranks have come, and tells them to end at the end.
+
+    Args:
+        stop: Says when a signal asks for the end.
+        say: Shows a line.
+    """
     asked = environment.is_sharded(os.environ)
     sharded = config.learner.shard_weights or asked
-    # From here on, who loads models or wraps them must not act on it.
+    # Libraries that load or wrap models would act on it.
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     if place.count == 1:
         yield Team()
@@ -158,24 +99,8 @@ def lead_team(
         team.close()
 
 
-@contextmanager
-def _followers(count: int, port: int, team: Team) -> Iterator[None]:
-    """The other ranks, as children of this process."""
-    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
-    os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
-    threads = _threads(count)
-    torch.set_num_threads(threads)
-    assert team.alarm is not None
-    children = Children(count, shared | {"OMP_NUM_THREADS": str(threads)}, team.alarm.lost)
-    team.alarm.kill, team.alarm.kill_all = children.kill, children.kill_all
-    try:
-        yield
-    finally:
-        children.close()
-
-
 def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
-    """On the others: the team, and rank 0's run file."""
+    """Joins the team on any rank but 0. Returns it, and rank 0's run file."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     store = _launchers_store()
     team = Team(place.rank, place.count, store)
@@ -189,26 +114,108 @@ def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
 
 
 def leave_group() -> None:
-    """At the end, on all ranks: take the group apart."""
+    """Destroys the process group, on all ranks at the end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def with_world_size(config: RunConfig, place: RankInfo) -> RunConfig:
-    """The run file with as many ranks as there are."""
+    """Returns the run file with the number of ranks that there are."""
     learner = config.learner.model_copy(update={"ranks": place.count})
     return config.model_copy(update={"learner": learner})
 
 
+@contextmanager
+def _followers(count: int, port: int, team: Team) -> Iterator[None]:
+    """Starts the other ranks as children of this process."""
+    shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
+    os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
+    threads = _threads(count)
+    torch.set_num_threads(threads)
+    assert team.alarm is not None
+    children = Children(count, shared | {"OMP_NUM_THREADS": str(threads)}, team.alarm.lost)
+    team.alarm.kill, team.alarm.kill_all = children.kill, children.kill_all
+    try:
+        yield
+    finally:
+        children.close()
+
+
+class Children:
+    """Ranks 1 to `count` - 1, as children of this process."""
+
+    def __init__(self, count: int, environment: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
+        """Args:
+        on_lost: Called on a thread with what is known of a child that ended by itself."""
+        self._on_lost = on_lost
+        self._closing = threading.Event()
+        self._processes = [_start(rank, environment) for rank in range(1, count)]
+        for rank, process in enumerate(self._processes, start=1):
+            threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends them: those that have read the last command end by themselves."""
+        self._closing.set()
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        deadline = time.monotonic() + ENDS_WITHIN_S
+        for process in self._processes:
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def kill(self, rank: int) -> None:
+        """Kills one that does not answer, so that connections to it break and nobody waits for it."""
+        self._processes[rank - 1].kill()
+
+    def kill_all(self) -> None:
+        """Kills all, right before this process ends: one that is stopped would not read that its pipe has closed."""
+        for process in self._processes:
+            process.kill()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        code = process.wait()
+        if self._closing.is_set():
+            return
+        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
+
+
+def _how(code: int) -> str:
+    """Says how a child ended, and where to look; a killed one has written nothing down."""
+    if code >= 0:
+        return f"ended with code {code}: what it wrote in the learner's log says why"
+    name = signal.Signals(-code).name
+    if -code == signal.SIGKILL:
+        return (
+            f"was ended from outside, by {name}: where nobody did that, the machine was most likely out of memory (the "
+            f"kernel's log, dmesg, says so): give the learner more, or lower learner.token_budget"
+        )
+    if -code in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        return f"was ended from outside, by {name}"
+    return f"crashed, by {name}: what it wrote in the learner's log, if anything, says where"
+
+
+def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    command: Sequence[str] = (sys.executable, "-P", "-m", "learner", "--rank")
+    paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    # Only rank 0 writes to the terminal.
+    return subprocess.Popen(command, env={**os.environ, **environment, **own}, stdin=subprocess.PIPE, stdout=STDERR)
+
+
 def _begin(store: Any, place: RankInfo) -> None:
-    """One group for tensors of the host, and of the GPU where there is one; accelerate takes it as it finds it."""
+    """Makes one process group for tensors of the host, and of the GPU where there is one; accelerate uses it as it
+    finds it."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(place.local_rank % torch.cuda.device_count())
     backend = "cpu:gloo,cuda:nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.count, timeout=COLLECTIVE_TIMEOUT)
     os.environ.setdefault("LOCAL_RANK", str(place.local_rank))
-    AcceleratorState._reset_state(reset_partial_state=True)  # whoever asked for the device before stood alone
+    AcceleratorState._reset_state(reset_partial_state=True)  # it may have been made for one process before
     PartialState(cpu=not on_gpu)
 
 
@@ -218,7 +225,7 @@ def _launchers_store() -> Any:
 
 
 def _own_store(count: int) -> Any:
-    """A store on a free port that only this machine can reach. Its server would listen everywhere by itself."""
+    """Makes a store on a free port that only this machine can reach. By itself its server would listen everywhere."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -235,7 +242,7 @@ def _own_store(count: int) -> Any:
 
 
 def _threads(count: int) -> int:
-    """For each of the ranks that share this machine's cores, and no more than were asked for."""
+    """Returns the threads of a rank: its part of this machine's cores, and at most as many as were asked for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores // count, int(os.environ.get("OMP_NUM_THREADS") or cores)))
 

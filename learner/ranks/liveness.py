@@ -1,13 +1,12 @@
-"""What follows where a rank has gone, or gives no sign of life: it is named, and the run ends instead of waiting.
+"""Watches the ranks: one that gives no sign of life is named, and the run ends instead of waiting for it.
 
-Rank 0 tells of a silent rank, and takes it to be lost after `learner.rank_timeout_s`. What ends its main thread's wait
-is that the connection to it breaks: a rank on this machine is killed for that. Where nothing ends the wait, the process
-does end. The other ranks end when rank 0 is silent for as long.
+Every rank beats at the store; rank 0 hears the others, and the others hear rank 0. Rank 0 reports a silent rank, and
+takes it to be lost after `learner.rank_timeout_s`. Its main thread's wait ends when the connection to that rank breaks,
+so a rank on this machine is killed. Where nothing ends the wait, the process ends itself. The other ranks end when rank
+0 is silent for as long.
 
-Signs of life: every rank beats at the store; rank 0 hears the others, and the others hear rank 0.
-
-One thread speaks with the store and may hang in that: a call to it has no time-out once its server has stopped, as it
-does with rank 0. So another thread watches the clock.
+One thread speaks with the store and may hang: a call has no time-out once the store's server has stopped, as it does
+with rank 0. So another thread watches the clock.
 """
 
 from __future__ import annotations
@@ -25,16 +24,43 @@ from learner.ranks.stopping import LearnerFailed, end_now
 
 BEAT_EVERY_S = 2.0
 
-# For a store that tells of thousands of ranks.
+# A store with thousands of ranks may take this long.
 ANSWERS_WITHIN_S = 8.0
 
 LOOK_EVERY_S = 0.5
 
+# In place of learner.rank_timeout_s until a rank has the run file.
+RANK_TIMEOUT_S = 120.0
+
+# Time for all ranks to load their libraries and come.
+COME_WITHIN_S = 600.0
+
+TOLD_AFTER_S = 30.0
+
+# After a signal: beats come every two seconds, and a checkpoint takes some of the grace time.
+SIGNAL_GRACE_S = 10.0
+
+NOTICED_WITHIN_S = 3.0
+
+# Rank 0 may hang in a collective with a rank that is gone: gloo reports it at once, NCCL does not.
+GIVES_UP_AFTER_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+class RankLost(LearnerFailed):
+    """A rank is gone, and with it the step."""
+
 
 @dataclass(frozen=True)
 class Silence:
-    """rank: None where the store itself does not answer; seconds: since its last sign of life, or since the start;
-    who: its process and machine, empty where it has not come yet."""
+    """How long a rank has been silent.
+
+    Attributes:
+        rank: None where the store itself does not answer.
+        seconds: Since its last sign of life, or since the start.
+        who: Its process and machine; empty where it has not come yet.
+    """
 
     rank: int | None
     seconds: float
@@ -42,7 +68,7 @@ class Silence:
 
 
 class Signs:
-    """When a sign of life of each rank came last. Pure: `now` is given, in seconds."""
+    """Remembers when the last sign of life of each rank came. Pure: `now` is given, in seconds."""
 
     def __init__(self, ranks: Iterable[int], now: float = 0.0) -> None:
         self._answered = now
@@ -55,26 +81,66 @@ class Signs:
         return list(self._beats)
 
     def hear(self, beats: Mapping[int, int], now: float) -> None:
-        """The store has told how often each rank has beaten."""
+        """Takes the number of each rank's beats, as the store has it."""
         self._answered = now
         for rank, beat in beats.items():
             if beat != self._beats[rank]:
                 self._beats[rank], self._since[rank] = beat, now
 
     def silent(self, now: float) -> list[Silence]:
-        """The silence of each rank, or of the store where that does not answer: then nothing is known of the ranks."""
+        """Returns the silence of each rank, or of the store where that does not answer: then no rank is known."""
         if now - self._answered > ANSWERS_WITHIN_S:
             return [Silence(None, now - self._answered)]
         return [Silence(rank, now - since, self.who.get(rank, "")) for rank, since in self._since.items()]
 
 
-class Pulse:
-    """This rank's beat, and its ear for `hears`. look: called twice a second, on a thread, with their silence.
+def lost(silences: Sequence[Silence], timeout_s: float, signalled: bool) -> list[Silence]:
+    """Returns the silences that are not waited for any longer.
 
-    Time in which this process did not run, as it was stopped itself, counts for nobody.
+    Args:
+        signalled: Whether the run is to end, so that there is little time.
+    """
+    found = []
+    for silence in silences:
+        limit_s = timeout_s
+        if silence.rank is not None and not silence.who:  # it has not come yet
+            limit_s = max(timeout_s, COME_WITHIN_S)
+        elif signalled:
+            limit_s = min(timeout_s, SIGNAL_GRACE_S)
+        if silence.seconds >= limit_s:
+            found.append(silence)
+    return found
+
+
+def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
+    """Returns the silences that are worth a word."""
+    after_s = min(TOLD_AFTER_S, timeout_s / 2)
+    return [silence for silence in silences if silence.seconds >= after_s and (silence.who or silence.rank is None)]
+
+
+def named(silence: Silence) -> str:
+    if silence.rank is None:
+        return "the store through which ranks speak"
+    return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
+
+
+def _why(gone: Sequence[Silence], timeout_s: float) -> str:
+    names, longest = ", ".join(named(silence) for silence in gone), gone[0]
+    if longest.rank is not None and not longest.who:
+        return f"{names} did not come within {longest.seconds:.0f} s: see its log and its machine"
+    silent = f"gave no sign of life for {longest.seconds:.0f} s"
+    return f"{names} {silent} (learner.rank_timeout_s = {timeout_s:g}): see its log and its machine"
+
+
+class Pulse:
+    """Beats for this rank, and listens to the ranks of `hears`.
+
+    Time in which this process itself did not run, as it was stopped, counts for nobody.
     """
 
     def __init__(self, store: Any, rank: int, hears: Iterable[int], look: Callable[[Sequence[Silence]], None]) -> None:
+        """Args:
+        look: Called twice a second, on a thread, with their silence."""
         self._store = store
         self._rank = rank
         self._look = look
@@ -114,61 +180,16 @@ class Pulse:
             self._look(self._signs.silent(self._now))
 
 
-# As learner.rank_timeout_s, until a follower has the run file.
-RANK_TIMEOUT_S = 120.0
-
-# For all ranks to load their libraries and come.
-COME_WITHIN_S = 600.0
-
-TOLD_AFTER_S = 30.0
-
-# After a signal: beats come every two seconds, and a checkpoint takes some of the grace time.
-SIGNAL_GRACE_S = 10.0
-
-NOTICED_WITHIN_S = 3.0
-
-# Rank 0 may hang in a collective with one that has gone: gloo tells at once, NCCL does not.
-GIVES_UP_AFTER_S = 60.0
-
-logger = logging.getLogger(__name__)
-
-
-class RankLost(LearnerFailed):
-    """A rank has gone, and with it the step."""
-
-
-def lost(silences: Sequence[Silence], timeout_s: float, signalled: bool) -> list[Silence]:
-    """Those that are not waited for any longer. signalled: the run is to end, and there is little time."""
-    found = []
-    for silence in silences:
-        limit_s = timeout_s
-        if silence.rank is not None and not silence.who:  # it has not come yet
-            limit_s = max(timeout_s, COME_WITHIN_S)
-        elif signalled:
-            limit_s = min(timeout_s, SIGNAL_GRACE_S)
-        if silence.seconds >= limit_s:
-            found.append(silence)
-    return found
-
-
-def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
-    """Those that are worth a word."""
-    after_s = min(TOLD_AFTER_S, timeout_s / 2)
-    return [silence for silence in silences if silence.seconds >= after_s and (silence.who or silence.rank is None)]
-
-
-def named(silence: Silence) -> str:
-    if silence.rank is None:
-        return "the store through which ranks speak"
-    return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
-
-
 class Alarm:
-    """One rank's. Its methods may be called on any thread.
+    """Notices, on one rank, ranks that are gone. Its methods may be called on any thread.
 
-    timeout_s: `learner.rank_timeout_s`; say: shows a line; on_silent: is given the name of a rank that is silent, and
-    None once all are heard again; kill, kill_all: end ranks that are children of this process; signalled: whether the
-    run is to end. They are called on threads of their own.
+    Attributes:
+        timeout_s: `learner.rank_timeout_s`.
+        say: Shows a line.
+        on_silent: Called with the name of a silent rank, and with None once all are heard again.
+        kill: Ends a rank that is a child of this process.
+        kill_all: Ends all of them.
+        signalled: Says whether the run is to end.
     """
 
     def __init__(self, rank: int, count: int, store: Any, timeout_s: float = RANK_TIMEOUT_S) -> None:
@@ -190,12 +211,12 @@ class Alarm:
 
     @property
     def why(self) -> str | None:
-        """What is known of a rank that has gone, if one has."""
+        """What is known of a rank that is gone, if one is."""
         return self._why
 
     @property
     def on_lost(self) -> Callable[[RankLost], None]:
-        """Called with what is known of the first rank that has gone, even if it went before this was set."""
+        """Called with what is known of the first rank that is gone, even if it went before this was set."""
         return self._on_lost
 
     @on_lost.setter
@@ -206,19 +227,19 @@ class Alarm:
             heard(RankLost(self._why))
 
     def waits(self) -> None:
-        """From here on the main thread may be in a collective, which a rank that has gone does not end by itself."""
+        """Notes that the main thread may now be in a collective, which a rank that is gone does not end by itself."""
         self._free.clear()
 
     def is_free(self) -> None:
         self._free.set()
 
     def end(self) -> None:
-        """There is nothing left to watch."""
+        """Stops watching."""
         self._pulse.end()
         self._free.set()
 
     def lost(self, why: str) -> None:
-        """A rank has gone. Only the first is told of: others go in its wake."""
+        """Reports a rank that is gone. Only the first counts: others follow it."""
         with self._lock:
             if self._why is not None:
                 return
@@ -228,13 +249,13 @@ class Alarm:
         threading.Thread(target=self._give_up, name="ranks-lost", daemon=True).start()
 
     def cause(self) -> str | None:
-        """Of a connection that broke: the end of a process may be noticed after that."""
+        """Returns the cause of a broken connection: the end of a process may be noticed after that."""
         self._gone.wait(NOTICED_WITHIN_S)
         return self._why
 
     def last(self) -> str | None:
-        """Right before this process ends: ranks on this machine end with it. What the main thread may be waiting for,
-        if that is a rank."""
+        """Ends ranks on this machine, right before this process ends. Returns which rank the main thread may be waiting
+        for."""
         seen = [of for of in self._pulse.silent() if of.seconds >= SIGNAL_GRACE_S / 2]
         names = [f"{named(of)}, {'silent for' if of.who else 'unheard for'} {of.seconds:.0f} s" for of in seen]
         self.kill_all()
@@ -258,7 +279,7 @@ class Alarm:
             threading.Thread(target=self._tell, args=(new, back, list(found.values())), daemon=True).start()
 
     def _tell(self, new: list[Silence], back: set[int | None], found: list[Silence]) -> None:
-        """On a thread of its own: a terminal may be held, and the queue slow."""
+        """Reports on a thread of its own: a terminal may be held, and the queue slow."""
         for silence in new:
             self.say(
                 f"{named(silence)} gives no sign of life for {silence.seconds:.0f} s: the run ends after "
@@ -280,11 +301,3 @@ class Alarm:
         if not self._free.wait(GIVES_UP_AFTER_S):
             self.kill_all()
             end_now(1, f"learner: {self._why}; rank 0 waits for it in vain and ends")
-
-
-def _why(gone: Sequence[Silence], timeout_s: float) -> str:
-    names, longest = ", ".join(named(silence) for silence in gone), gone[0]
-    if longest.rank is not None and not longest.who:
-        return f"{names} did not come within {longest.seconds:.0f} s: see its log and its machine"
-    silent = f"gave no sign of life for {longest.seconds:.0f} s"
-    return f"{names} {silent} (learner.rank_timeout_s = {timeout_s:g}): see its log and its machine"

@@ -1,10 +1,8 @@
-"""Ctrl-C and SIGTERM: the learner ends at once, but never between the two halves of a change.
+"""Ctrl-C and SIGTERM end the learner at once, but never between the two halves of a change.
 
-Python runs a signal's handler in the main thread, between two of its instructions: never, where that is in a call that
-does not return, as in a collective with a rank that hangs. So a thread hears of signals, too, and ends the process when
-the grace time is over.
-
-What ends a run from the learner's side.
+Python runs a signal's handler in the main thread, between two instructions: never, if the main thread is in a call that
+does not return, as in a collective with a rank that hangs. So a thread listens for signals too, and ends the process
+when the grace time is over.
 """
 
 from __future__ import annotations
@@ -23,10 +21,10 @@ from typing import Any, NoReturn, Self
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-# A change that is not done so long after a signal waits for a queue that does not answer.
+# A change that is not done this long after a signal waits for a queue that does not answer.
 HOLD_AT_MAX_S = 5.0
 
-# Longer than a main thread that runs Python needs for the handler.
+# Longer than a main thread that runs Python code needs to call the handler.
 HANDLED_WITHIN_S = 0.5
 
 LAST_WORDS_WITHIN_S = 2.0
@@ -34,34 +32,27 @@ LAST_WORDS_WITHIN_S = 2.0
 SHOW_CURSOR = b"\x1b[?25h\n"  # which the live line hides
 
 
+class LearnerFailed(RuntimeError):
+    """The learner cannot continue; the text says why, and what to do."""
+
+
 class Stopped(SystemExit):
-    """A signal asked for the end. `code`: 128 and the signal's number."""
+    """A signal asked for the end. `code`: 128 plus the signal's number."""
 
     def __init__(self, code: int, halfway: bool = False) -> None:
         super().__init__(code)
         self.halfway = halfway  # in a change that would not end
 
 
-def end_now(code: int, text: str) -> NoReturn:
-    """End the process on the spot, from any thread. A terminal that is held is not waited for."""
-
-    def say() -> None:
-        _show_cursor()
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
-
-    words = threading.Thread(target=say, daemon=True)
-    words.start()
-    words.join(LAST_WORDS_WITHIN_S)
-    os._exit(code)
-
-
 class Stop:
-    """While it is entered, the first signal raises `Stopped` in the main thread, at once or as `hold` ends; the second
-    one ends the process on the spot, and so does the end of the grace time. A signal that is ignored (nohup) stays so.
+    """Turns signals into the end of the run while it is entered.
 
-    last: called on a thread right before the process ends by itself; what the main thread may be waiting for, if that
-    is known.
+    The first signal raises `Stopped` in the main thread, at once or when a `hold` ends. The second one ends the process
+    on the spot, and so does the end of the grace time. A signal that is ignored (nohup) stays ignored.
+
+    Attributes:
+        last: Called on a thread right before the process ends by itself; returns what the main thread may be waiting
+            for, if that is known.
     """
 
     def __init__(self, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +95,7 @@ class Stop:
 
     @property
     def left_s(self) -> float:
-        """Seconds until what has not ended is killed."""
+        """Seconds until a process that has not ended is killed."""
         since = self._signalled_at if self._asked_at is None else self._asked_at
         return self._grace_s if since is None else since + self._grace_s - self._clock()
 
@@ -118,7 +109,7 @@ class Stop:
         return self._signalled_at is not None
 
     def hold(self, max_hold_s: float | None = None) -> None:
-        """From here on a signal waits for `release`, for at most `max_hold_s` (`HOLD_AT_MAX_S`) from when it came."""
+        """Makes a signal wait for `release`, for at most `max_hold_s` (`HOLD_AT_MAX_S`) from when it came."""
         self._held, self._max_hold_s = True, HOLD_AT_MAX_S if max_hold_s is None else max_hold_s
 
     def release(self) -> None:
@@ -149,7 +140,8 @@ class Stop:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _listen(self) -> None:
-        """Hear of signals whatever the main thread does; end the process on the second, or as the time is over."""
+        """Listens for signals, whatever the main thread does. Ends the process on the second, or when the time
+        is over."""
         came = 0
         while True:
             if not select.select([self._ours], [], [], None if not came else max(0.0, self.left_s))[0]:
@@ -185,11 +177,21 @@ class Stop:
             self._hook(unraisable)
 
 
+def end_now(code: int, text: str) -> NoReturn:
+    """Ends the process on the spot, from any thread. A terminal that is held is not waited for."""
+
+    def say() -> None:
+        _show_cursor()
+        with suppress(OSError):
+            print(text, file=sys.stderr, flush=True)
+
+    words = threading.Thread(target=say, daemon=True)
+    words.start()
+    words.join(LAST_WORDS_WITHIN_S)
+    os._exit(code)
+
+
 def _show_cursor() -> None:
     with suppress(OSError, ValueError):  # a stdout that is closed, or is not a file
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
-
-
-class LearnerFailed(RuntimeError):
-    """The learner cannot go on; the text says why, and what to do."""

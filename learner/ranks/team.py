@@ -1,10 +1,9 @@
 """The ranks of one learner, as each of them sees the others.
 
-Rank 0 tells the others by a store what to do next, and they wait there for as long as it takes: no collective is open
-while rank 0 waits for groups. What it tells, all do together. Whoever has gone is noticed: the store and the
-collectives lose their connections, and one that gives no sign of life is taken to be dead (`learner.ranks.liveness`).
-
-What ranks send to one another: nested values as bytes, without pickle (I8).
+Rank 0 tells the others through a store what to do next. They wait there for as long as it takes: no collective is open
+while rank 0 waits for groups. A rank that is gone is noticed: the store and the collectives lose their connections, and
+a rank that gives no sign of life is taken to be dead (`learner.ranks.liveness`). Messages are nested values as bytes,
+without pickle (I8).
 """
 
 from __future__ import annotations
@@ -21,17 +20,286 @@ import torch.distributed
 
 from learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
 
-# Tags of what msgpack does not know, or does not keep apart.
+# torch's annotations leave out stores and collectives.
+dist: Any = torch.distributed
+
+# How far a rank may be behind another in a collective.
+COLLECTIVE_TIMEOUT = timedelta(minutes=30)
+
+# The wait for a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days
+# at most.
+FOR_EVER = timedelta(days=20)
+
+END = "end"
+
+OUT_OF_MEMORY = "out-of-memory"
+
+
+class Parted(OSError):
+    """The ranks can do nothing together any more: rank 0 left the others in the middle of something, or one of them is
+    gone while the run is to end."""
+
+
+class Guard(Protocol):
+    """Holds signals back, as `learner.ranks.stopping.Stop` does."""
+
+    last: Callable[[], str | None]
+
+    @property
+    def asked(self) -> bool: ...
+
+    @property
+    def signalled(self) -> bool: ...
+
+    @property
+    def left_s(self) -> float: ...
+
+    def hold(self, max_hold_s: float) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class Command(msgspec.Struct):
+    """What all ranks do next, by its name; the details follow by `Team.spread` and `Team.deal`."""
+
+    name: str
+
+
+class Team:
+    """The ranks of a learner. Without a store there is one rank only, and nothing is sent.
+
+    Attributes:
+        sharded: Whether each rank holds a part of the weights.
+        alarm: Notices ranks that are gone; None with one rank.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        count: int = 1,
+        store: Any = None,
+        sharded: bool = False,
+        timeout_s: float = RANK_TIMEOUT_S,
+    ) -> None:
+        """Args:
+        timeout_s: `learner.rank_timeout_s`."""
+        self.rank = rank
+        self.count = count
+        self.sharded = sharded and count > 1
+        self._store = store and dist.PrefixStore("slipstream", store)
+        self.alarm = Alarm(rank, count, self._store.clone(), timeout_s) if store is not None else None
+        self._turn = 0
+        self._parted = False
+        self._names: tuple[list[str], list[str]] | None = None
+        self._guard: Guard | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == 0
+
+    def guard(self, guard: Guard) -> None:
+        """Makes signals wait until work that all ranks do together is done, where ranks hold parts of the weights.
+        Where each has all of them, rank 0 can continue alone."""
+        self._guard = guard
+        if self.alarm is not None:
+            self.alarm.signalled = lambda: guard.asked
+            guard.last = self.alarm.last
+
+    def on_lost(self, heard: Callable[[RankLost], None]) -> None:
+        """Calls `heard`, on a thread, with what is known of a rank that is gone."""
+        if self.alarm is not None:
+            self.alarm.on_lost = heard
+
+    def on_silent(self, heard: Callable[[str | None], None]) -> None:
+        """Calls `heard`, on a thread, with the names of ranks that give no sign of life, and with None when all do
+        again."""
+        if self.alarm is not None:
+            self.alarm.on_silent = heard
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Wraps what rank 0's main thread does with the others. Raises `RankLost` for what failed because one of them
+        is gone."""
+        if self.alarm is None or not self.leads:
+            yield
+            return
+        self.alarm.waits()
+        try:
+            if self.alarm.why is not None:
+                raise self._lost(self.alarm.why)
+            yield
+        except RuntimeError as error:
+            broke = type(error) is RuntimeError or isinstance(error, dist.DistError)
+            if broke and (why := self.alarm.cause()):
+                raise self._lost(why) from error
+            raise
+        finally:
+            self.alarm.is_free()
+
+    def _lost(self, why: str) -> RankLost | Parted:
+        # After a signal the run ends because of the signal; only a checkpoint that needs this rank cannot be written.
+        return Parted(why) if self._guard is not None and self._guard.signalled else RankLost(why)
+
+    @contextmanager
+    def together(self, name: str, change: bool = False) -> Iterator[None]:
+        """Tells the other ranks to do what rank 0 does inside the `with`.
+
+        Args:
+            name: Of the command.
+            change: Whether the caller itself calls `release` of the guard.
+
+        Raises:
+            RankLost: A rank is gone.
+            Parted: Rank 0 left an earlier command half-way.
+        """
+        if self.count == 1 or not self.leads:
+            yield
+            return
+        if self._parted:
+            raise Parted(f"the other {self.count - 1} ranks were left half-way through a step")
+        # After a signal, it must not hold back the work that is left.
+        guard = self._guard if self.sharded and self._guard is not None and not self._guard.signalled else None
+        if guard is not None:
+            guard.hold(guard.left_s / 2)
+        try:
+            with self.waiting():
+                self._tell(name)
+                yield
+        except Exception:
+            if guard is not None:
+                guard.release()
+            raise
+        except BaseException:  # a signal
+            self._parted = True
+            raise
+        if guard is not None and not change:
+            guard.release()
+
+    def end(self) -> None:
+        """Tells the other ranks that there is nothing left to do."""
+        if self.alarm is not None:
+            with suppress(RuntimeError):  # the store is on a machine that has gone
+                self._tell(END)
+
+    def close(self) -> None:
+        """Stops watching the other ranks."""
+        if self.alarm is not None:
+            self.alarm.end()
+
+    def next_command(self) -> Command:
+        """Waits for the next command, on any rank but 0. Raises `RankLost` if rank 0 is gone."""
+        key = f"command/{self._turn}"
+        self._turn += 1
+        try:
+            self._store.wait([key], FOR_EVER)
+            command = msgspec.json.decode(self._store.get(key), type=Command)
+        except RuntimeError as error:
+            raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
+        if command.name == END:
+            self.close()
+        return command
+
+    def spread(self, value: Any = None) -> Any:
+        """Returns rank 0's value on all ranks."""
+        if self.count == 1:
+            return value
+        data = encode_message(value) if self.leads else b""
+        size = torch.tensor([len(data)])
+        dist.broadcast(size, 0)
+        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else _bytes(int(size))
+        dist.broadcast(buffer, 0)
+        return value if self.leads else decode_message(buffer.numpy().data)
+
+    def deal(self, values: Sequence[Any] | None = None) -> Any:
+        """Gives each rank its value, on rank 0, and returns the first; on the others, returns theirs."""
+        if values is None:
+            size = torch.zeros(1, dtype=torch.int64)
+            dist.recv(size, 0)
+            buffer = _bytes(int(size))
+            dist.recv(buffer, 0)
+            return decode_message(buffer.numpy().data)
+        for rank, value in enumerate(values[1:], start=1):
+            data = encode_message(value)
+            dist.send(torch.tensor([len(data)]), rank)
+            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
+        return values[0]
+
+    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums a tensor over the ranks, in place."""
+        if self.count > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Joins the ranks' tensors [N], each of its own length, end to end in the order of the ranks."""
+        if self.count == 1:
+            return tensor
+        lengths = torch.zeros(self.count, dtype=torch.int64, device=tensor.device)
+        lengths[self.rank] = len(tensor)
+        sizes = [int(length) for length in self.add_up(lengths)]
+        padded = tensor.new_zeros(max(1, *sizes))
+        padded[: len(tensor)] = tensor
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def reduced(
+        self, sums: Mapping[str, torch.Tensor], peaks: Mapping[str, torch.Tensor], device: torch.device
+    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Combines named scalars of all ranks: sums are added up, of peaks the greatest counts.
+
+        The names are those of rank 0, the same in each step: a rank whose rows are all padding has none of its own. A
+        value that is not a number becomes an infinite peak, as it has no order.
+        """
+        if self.count == 1:
+            return dict(sums), dict(peaks)
+        if self._names is None:
+            self._names = self.spread((list(sums), list(peaks)))
+        of_sums, of_peaks = self._names
+        zero = torch.zeros((), dtype=torch.float64, device=device)
+        added = torch.stack([sums.get(name, zero).double() for name in of_sums])
+        highest = torch.stack([peaks.get(name, zero - torch.inf).double() for name in of_peaks])
+        dist.all_reduce(added)
+        dist.all_reduce(highest.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), op=dist.ReduceOp.MAX)
+        return dict(zip(of_sums, added.cpu(), strict=True)), dict(zip(of_peaks, highest.cpu(), strict=True))
+
+    def tell_out_of_memory(self, what: str) -> None:
+        """Tells rank 0, before this rank ends, why: rank 0 would see only that it is gone."""
+        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+            self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
+
+    def out_of_memory(self) -> str | None:
+        """Returns what a rank said that ran out of memory; None if none did. For rank 0."""
+        try:
+            if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
+                return str(self._store.get(OUT_OF_MEMORY).decode())
+        except RuntimeError:  # the store is on a machine that has gone
+            pass
+        return None
+
+    def _tell(self, name: str) -> None:
+        if self._turn > 1:  # all ranks have read the command before the last one
+            self._store.delete_key(f"command/{self._turn - 2}")
+        self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
+        self._turn += 1
+
+
+def _bytes(count: int) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.uint8)
+
+
+# Tags of types that msgpack does not know, or does not keep apart.
 _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE, _PLAIN = range(6)
 
 
 def encode_message(value: Any) -> bytes:
-    """Tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested at will."""
+    """Encodes tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested in any
+    way."""
     return msgspec.msgpack.encode(_tagged(value))
 
 
 def decode_message(data: bytes | memoryview) -> Any:
-    """What `encode` was given; tensors are on the host."""
+    """Decodes what `encode_message` encoded; tensors are on the host."""
     return _untagged(msgspec.msgpack.decode(data))
 
 
@@ -67,260 +335,3 @@ def _untagged(tagged: list[Any]) -> Any:
         case [int(), value]:
             return value
     raise ValueError(f"a message of another kind: {str(tagged)[:80]}")
-
-
-# torch's annotations leave out stores and collectives.
-dist: Any = torch.distributed
-
-# Of one collective: the farthest that a rank may be behind another.
-COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-
-# For a command: rank 0 may wait for groups for learner.stall_timeout_s, a week at most. poll(2) takes 24 days at most.
-FOR_EVER = timedelta(days=20)
-
-END = "end"
-
-OUT_OF_MEMORY = "out-of-memory"
-
-
-class Parted(OSError):
-    """The ranks can do nothing together any more: rank 0 left the others in the middle of something, or the run is to
-    end, and one of them has gone."""
-
-
-class Guard(Protocol):
-    """Holds signals back, as `learner.ranks.stopping.Stop` does."""
-
-    last: Callable[[], str | None]
-
-    @property
-    def asked(self) -> bool: ...
-
-    @property
-    def signalled(self) -> bool: ...
-
-    @property
-    def left_s(self) -> float: ...
-
-    def hold(self, max_hold_s: float) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class Command(msgspec.Struct):
-    """What all ranks do next, by its name; the details go by `Team.spread` and `Team.deal`."""
-
-    name: str
-
-
-class Team:
-    """The ranks. Without a store there is one only, and everything is what it is given.
-
-    sharded: whether each rank holds a part of the weights. timeout_s: `learner.rank_timeout_s`.
-    """
-
-    def __init__(
-        self,
-        rank: int = 0,
-        count: int = 1,
-        store: Any = None,
-        sharded: bool = False,
-        timeout_s: float = RANK_TIMEOUT_S,
-    ) -> None:
-        self.rank = rank
-        self.count = count
-        self.sharded = sharded and count > 1
-        self._store = store and dist.PrefixStore("slipstream", store)
-        self.alarm = Alarm(rank, count, self._store.clone(), timeout_s) if store is not None else None
-        self._turn = 0
-        self._parted = False
-        self._names: tuple[list[str], list[str]] | None = None
-        self._guard: Guard | None = None
-
-    @property
-    def leads(self) -> bool:
-        return self.rank == 0
-
-    def guard(self, guard: Guard) -> None:
-        """What ranks that hold parts of the weights do together is not left half-way: signals wait until it is done.
-        Where each has all of them, rank 0 can go on alone."""
-        self._guard = guard
-        if self.alarm is not None:
-            self.alarm.signalled = lambda: guard.asked
-            guard.last = self.alarm.last
-
-    def on_lost(self, heard: Callable[[RankLost], None]) -> None:
-        """`heard` is called, on a thread, with what is known of a rank that has gone."""
-        if self.alarm is not None:
-            self.alarm.on_lost = heard
-
-    def on_silent(self, heard: Callable[[str | None], None]) -> None:
-        """`heard` is called, on a thread, with the names of ranks that give no sign of life, and with None when all do
-        again."""
-        if self.alarm is not None:
-            self.alarm.on_silent = heard
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """On rank 0: around what its main thread does with the others. Raises `RankLost` for what failed because one of
-        them has gone."""
-        if self.alarm is None or not self.leads:
-            yield
-            return
-        self.alarm.waits()
-        try:
-            if self.alarm.why is not None:
-                raise self._lost(self.alarm.why)
-            yield
-        except RuntimeError as error:
-            broke = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            if broke and (why := self.alarm.cause()):
-                raise self._lost(why) from error
-            raise
-        finally:
-            self.alarm.is_free()
-
-    def _lost(self, why: str) -> RankLost | Parted:
-        # After a signal the run ends because of that, and a checkpoint that needs this rank cannot be written.
-        return Parted(why) if self._guard is not None and self._guard.signalled else RankLost(why)
-
-    @contextmanager
-    def together(self, name: str, change: bool = False) -> Iterator[None]:
-        """On rank 0: tell the others to do the same as it does inside. change: whoever asked for it calls `release`.
-
-        Raises `RankLost` if one has gone, and `Parted` if rank 0 left an earlier one half-way.
-        """
-        if self.count == 1 or not self.leads:
-            yield
-            return
-        if self._parted:
-            raise Parted(f"the other {self.count - 1} ranks were left half-way through a step")
-        # After a signal, what is left to do is not held back by it.
-        guard = self._guard if self.sharded and self._guard is not None and not self._guard.signalled else None
-        if guard is not None:
-            guard.hold(guard.left_s / 2)
-        try:
-            with self.waiting():
-                self._tell(name)
-                yield
-        except Exception:
-            if guard is not None:
-                guard.release()
-            raise
-        except BaseException:  # a signal
-            self._parted = True
-            raise
-        if guard is not None and not change:
-            guard.release()
-
-    def end(self) -> None:
-        """On rank 0: there is nothing left to do."""
-        if self.alarm is not None:
-            with suppress(RuntimeError):  # the store is on a machine that has gone
-                self._tell(END)
-
-    def close(self) -> None:
-        """Whatever the others do, this rank looks at them no longer."""
-        if self.alarm is not None:
-            self.alarm.end()
-
-    def next_command(self) -> Command:
-        """On the others: wait for it. Raises `RankLost` if rank 0 has gone."""
-        key = f"command/{self._turn}"
-        self._turn += 1
-        try:
-            self._store.wait([key], FOR_EVER)
-            command = msgspec.json.decode(self._store.get(key), type=Command)
-        except RuntimeError as error:
-            raise RankLost(f"rank 0 has gone ({str(error).partition(chr(10))[0]})") from error
-        if command.name == END:
-            self.close()
-        return command
-
-    def spread(self, value: Any = None) -> Any:
-        """Rank 0's value, on all ranks."""
-        if self.count == 1:
-            return value
-        data = encode_message(value) if self.leads else b""
-        size = torch.tensor([len(data)])
-        dist.broadcast(size, 0)
-        buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8) if self.leads else _bytes(int(size))
-        dist.broadcast(buffer, 0)
-        return value if self.leads else decode_message(buffer.numpy().data)
-
-    def deal(self, values: Sequence[Any] | None = None) -> Any:
-        """On rank 0, give each rank its value, and take the first; on the others, take one."""
-        if values is None:
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, 0)
-            buffer = _bytes(int(size))
-            dist.recv(buffer, 0)
-            return decode_message(buffer.numpy().data)
-        for rank, value in enumerate(values[1:], start=1):
-            data = encode_message(value)
-            dist.send(torch.tensor([len(data)]), rank)
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
-        return values[0]
-
-    def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum over the ranks, in place."""
-        if self.count > 1:
-            dist.all_reduce(tensor)
-        return tensor
-
-    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The ranks' tensors [N], each of its own length, end to end in the order of the ranks."""
-        if self.count == 1:
-            return tensor
-        lengths = torch.zeros(self.count, dtype=torch.int64, device=tensor.device)
-        lengths[self.rank] = len(tensor)
-        sizes = [int(length) for length in self.add_up(lengths)]
-        padded = tensor.new_zeros(max(1, *sizes))
-        padded[: len(tensor)] = tensor
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-    def reduced(
-        self, sums: Mapping[str, torch.Tensor], peaks: Mapping[str, torch.Tensor], device: torch.device
-    ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Named scalars of all ranks: sums added up, of peaks the greatest.
-
-        The names are those of rank 0, the same in each step: a rank whose rows are all padding has none of its own.
-        What is not a number becomes an infinite peak, as it is compared in no order.
-        """
-        if self.count == 1:
-            return dict(sums), dict(peaks)
-        if self._names is None:
-            self._names = self.spread((list(sums), list(peaks)))
-        of_sums, of_peaks = self._names
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        added = torch.stack([sums.get(name, zero).double() for name in of_sums])
-        highest = torch.stack([peaks.get(name, zero - torch.inf).double() for name in of_peaks])
-        dist.all_reduce(added)
-        dist.all_reduce(highest.nan_to_num_(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf), op=dist.ReduceOp.MAX)
-        return dict(zip(of_sums, added.cpu(), strict=True)), dict(zip(of_peaks, highest.cpu(), strict=True))
-
-    def tell_out_of_memory(self, what: str) -> None:
-        """On the others, before they end: rank 0 sees only that they have gone."""
-        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
-            self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
-
-    def out_of_memory(self) -> str | None:
-        """On rank 0: what a rank has said that ended for want of memory."""
-        try:
-            if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
-                return str(self._store.get(OUT_OF_MEMORY).decode())
-        except RuntimeError:  # the store is on a machine that has gone
-            pass
-        return None
-
-    def _tell(self, name: str) -> None:
-        if self._turn > 1:  # all have read what was before the last one
-            self._store.delete_key(f"command/{self._turn - 2}")
-        self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
-        self._turn += 1
-
-
-def _bytes(count: int) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.uint8)

@@ -1,8 +1,8 @@
-"""How the policy is spread over ranks: each has all of it (DDP, through accelerate), or a share of it (FSDP2).
+"""Spreads the policy over ranks: each has all of it (DDP, through accelerate), or a part of it (FSDP2).
 
-FSDP2 is torch's `fully_shard` itself, the same call on a CPU as on GPUs: accelerate's way to it takes GPUs only, and
-maps parameters by name, which tied embeddings do not outlive. What is sharded: each layer, and the rest as one, so that
-a tied output layer and its embedding stay one parameter.
+FSDP2 is torch's `fully_shard` itself, the same call on a CPU as on GPUs: accelerate's way to it supports GPUs only, and
+maps parameters by name, which breaks tied embeddings. Each layer is sharded, and the rest as one, so that a tied output
+layer and its embedding stay one parameter.
 """
 
 from __future__ import annotations
@@ -30,13 +30,17 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
-    """skips_weights: a row may use none of an expert's weights, which DDP must then look for. Where it finds none, it
-    warns."""
+    """Returns the arguments of DDP.
+
+    Args:
+        skips_weights: Whether a row may use none of an expert's weights, which DDP must then look for. It warns where
+            it finds none.
+    """
     return DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=skips_weights)
 
 
 def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
-    """The policy with rank 0's weights, as all ranks train it. Its parameters may be others afterwards."""
+    """Wraps the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
     if team.count == 1:
         return accelerator.prepare_model(policy)
     for tensor in policy.state_dict().values():
@@ -50,7 +54,7 @@ def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> An
 
 
 def sharded(model: Module, device: torch.device) -> Module:
-    """The model, in place, with its parameters shared out over all ranks."""
+    """Shards the parameters of the model over all ranks, in place."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
@@ -61,9 +65,9 @@ def sharded(model: Module, device: torch.device) -> Module:
 
 @contextmanager
 def synchronising(model: torch.nn.Module, last: bool) -> Iterator[None]:
-    """Around forward and backward of a row: with DDP, gradients go over the ranks with the last one only.
+    """Wraps forward and backward pass of a row: with DDP, gradients are exchanged with the last row only.
 
-    With FSDP2 they do with each row: a rank would otherwise hold the whole gradient, which sharding is to avoid.
+    With FSDP2 they are with each row: a rank would otherwise hold the whole gradient, which sharding is to avoid.
     """
     if last or not isinstance(model, DistributedDataParallel):
         yield
@@ -73,19 +77,19 @@ def synchronising(model: torch.nn.Module, last: bool) -> Iterator[None]:
 
 
 def resharded(model: torch.nn.Module) -> None:
-    """Let go of weights that a forward without a backward has left whole: a step would not change them."""
+    """Frees weights that a forward pass without a backward pass has left whole: a step would not change them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
+    """Returns a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Nested values with whole tensors on the host, one after the other; where they are not kept, None."""
+    """Returns nested values with whole tensors on the host, one after the other; None for those not kept."""
     if isinstance(value, DTensor):
         full = value.full_tensor()
         return full.cpu() if keep else None
@@ -97,7 +101,7 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """`full` as this rank holds `held`: its part, if that has been shared out and has the same shape."""
+    """Returns `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape."""
     if isinstance(held, DTensor) and full.shape == held.shape:
         placed = full.to(held.device)
         return distribute_tensor(placed, held.device_mesh, held.placements, src_data_rank=None)
@@ -105,7 +109,7 @@ def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 
 
 def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """An optimiser's state of whole tensors, as this rank holds them: its part of those that are like a parameter."""
+    """Returns an optimiser's state of whole tensors as this rank holds it: its part of those like a parameter."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     parts = {
         number: {
@@ -118,5 +122,5 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of it."""
+    """Returns what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

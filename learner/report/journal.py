@@ -1,4 +1,4 @@
-"""What is kept of each step and each publication: files of JSON lines in the run directory."""
+"""Journals: files of JSON lines in the run directory, with one line for each step, publication or evaluation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,13 @@ _MAX_LINE = 4 * 1024**2
 class Record:
     """One line of a journal, about optimiser step `step`.
 
-    A field that is a dataclass is a part: its fields stand in the line beside the record's own, so that whoever makes
-    a figure names it once. RENAMED: names that fields have in the line, where others are better known there. SPREAD:
-    fields that are mappings from names to figures, which stand in the line as they are, under `field/name` if a name
-    is taken; for people, so they are not read back.
+    A field that is a dataclass is a part: its fields stand in the line beside the record's own, so a metric is named
+    once, where it is made.
+
+    Attributes:
+        RENAMED: Names in the line of fields that are better known by another name.
+        SPREAD: Fields that map names to metrics. These stand in the line themselves, under `field/name` if a name is
+            taken. They are for people, so they are not read back.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
@@ -30,6 +33,7 @@ class Record:
     step: int
 
     def flat(self) -> dict[str, Any]:
+        """Returns the line."""
         values = dict(_values(self))
         line = {self.RENAMED.get(name, name): value for name, value in values.items() if name not in self.SPREAD}
         line |= self.derived()
@@ -38,12 +42,12 @@ class Record:
         return line
 
     def derived(self) -> dict[str, Any]:
-        """Figures that follow from others of several parts; they stand in the line, and are not read back."""
+        """Returns metrics that follow from several parts; they stand in the line, and are not read back."""
         return {}
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Self:
-        """The record that `flat` wrote, in this release or the one before; raises `msgspec.ValidationError`."""
+        """Reads a line that `flat` wrote, in this release or the one before. Raises `msgspec.ValidationError`."""
         known = {name: value for name, value in line.items() if name not in cls.SPREAD}
         known |= {name: line[key] for name, key in cls.RENAMED.items() if key in line}
         parts = {name: known for name, kind in get_type_hints(cls).items() if is_dataclass(kind)}
@@ -51,7 +55,7 @@ class Record:
 
 
 def _values(part: Any) -> Iterator[tuple[str, Any]]:
-    """Fields and their values, a part's in its place."""
+    """Yields fields and their values, those of a part in its place."""
     for field in fields(part):
         value = getattr(part, field.name)
         if is_dataclass(value):
@@ -64,7 +68,11 @@ R = TypeVar("R", bound=Record)
 
 
 class Journal(Generic[R]):
-    """A file of JSON lines on one time line: opened at step c, it forgets what was written after c."""
+    """A file of JSON lines on one time line: opened at step c, it forgets what was written after c.
+
+    Attributes:
+        records: Those of the lines.
+    """
 
     def __init__(self, path: Path, kind: type[R], step: int) -> None:
         kept = [(line, record) for line, record in _read(path, kind) if record.step <= step]
@@ -72,18 +80,19 @@ class Journal(Generic[R]):
         self._path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".unfinished")
-        # As they were: another release may have written figures that this one does not know.
+        # Lines stay as they were: another release may have written metrics that this one does not know.
         aside.write_bytes(b"".join(line + b"\n" for line, _ in kept))
         os.replace(aside, path)
 
     def append(self, record: R) -> None:
+        """Appends a line."""
         self.records.append(record)
         with self._path.open("ab") as file:
             file.write(_line(record))
 
     def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-        """Write the newest line anew as `change` makes it, for figures that came too late for it; where there is no
-        line, nothing."""
+        """Writes the newest line again as `change` returns it, for metrics that came too late for it. Without a line it
+        does nothing."""
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - _MAX_LINE)
@@ -103,12 +112,12 @@ class _Versioned(msgspec.Struct):
 
 
 def newest_version(path: Path) -> int:
-    """The greatest policy version in a journal, time lines that were left behind included; 0 where there is none."""
+    """Returns the greatest policy version in a journal, given-up time lines included; 0 where there is none."""
     return max((line.version for line in _versioned(path)), default=0)
 
 
 def newest_step(path: Path) -> int:
-    """The greatest step in a journal, likewise."""
+    """Returns the greatest step in a journal, likewise."""
     return max((line.step for line in _versioned(path)), default=0)
 
 
@@ -125,7 +134,7 @@ def _line(record: Record) -> bytes:
 
 
 def _read(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
-    """Each line with its record."""
+    """Reads each line with its record."""
     if not path.exists():
         return []
     found = []
@@ -133,5 +142,5 @@ def _read(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
         try:
             found.append((line, kind.of(msgspec.json.decode(line))))
         except msgspec.DecodeError:
-            break  # the line that a kill cut short; nothing follows it
+            break  # a kill cut this line short; nothing follows it
     return found

@@ -1,9 +1,7 @@
-"""What the terminal shows: one live line that fits it, and above it the lines that stay.
+"""What the terminal shows: one live line that fits its width, and above it the lines that stay.
 
-The live line is what the learner waits for, or the newest step. Without a terminal both are printed now and then.
-Where the log is another file than the terminal, every step and every line that stays go there too.
-
-What the queue's status says of those that a waiting learner waits for.
+The live line says what the learner waits for, or shows the newest step. Without a terminal both are printed now and
+then. If the log is another file than the terminal, every step and every line that stays go there too.
 """
 
 from __future__ import annotations
@@ -33,32 +31,11 @@ from protocol.messages import ServerState
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status
 
-# Three heartbeats of a worker.
+# Seconds; three heartbeats of a worker.
 SILENT_AFTER_S = 30.0
 
-# The learner names its own waits itself, and servers and workers stand here already.
+# Waits that the line does not repeat: the learner says its own, and servers and workers stand there already.
 TOLD = ("learner", "learner's feeder", "the queue")
-
-
-def waits_of(status: Status, groups_per_step: int) -> str:
-    """Servers that do not serve, the groups that are there or in work, the workers' waits; empty if all is well."""
-    said = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
-    if not status.servers:
-        said.append("no server has registered")
-    elif len(said) < len(status.servers):
-        groups = status.groups
-        said.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
-    if not status.workers:
-        said.append("no worker is connected")
-    said += [
-        f"{worker.worker_id} silent for {worker.seen_s_ago:.0f} s"
-        for worker in status.workers
-        if worker.seen_s_ago > SILENT_AFTER_S
-    ]
-    told = {*TOLD, *(f"server {server.name}" for server in status.servers)}
-    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
-    return "; ".join(said)
-
 
 PRINT_EVERY_STEPS = 10
 
@@ -67,7 +44,7 @@ PRINT_EVERY_S = 30.0
 # A shorter wait is not worth a line.
 SAY_WAIT_AFTER_S = 2.0
 
-# Steps that the time left is estimated from.
+# Steps from which the time left is estimated.
 ESTIMATE_OVER = 20
 
 logger = logging.getLogger(__name__)
@@ -80,11 +57,7 @@ class _Phase:
 
 
 class TerminalProgress:
-    """The learner's part of the terminal. A context manager; its methods may be called from any thread.
-
-    `clock`: seconds, monotonic. `log`: whether lines go to the log too; by default if it is not the same file.
-    `show_sampler_kl`: whether every step shows it; otherwise those where it is suspicious.
-    """
+    """The learner's part of the terminal, a context manager. Its methods may be called from any thread."""
 
     def __init__(
         self,
@@ -95,6 +68,10 @@ class TerminalProgress:
         log: bool | None = None,
         show_sampler_kl: bool = False,
     ) -> None:
+        """Args:
+        clock: Seconds, monotonic.
+        log: Whether lines go to the log too; by default if it is not the same file.
+        show_sampler_kl: Whether every step shows it; otherwise only steps where it is suspicious."""
         self.console = console or Console()
         self.status: Status | None = None
         self._total_steps = total_steps
@@ -125,17 +102,17 @@ class TerminalProgress:
                 self._live.stop()
 
     def say(self, text: str, whole: bool = False) -> None:
-        """A line that stays. `whole`: it holds a command that a person may copy, and is not broken at words."""
+        """Prints a line that stays. With `whole` it holds a command to copy, and is not broken at words."""
         self._print(Text(printable(text)), whole)
         self._to_log(logging.INFO, text)
 
     def warn(self, text: str) -> None:
-        """A line that a person should act on."""
+        """Prints a line that a person should act on."""
         self._print(Text(f"! {printable(text)}", style="bold yellow"))
         self._to_log(logging.WARNING, text)
 
     def show_evaluation(self, evaluation: Evaluation, text: str) -> None:
-        """An evaluation that has ended, in a line that stays; the newest is named beside the steps from here on."""
+        """Prints an evaluation that has ended; from here on the newest is named beside the steps."""
         if self._evaluation is None or evaluation.step >= self._evaluation.step:
             self._evaluation = evaluation
         self.say(text)
@@ -145,7 +122,7 @@ class TerminalProgress:
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Around what the learner waits for or loads."""
+        """Wraps what the learner waits for or loads."""
         self._phase = _Phase(what, self._clock())
         try:
             yield
@@ -153,7 +130,8 @@ class TerminalProgress:
             self._phase = None
 
     def tick(self) -> None:
-        """Draw the live line anew; in a file, say what is waited for if that is due. To be called each second."""
+        """Draws the live line again; without a terminal, prints what is waited for if that is due. To be called each
+        second."""
         phase, now = self._phase, self._clock()
         if self._live is not None:
             self._draw(lambda: None)
@@ -167,7 +145,7 @@ class TerminalProgress:
             self.say(self._waiting(phase))
 
     def show(self, record: StepRecord) -> None:
-        """Show a step that is done."""
+        """Shows a step that is done."""
         first, self._newest = self._newest is None, record
         self._step_s.append(record.times.step_s)
         now = self._clock()
@@ -199,14 +177,14 @@ class TerminalProgress:
         return line(record, self._total_steps, left_s, depth, width, self._show_sampler_kl, self._evaluation)
 
     def _print(self, what: RenderableType, whole: bool = False) -> None:
-        # A file gets one line for each; a terminal's lines are broken at words.
+        # A file gets one line; a terminal breaks lines at words.
         self._draw(lambda: self.console.print(what, highlight=False, soft_wrap=whole or self._live is None))
 
     def _draw(self, draw: Callable[[], None]) -> None:
-        """A terminal or a pipe that is gone must not end the learner: the log goes on."""
+        """Draws on the terminal. A terminal or a pipe that is gone must not end the learner: the log remains."""
         try:
             if self._live is not None:
-                self._live.refresh()  # or it would be drawn again below as it was
+                self._live.refresh()  # or it would be drawn again below without its newest content
             draw()
         except (OSError, SystemExit) as error:  # rich makes the latter of a broken pipe
             if not self._gone:
@@ -227,10 +205,14 @@ def line(
     show_sampler_kl: bool = False,
     evaluation: Evaluation | None = None,
 ) -> str:
-    """A step in as many of its figures as `width` characters hold, the most asked for first.
+    """Formats a step in as many of its metrics as `width` characters hold, the most important first.
 
-    left_s: seconds until the last step; depth: groups outstanding at the queue, in optimiser steps; show_sampler_kl:
-    even where it is not suspicious; evaluation: the newest that has ended.
+    Args:
+        left_s: Seconds until the last step.
+        depth: Groups outstanding at the queue, in optimiser steps.
+        width: None for all metrics.
+        show_sampler_kl: Whether to show it even where it is not suspicious.
+        evaluation: The newest that has ended.
     """
     tally, times, kl = record.tally, record.times, record.figures.sampler_kl_staleness_0
     shows_kl = kl is not None and (show_sampler_kl or suspicious(record.figures))
@@ -250,6 +232,27 @@ def line(
     return " | ".join(figures)
 
 
+def waits_of(status: Status, groups_per_step: int) -> str:
+    """Says whom the learner waits for, by the queue's status: servers that do not serve, groups that are there or in
+    work, and workers' waits. Empty if all is well."""
+    said = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
+    if not status.servers:
+        said.append("no server has registered")
+    elif len(said) < len(status.servers):
+        groups = status.groups
+        said.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
+    if not status.workers:
+        said.append("no worker is connected")
+    said += [
+        f"{worker.worker_id} silent for {worker.seen_s_ago:.0f} s"
+        for worker in status.workers
+        if worker.seen_s_ago > SILENT_AFTER_S
+    ]
+    told = {*TOLD, *(f"server {server.name}" for server in status.servers)}
+    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
+    return "; ".join(said)
+
+
 def _evaluated(evaluation: Evaluation | None) -> list[str]:
     if evaluation is None or evaluation.reward is None:
         return []
@@ -261,7 +264,7 @@ def _duration(seconds: float) -> str:
 
 
 def _log_is_apart() -> bool:
-    """Whether stderr, where the log goes, is another file than stdout."""
+    """Says whether stderr, where the log goes, is another file than stdout."""
     try:
         return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):

@@ -1,6 +1,6 @@
-"""Watches the queue's status for the terminal: each notice once, the stall alarm, and who waits for whom (I7).
+"""Exchanges notices with the queue: shows the queue's on the terminal, and keeps the learner's own until the next step.
 
-What went wrong at the learner and did not end it. It travels to the queue's notices with the next step.
+The terminal shows each notice once, the stall alarm, and who waits for whom (I7).
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ ASK_EVERY_S = 2.0
 
 TICK_EVERY_S = 1.0
 
-# Whose troubles the queue tells under this name.
+# The queue's name for notices that the learner itself has sent.
 LEARNER = "learner"
 
 logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """While it is entered, what the queue has to say is on the terminal, whatever the learner is doing.
+    """Shows what the queue reports on the terminal while it is entered, whatever the learner is doing.
 
-    It asks on the client's loop and prints from a thread: a terminal that is held would keep leases from renewal.
+    It asks on the client's loop and prints from a thread: a terminal that is held would otherwise keep leases from
+    renewal.
     """
 
     def __init__(self, client: BlockingQueueClient, progress: TerminalProgress) -> None:
@@ -62,7 +63,7 @@ class Watch:
         while True:
             try:
                 await asyncio.to_thread(self._tell, await self._client.queue.status())
-            except QueueError as error:  # the learner's own calls say so too, and end it
+            except QueueError as error:  # the learner's own calls meet it too, and end the run
                 if str(error) != failed:
                     logger.warning("the queue's status cannot be shown: %s", error)
                 failed = str(error)
@@ -78,8 +79,8 @@ class Watch:
         for notice in status.notices:
             key = (notice.kind, notice.who, notice.text)
             if notice.who == LEARNER:
-                continue  # said here when it happened
-            if key not in self._told:  # ids start anew where the queue does
+                continue  # the learner has shown it when it happened
+            if key not in self._told:  # not by id: a queue that restarts counts ids anew
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)
         stall = status.stall
@@ -91,24 +92,24 @@ class Watch:
 
 
 class PendingNotices:
-    """Those that the queue was not told of yet."""
+    """Notices of the learner that the queue has not been told yet. They travel with the next step."""
 
     def __init__(self) -> None:
         self._untold: list[Notice] = []
 
     def checkpoint(self, text: str) -> None:
-        """A checkpoint could not be written."""
+        """Adds a checkpoint that could not be written."""
         self._untold.append(Notice("checkpoint", text))
 
     def batch(self, text: str) -> None:
-        """A batch was left out."""
+        """Adds a batch that was left out."""
         self._untold.append(Notice("batch", text))
 
     def server(self, text: str) -> None:
-        """What a vLLM server samples is no longer as near to the learner's policy as it was."""
+        """Adds a vLLM server whose samples are no longer as near to the learner's policy as they were."""
         self._untold.append(Notice("server", text))
 
     def told_in(self, report: LearnerReport) -> LearnerReport:
-        """The report with what is untold, which counts as told from here on."""
+        """Returns the report with all pending notices, which count as told from here on."""
         told, self._untold = self._untold, []
         return msgspec.structs.replace(report, troubles=told)

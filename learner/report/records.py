@@ -1,6 +1,5 @@
-"""The lines of `metrics.jsonl` and `publications.jsonl`.
-
-What people read of an evaluation: its line in `evaluations.jsonl`, on the terminal and in the summary.
+"""The lines of the run's journals: `metrics.jsonl`, `publications.jsonl` and `evaluations.jsonl`, and how people read
+them.
 """
 
 from __future__ import annotations
@@ -22,53 +21,13 @@ from weight_sync.fleet.publications import PublishRecord
 
 FILE_NAME = "evaluations.jsonl"
 
-# In a line of `metrics.jsonl`: the figures of those that ended by the same step and are not the newest, one mapping for
-# each, in the order of their steps.
+# Key in a line of `metrics.jsonl`: metrics of the evaluations that ended by the same step and are not the newest, one
+# mapping for each, in the order of their steps.
 EARLIER = "eval/earlier"
 
 _STEP = "eval/step"
 
-
-@dataclass(frozen=True)
-class EvaluationRecord(Record):
-    """An evaluation that has ended; its line holds the evaluation's own fields, and what it calls the best of a row."""
-
-    evaluation: Evaluation
-
-    def flat(self) -> dict[str, Any]:
-        line: dict[str, Any] = msgspec.to_builtins(self.evaluation)
-        if self.evaluation.best is not None:
-            line[self.evaluation.best_name] = self.evaluation.best
-        return line
-
-    @classmethod
-    def of(cls, line: dict[str, Any]) -> Self:
-        evaluation = msgspec.convert(line, Evaluation)
-        return cls(evaluation.step, evaluation)
-
-
-def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """A line of `metrics.jsonl` with the figures of evaluations that have `ended` besides those that it has: the newest
-    step's under their names, all others under `EARLIER`."""
-    other = {name: value for name, value in line.items() if not name.startswith("eval/")}
-    has = {name: value for name, value in line.items() if name not in other}
-    known = [*has.pop(EARLIER, ()), *([has] if has else ()), *ended]
-    *earlier, newest = sorted(known, key=lambda figures: figures[_STEP]) or [{}]
-    return {**other, **newest, **({EARLIER: earlier} if earlier else {})}
-
-
-@dataclass(frozen=True)
-class StepTimes:
-    """step_s: seconds from one acknowledgement to the next, of which `wait_s` for groups and `publish_blocked_ms` for
-    the version before to be handed over; cpu_s: CPU seconds of the whole process in the same time."""
-
-    wait_s: float
-    step_s: float
-    cpu_s: float
-    publish_blocked_ms: float
-
-
-# What the status page and `/metrics` show of a step, by its names in `metrics.jsonl`; the most important first.
+# Metrics of a step on the status page and on `/metrics`, by their names in `metrics.jsonl`; the most important first.
 MAIN_METRICS = (
     *("reward", "reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio"),
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
@@ -81,12 +40,32 @@ MAX_REPORTED = 64
 
 
 @dataclass(frozen=True)
+class StepTimes:
+    """Times of a step.
+
+    Attributes:
+        wait_s: Seconds of `step_s` spent waiting for groups.
+        step_s: Seconds from one acknowledgement to the next.
+        cpu_s: CPU seconds of the whole process in the same time.
+        publish_blocked_ms: Milliseconds of `step_s` spent handing over the version before.
+    """
+
+    wait_s: float
+    step_s: float
+    cpu_s: float
+    publish_blocked_ms: float
+
+
+@dataclass(frozen=True)
 class StepRecord(Record):
     """An optimiser step, which made `version`. Its line has the names of TRL 1.16 where the meaning is the same.
 
-    num_tokens: prompt and sampled tokens of all groups that arrived, from the start of the run to this step;
-    weight_sync: figures of the newest publication that counted since the step before; evaluations: of each that ended
-    since then; `eval/step` says which step it belongs to. Both are for people, so they are not read back.
+    `evaluations` and `weight_sync` are for people, so they are not read back.
+
+    Attributes:
+        num_tokens: Prompt and sampled tokens of all groups that arrived, from the start of the run to this step.
+        evaluations: Metrics of each evaluation that ended since the step before; `eval/step` names its step.
+        weight_sync: Metrics of the newest publication that ended since the step before.
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -120,7 +99,11 @@ class StepRecord(Record):
         }
 
     def report(self, publishing: int | None) -> LearnerReport:
-        """What the status page shows of it; `publishing` is the version on its way to the servers."""
+        """Makes what the status page shows of the step.
+
+        Args:
+            publishing: The version on its way to the servers.
+        """
         return LearnerReport(
             step=self.step,
             reward_mean=self.tally.reward_mean,
@@ -135,14 +118,14 @@ class StepRecord(Record):
 
 
 def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """The main figures of a step's line, as far as they are finite."""
+    """Picks the main metrics of a step's line that are finite."""
     names = [name for pattern in MAIN_METRICS for name in line if fnmatchcase(name, pattern)]
     finite = {name: line[name] for name in names if line[name] is not None and math.isfinite(line[name])}
     return dict(list(finite.items())[:MAX_REPORTED])
 
 
 def published(publication: PublishRecord) -> dict[str, float]:
-    """A publication's figures in a step's line."""
+    """Returns a publication's metrics for a step's line."""
     figures = {
         "transfer_s": publication.transfer_s,
         "pause_s": publication.pause_s,
@@ -162,3 +145,36 @@ class PublicationRecord(Record):
     """A publication, and the step that made its version."""
 
     publication: PublishRecord
+
+
+@dataclass(frozen=True)
+class EvaluationRecord(Record):
+    """An evaluation that has ended. Its line holds the evaluation's own fields, and the best of a row by its name."""
+
+    evaluation: Evaluation
+
+    def flat(self) -> dict[str, Any]:
+        line: dict[str, Any] = msgspec.to_builtins(self.evaluation)
+        if self.evaluation.best is not None:
+            line[self.evaluation.best_name] = self.evaluation.best
+        return line
+
+    @classmethod
+    def of(cls, line: dict[str, Any]) -> Self:
+        evaluation = msgspec.convert(line, Evaluation)
+        return cls(evaluation.step, evaluation)
+
+
+def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+    """Adds metrics of evaluations to a line of `metrics.jsonl`.
+
+    The newest step's stand under their own names, all others under `EARLIER`, those that the line has already included.
+
+    Args:
+        ended: Metrics of evaluations that have ended.
+    """
+    other = {name: value for name, value in line.items() if not name.startswith("eval/")}
+    has = {name: value for name, value in line.items() if name not in other}
+    known = [*has.pop(EARLIER, ()), *([has] if has else ()), *ended]
+    *earlier, newest = sorted(known, key=lambda figures: figures[_STEP]) or [{}]
+    return {**other, **newest, **({EARLIER: earlier} if earlier else {})}

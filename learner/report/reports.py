@@ -1,4 +1,4 @@
-"""What is kept and shown of a run: its journals, its curve, its trackers and the learner's part of the terminal."""
+"""Keeps and shows a run: its journals, its curve, its trackers and the learner's part of the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from weight_sync.fleet.publications import PublishRecord
 
 
 class Reports:
-    """One session's, of a run that has made `step` steps: what was written after them is forgotten."""
+    """Reports of one session of a run that has made `step` steps; what was written after them is forgotten."""
 
     def __init__(self, config: RunConfig, step: int, progress: TerminalProgress) -> None:
         self._config = config
@@ -44,14 +44,14 @@ class Reports:
         return [record.tally.reward_mean for record in self._steps.records]
 
     def step(self, record: StepRecord, samples: Sequence[RolloutView]) -> None:
-        """A step that the queue has acknowledged, and some of its rollouts: into the journals."""
+        """Writes a step that the queue has acknowledged, and some of its rollouts, into the journals."""
         self._steps.append(record)
         samples = samples[: self._config.learner.sample_rollouts]
         self._rollouts.append(samples)
         self._tracking.step(record.step, record.flat(), samples)
 
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
-        """The same step on the terminal, and on the curve."""
+        """Shows the same step on the terminal and on the curve."""
         self._progress.show(record)
         if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.figures)):  # once in a session
             self._progress.warn(text)
@@ -62,38 +62,42 @@ class Reports:
         self._curve.grow(self._steps.records, evaluations)
 
     def publications(self, ended: Sequence[PublishRecord], offset: int) -> None:
-        """Publications that have ended; `offset`: versions less the steps that made them."""
+        """Writes publications that have ended.
+
+        Args:
+            offset: Versions minus the steps that made them.
+        """
         for publication in ended:
             self._publications.append(PublicationRecord(publication.version - offset, publication))
             self._newest = publication
 
     def weight_sync(self) -> dict[str, float]:
-        """Figures of the newest publication, for a step's line; each is given once, and nothing where none is new."""
+        """Returns metrics of the newest publication for a step's line, each once; empty where none is new."""
         newest, self._newest = self._newest, None
         return published(newest) if newest is not None else {}
 
     def late(self, evaluations: Sequence[Mapping[str, float]]) -> None:
-        """Figures of evaluations that ended after the last step, into the last step's line."""
+        """Adds metrics of evaluations that ended after the last step to the last step's line."""
         if evaluations:
             self._steps.amend(lambda line: beside(line, evaluations))
         for figures in evaluations:
             self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, figures)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
-        """The whole run's figures and its curve, when it has made its last step."""
+        """Writes the whole run's metrics and its curve, when it has made its last step."""
         records = self._steps.records
         summary.write(self._config.run_dir, summary.summarise(records, self._publications.records, status, evaluations))
         self._curve.finish(records, evaluations)
 
     def conclude(self, status: Status) -> None:
-        """The last lines of the terminal."""
+        """Prints the last lines of the terminal."""
         self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
         self._progress.say(f"figures in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Let each tracker send what waits, for at most `timeout_s` seconds."""
+        """Lets each tracker send what still waits, for at most `timeout_s` seconds."""
         if self._tracking.names:
             with self._progress.phase(f"sending the last figures to {', '.join(self._tracking.names)}"):
                 self._tracking.close(timeout_s)

@@ -1,6 +1,6 @@
-"""`rollouts.jsonl`: some rollouts of each step, for reading. Bounded, and on one time line as the journals are.
+"""Rollouts for people to read: `rollouts.jsonl` with some of each step, and one of them on the terminal.
 
-A rollout for the terminal: its figures, then the conversation with each tool call folded to one line. No torch.
+The file is bounded, and forgets steps that a resume gives up, as the journals do. No torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from protocol.rollouts import RolloutView
 
 MAX_BYTES = 64 * 1024**2
 
+MAX_ARGUMENT = 60
+
+MAX_RESULT = 200
+
+# Characters and sequences that act on a terminal.
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 class _Step(msgspec.Struct):
     step: int
 
 
 class RolloutLog:
-    """A file of `RolloutView` lines in the order of the steps: opened at step c, it forgets what was written after c.
+    """A file of `RolloutView` lines in the order of the steps. Opened at step c, it forgets what was written after c.
 
-    Beyond `max_bytes` the older half is let go.
+    Beyond `max_bytes` it drops its older half.
     """
 
     def __init__(self, path: Path, step: int, max_bytes: int = MAX_BYTES) -> None:
@@ -42,7 +49,7 @@ class RolloutLog:
             self._size = file.seek(0, os.SEEK_END)
 
     def append(self, views: Sequence[RolloutView]) -> None:
-        """Append the rollouts of one step."""
+        """Appends the rollouts of one step."""
         lines = b"".join(msgspec.json.encode(view) + b"\n" for view in views)
         with self._path.open("ab") as file:
             file.write(lines)
@@ -61,7 +68,7 @@ class RolloutLog:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Bytes of the lines up to `step`; a line that a kill cut short, and what follows it, is not among them."""
+    """Returns the bytes of the lines up to `step`, without a line that a kill cut short and what follows it."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -74,16 +81,12 @@ def _end_of(path: Path, step: int) -> int:
     return end
 
 
-MAX_ARGUMENT = 60
-
-MAX_RESULT = 200
-
-# What acts on a terminal.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
 def render_rollout(view: RolloutView, max_text: int = 1000) -> RenderableType:
-    """`max_text`: characters of one message that are shown."""
+    """Renders a rollout: its metrics, then the conversation with each tool call in one line.
+
+    Args:
+        max_text: Characters of one message that are shown.
+    """
     return Group(
         _headline(view),
         Text(_facts(view), style="dim"),
@@ -93,7 +96,7 @@ def render_rollout(view: RolloutView, max_text: int = 1000) -> RenderableType:
 
 
 def printable(text: str) -> str:
-    """The text of a policy, a tool or a task file without what would act on a terminal."""
+    """Removes what would act on a terminal from the text of a policy, a tool or a task file."""
     return _CONTROL.sub("", text)
 
 
@@ -124,7 +127,7 @@ def _facts(view: RolloutView) -> str:
 
 
 def _notes(view: RolloutView) -> Iterator[Text]:
-    """What the rewards noted."""
+    """Yields what the reward functions noted."""
     for name, text in view.extra.items():
         yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
 
@@ -173,7 +176,7 @@ def _call(call: Any) -> tuple[object, str]:
 
 
 def _text(content: Any) -> str:
-    """Content is a string, or a list of parts of which some are text."""
+    """Joins the text of a content, which is a string, or a list of parts of which some are text."""
     if isinstance(content, list):
         content = " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)

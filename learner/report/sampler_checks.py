@@ -1,14 +1,12 @@
-"""The continuous check of every server: whether what it samples stays as near to the learner's policy as it was.
+"""Checks the sampler's log-probs: against the learner's at staleness 0, and each server against its own past. No I/O.
 
-The proof looks at a server once a publication; this looks at every token that the newest version sampled and that
-trains. There the two policies are one, so the mean of |log r| of a server is what their arithmetic differs by, and it
-stays about the same. Where one server leaves its range, its weights, caches or arithmetic have changed. Pure.
+At staleness 0 sampler and learner are one policy, so the KL between them is the difference of their arithmetic.
+Anything more is in the ratio of every token of every step, where nobody would see it. Turns during which an update
+landed are left out: vLLM continues them with the keys and values of the older weights.
 
-Whether the learner's log-probs are the sampler's: what is said of KL(sampler, learner) at staleness 0.
-
-There the two are one policy, and the KL is what their arithmetic differs by. Anything more is in the ratio of every
-token of every step, where nobody would see it. Turns that an update landed in are left out: vLLM goes on with the keys
-and values of the older weights.
+The proof looks at a server once a publication; `ServerWatch` looks at every token that the newest version sampled and
+that trains. A server's mean of |log r| stays about the same. If it leaves its range, the server's weights, caches or
+arithmetic have changed.
 """
 
 from __future__ import annotations
@@ -21,17 +19,25 @@ from statistics import median
 from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
 from learner.training.trainer import StepFigures
 
-# Of fewer tokens, one or two strange ones decide the mean.
+# With fewer tokens, one or two strange ones decide the mean.
 MIN_TOKENS = 64
 
-# A server's usual distance is the median of its last REMEMBERED; with fewer than LEARNT it is not known.
+# A server's usual distance is the median of its last REMEMBERED steps; with fewer than LEARNT it is unknown.
 REMEMBERED, LEARNT = 64, 8
 
-# An alarm: so many times as far as usual, in so many steps of its in a row.
+# An alarm: UNUSUAL times the usual distance, in IN_A_ROW steps of the server in a row.
 UNUSUAL, IN_A_ROW = 4.0, 3
 
-# Nats. Below it, a multiple says nothing: float32 differs by about 1e-6.
+# Nats. Below this a multiple says nothing: float32 differs by about 1e-6.
 LEAST = 1e-5
+
+# Nats a token. In float32 the quickstart's is 4e-7, and with top_p = 0.9 it is 0.02.
+SUSPICIOUS_KL = 0.01
+
+CAUSES = (
+    "Likely causes: log-probs of another kind (a server without --logprobs-mode processed_logprobs), or arithmetic "
+    "that differs (model.dtype, a quantised server, vllm.args, the routing of a mixture of experts)"
+)
 
 
 @dataclass
@@ -41,14 +47,20 @@ class _Seen:
 
 
 class ServerWatch:
-    """One session's."""
+    """Watches the servers of one session."""
 
     def __init__(self) -> None:
         self._servers: dict[str, _Seen] = {}
 
     def step(self, figures: Mapping[str, float]) -> list[str]:
-        """`figures`: a step's, by their names (`learner.algorithm.drift`). Returns an alarm for each server that left
-        its range, once until it is back in it."""
+        """Judges a step.
+
+        Args:
+            figures: The step's metrics by their names (`learner.algorithm.drift`).
+
+        Returns:
+            An alarm for each server that left its range, once until it is back in it.
+        """
         distances = {
             name.removeprefix(DISTANCE): distance
             for name, distance in figures.items()
@@ -60,7 +72,7 @@ class ServerWatch:
         seen = self._servers.setdefault(name, _Seen())
         others = [of for other, of in distances.items() if other != name]
         usual = max(LEAST, median(seen.usual)) if len(seen.usual) >= LEARNT else None
-        # Where the others are as far, it is the policy that has changed, or the learner, and no server.
+        # If the others are as far, the policy or the learner has changed, and no server.
         with_others = bool(others) and distance <= UNUSUAL * median(others)
         if usual is None or distance <= UNUSUAL * usual or with_others:
             seen.usual.append(distance)
@@ -76,23 +88,14 @@ class ServerWatch:
         )
 
 
-# Nats a token. In float32 the quickstart's is 4e-7, and with top_p = 0.9 it is 0.02.
-SUSPICIOUS_KL = 0.01
-
-CAUSES = (
-    "Likely causes: log-probs of another kind (a server without --logprobs-mode processed_logprobs), or arithmetic "
-    "that differs (model.dtype, a quantised server, vllm.args, the routing of a mixture of experts)"
-)
-
-
 def suspicious(figures: StepFigures) -> bool:
-    """Whether learner and sampler differ by more than arithmetic does."""
+    """Says whether learner and sampler differ by more than arithmetic does."""
     kl = figures.sampler_kl_staleness_0
     return kl is not None and figures.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
 
 
 def sampler_kl_warning(figures: StepFigures) -> str | None:
-    """What to tell a person whose settings are such that there should be no difference; None if there is none."""
+    """Returns a warning for settings with which there should be no difference; None if there is none."""
     if not suspicious(figures):
         return None
     return (

@@ -1,6 +1,5 @@
-"""The result of a run: `summary.json`.
-
-The reward curve: `reward.png`, which grows with the run, and the same curve as one line of text.
+"""The result of a run: `summary.json`, and the reward curve as `reward.png`, which grows with the run, and as a line of
+text.
 """
 
 from __future__ import annotations
@@ -20,15 +19,17 @@ from protocol.status import Status
 
 
 class Summary(msgspec.Struct):
-    """Over the steps of the surviving time line. wall_s: their time, without the start; rates are per second of it.
+    """The metrics of a run, over the steps that no resume gave up.
 
-    eval_reward_first, eval_reward_last, eval_reward_best: of the evaluations that have a reward, by step.
+    Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications. None where nothing was measured.
 
-    sync_skipped: versions that a newer one overtook before a server had taken them.
-
-    Shares are from 0 to 1; `_ms` are milliseconds, percentiles over publications; None where nothing was measured.
-    sync_sent_bytes: to all servers, where everything would be `sync_whole_bytes`; sync_share_changed_mean: over the
-    publications with deltas.
+    Attributes:
+        wall_s: Seconds of the steps, without the start; rates are per second of it.
+        eval_reward_first: Of the evaluations that have a reward, by step; `_last` and `_best` likewise.
+        sync_skipped: Versions that a newer one overtook before a server had taken them.
+        sync_sent_bytes: To all servers.
+        sync_whole_bytes: What sending everything would have taken.
+        sync_share_changed_mean: Over the publications with deltas.
     """
 
     steps: int
@@ -72,7 +73,11 @@ def summarise(
     status: Status,
     evaluations: Sequence[EvaluationRecord] = (),
 ) -> Summary:
-    """`status` gives what only the queue knows: drops of every cause, tokens sampled, the workers' figures."""
+    """Summarises a run.
+
+    Args:
+        status: Gives what only the queue knows: drops of every cause, tokens sampled, the workers' metrics.
+    """
     tallies, times = [step.tally for step in steps], [step.times for step in steps]
     rewards = [tally.reward_mean for tally in tallies]
     in_order = sorted(evaluations, key=lambda record: record.step)
@@ -121,7 +126,7 @@ def summarise(
 
 
 def write(run_dir: Path, summary: Summary) -> None:
-    """`summary.json`"""
+    """Writes `summary.json`."""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
@@ -147,7 +152,7 @@ logger = logging.getLogger(__name__)
 
 
 class Curve:
-    """Keeps `path` up to date beside the training, drawn at most once in `DRAW_EVERY_S`."""
+    """Keeps the picture at `path` up to date beside the training, drawn at most once in `DRAW_EVERY_S` seconds."""
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = path
@@ -157,14 +162,14 @@ class Curve:
         self._drawn_at = clock()
 
     def grow(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord] = ()) -> None:
-        """Draw in the background, if that is due and the drawing before has ended."""
+        """Draws in the background, if that is due and the last drawing has ended."""
         if self._clock() - self._drawn_at < DRAW_EVERY_S or (self._drawing and not self._drawing.done()):
             return
         self._drawn_at = self._clock()
         self._draw(records, evaluations)
 
     def finish(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord] = ()) -> None:
-        """Draw the whole curve, and wait for it."""
+        """Draws the whole curve, and waits for it."""
         self._draw(records, evaluations).result()
         self._thread.shutdown()
 
@@ -186,9 +191,12 @@ class Curve:
 def draw_rewards(
     path: Path, steps: Sequence[int], rewards: Sequence[float], evaluated: Sequence[tuple[int, float]] = ()
 ) -> None:
-    """Write the picture; who looks meanwhile sees the one before. `evaluated`: steps with the reward of their
-    evaluation, ascending."""
-    from matplotlib.figure import Figure  # here alone, so that nothing else needs it
+    """Writes the picture in one rename.
+
+    Args:
+        evaluated: Steps with the reward of their evaluation, ascending.
+    """
+    from matplotlib.figure import Figure  # slow to import, and needed here only
     from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -208,12 +216,12 @@ def draw_rewards(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """At each step, the mean of it and of up to nine before."""
+    """Returns, for each step, the mean of it and of up to nine before."""
     return [float(np.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1])) for i in range(len(values))]
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """`values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
+    """Draws `values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
     if not values:
         return ""
     columns = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]

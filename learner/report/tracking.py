@@ -1,49 +1,185 @@
-"""Each step's figures to the trackers of `tracking.report_to`, under the names that they have in `metrics.jsonl`.
+"""Sends each step's metrics to the trackers of `tracking.report_to`, under the names that `metrics.jsonl` uses.
 
-accelerate's trackers: which are installed, how each is started and continued, and a thread for each.
-
-One tracker in a thread of its own: what it does, or fails to do, never holds or ends the run.
+Each tracker has a thread of its own: whatever it does, or fails to do, neither blocks nor ends the run. A resumed run
+continues at the same place, by what `trackers.json` in the run directory keeps.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from queue import Full, Queue
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from accelerate.tracking import GeneralTracker
+import msgspec
 
-from learner.report import trackers
 from learner.report.records import EARLIER
-from learner.report.trackers import (
-    REPLACES_STEPS,
-    Memory,
-    Start,
-    id_of,
-    new_ids,
-    renamed,
-    start_of,
-    started,
-    wanted_trackers,
-)
+from learner.report.trackers import TRACKERS, Start, wanted_trackers
 from protocol.config import RunConfig
 from protocol.rollouts import RolloutView
 
-# Steps that wait for a tracker that does not answer. What comes when there are so many is lost, and counted.
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+FILE_NAME = "trackers.json"
+
+# Steps that wait for a tracker that does not answer. Further ones are lost, and counted.
 MAX_WAITING = 1000
 
-Job = Callable[[GeneralTracker], None]
+# Seconds that a tracker may take at the end of the run to send what still waits.
+CLOSE_S = 60.0
+
+# Sections that say how a run learns; tokens and addresses are in others.
+_SENT_SECTIONS = ("run", "model", "rollout", "queue", "learner", "eval")
+
+_PRIVATE_SETTINGS = ("token", "host", "port")
+
+Job = Callable[["GeneralTracker"], None]
+
+
+class Memory(msgspec.Struct):
+    """What a run remembers of its trackers, in `trackers.json`.
+
+    Attributes:
+        ids: The run's id by tracker.
+        seen: The newest step that any session of the run has made.
+        known: Trackers that any session of the run had.
+    """
+
+    ids: dict[str, str] = {}
+    seen: int = 0
+    known: list[str] = []
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Memory:
+        """Reads the file; empty where there is none, or none that can be read."""
+        try:
+            return msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=cls)
+        except (FileNotFoundError, msgspec.DecodeError):
+            return cls()
+
+    def keep(self, run_dir: Path) -> None:
+        """Writes the file. Raises `OSError`."""
+        aside = run_dir / f".unfinished-{FILE_NAME}"
+        aside.write_bytes(msgspec.json.encode(self) + b"\n")
+        os.replace(aside, run_dir / FILE_NAME)
+
+    def with_trackers(self, names: Sequence[str]) -> Memory:
+        """Adds these trackers, with a new id for each that wants one from us and has none."""
+        made = {name: id for name in names if (id := TRACKERS[name].new_id()) is not None}
+        return Memory({**made, **self.ids}, self.seen, list(dict.fromkeys([*self.known, *names])))
+
+
+def start_of(config: RunConfig, tracker: str, step: int, memory: Memory) -> Start:
+    """What `tracker` is started with in a session that resumes from `step`, or begins at 0."""
+    section = config.tracking
+    return Start(
+        folder=config.run_dir.absolute(),
+        runs=config.run.dir.absolute(),
+        project=section.project,
+        name=section.run_name or config.run.name,
+        step=step,
+        id=memory.ids.get(tracker),
+        options=section.options.get(tracker, {}),
+    )
+
+
+class Tracking:
+    """Sends one session's metrics to its trackers; without trackers it does nothing.
+
+    Args:
+        step: Step of the checkpoint that the session resumes from; 0 where the run starts.
+        newest: The newest step in the run's journal, given-up ones included.
+        warn: Shows a line to a person. It may be called from any thread.
+    """
+
+    def __init__(self, config: RunConfig, step: int, newest: int, warn: Callable[[str], None]) -> None:
+        names = wanted_trackers(config.tracking)
+        self._config = config
+        self._warn = warn
+        self._lock = threading.Lock()
+        self._memory = Memory()
+        self._trackers: list[Background] = []
+        self._sent: dict[str, int] = {}
+        if not names:
+            return
+        # A run that begins anew is another run to the trackers, whatever a folder of this name held before.
+        found = Memory.of(config.run_dir) if step else Memory()
+        seen = max(found.seen, newest) if step else 0
+        self._memory = Memory(found.ids, seen, found.known).with_trackers(names)
+        self._sent = {name: seen for name in found.known if not TRACKERS[name].replaces_steps}
+        self._keep()
+        settings = told_settings(config)
+        for name in names:
+            start = start_of(config, name, step, self._memory)
+            tracker = Background(name, self._starter(name, start), warn)
+            self._trackers.append(tracker)
+            if name not in found.known:
+                tracker.put(lambda made: made.store_init_configuration(dict(settings)))
+
+    @property
+    def names(self) -> list[str]:
+        return [tracker.name for tracker in self._trackers]
+
+    def step(self, step: int, line: Mapping[str, Any], samples: Sequence[RolloutView]) -> None:
+        """Sends a line of `metrics.jsonl`, and some of the step's rollouts."""
+        every = self._config.tracking.rollouts_every
+        shown = samples if every and step % every == 0 else ()
+        metrics = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
+        for tracker in self._trackers:
+            if step > self._sent.get(tracker.name, 0):
+                # The line's own metrics last: of two values for one step, some trackers keep the later one.
+                for earlier in line.get(EARLIER, ()):
+                    tracker.put(_sends(tracker.name, numbers(earlier), (), step))
+                tracker.put(_sends(tracker.name, metrics, shown, step))
+
+    def late(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Sends metrics that came after the line of their step."""
+        for tracker in self._trackers:
+            tracker.put(_sends(tracker.name, numbers(metrics), (), step))
+
+    def close(self, timeout_s: float = CLOSE_S) -> None:
+        """Sends what still waits, for at most `timeout_s` seconds a tracker."""
+        trackers, self._trackers = self._trackers, []
+        for tracker in trackers:
+            tracker.close(timeout_s)
+
+    def _starter(self, name: str, start: Start) -> Callable[[], GeneralTracker]:
+        def make() -> GeneralTracker:
+            made = TRACKERS[name].start(start)
+            if (chosen := TRACKERS[name].run_id(made)) is not None:
+                with self._lock:
+                    self._memory.ids[name] = chosen
+                    self._keep()
+            return made
+
+        return make
+
+    def _keep(self) -> None:
+        try:
+            self._config.run_dir.mkdir(parents=True, exist_ok=True)
+            self._memory.keep(self._config.run_dir)
+        except OSError as error:
+            self._warn(f"the trackers' ids cannot be kept, so a resumed run will be a new run there: {error}")
 
 
 class Background:
-    """`start` makes the tracker, in the thread; `warn` tells a person, from whatever thread, and once.
+    """Runs one tracker in a daemon thread, so a process that ends does not wait for a tracker that hangs.
 
-    The thread is a daemon: a process that ends does not wait for a tracker that hangs.
+    Args:
+        name: The tracker's name.
+        start: Makes the tracker; called in the thread.
+        warn: Shows a line to a person; called from any thread, once until the end.
+        most: Maximum number of jobs that wait.
+
+    Attributes:
+        lost: Jobs that failed, or for which there was no room.
     """
 
     def __init__(
@@ -59,14 +195,14 @@ class Background:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Have it done; where too much waits already, it is lost."""
+        """Queues a job; drops and counts it where the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except Full:
             self._lose(f"it has not answered while {self._jobs.maxsize} lines came")
 
     def close(self, timeout_s: float) -> None:
-        """Let it do what waits, at most so long, and end."""
+        """Lets the waiting jobs run for at most `timeout_s` seconds, and ends the thread."""
         ends = time.monotonic() + timeout_s
         with suppress(Full):
             self._jobs.put(None, timeout=timeout_s)
@@ -80,7 +216,7 @@ class Background:
             self._warn(f"tracker {self.name} lacks {self.lost} of the run's lines; metrics.jsonl has them all")
 
     def _run(self) -> None:
-        tracker = self._started()
+        tracker = self._make()
         while (job := self._jobs.get()) is not None:
             if tracker is None:
                 self.lost += 1
@@ -88,118 +224,36 @@ class Background:
             try:
                 job(tracker)
             except (Exception, SystemExit) as error:
-                self._lose(_said(error))
+                self._lose(_first_line(error))
         if tracker is not None:
             try:
                 tracker.finish()
             except (Exception, SystemExit) as error:
-                self._say(_said(error))
+                self._warn_once(_first_line(error))
 
-    def _started(self) -> GeneralTracker | None:
+    def _make(self) -> GeneralTracker | None:
         try:
             return self._start()
-        except (Exception, SystemExit) as error:  # of many types; some libraries leave by sys.exit
-            self._say(_said(error))
+        except (Exception, SystemExit) as error:  # libraries raise many types; some call sys.exit
+            self._warn_once(_first_line(error))
             return None
 
     def _lose(self, why: str) -> None:
         self.lost += 1
-        self._say(why)
+        self._warn_once(why)
 
-    def _say(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         if not self._warned:
             self._warned = True
             self._warn(f"tracker {self.name}: {why}; the run goes on, and metrics.jsonl has every step")
 
 
-def _said(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-# What a tracker may have at the run's end, to send what waits.
-CLOSE_S = 60.0
-
-# Sections that say how a run learns; tokens and addresses are in others.
-_TOLD = ("run", "model", "rollout", "queue", "learner", "eval")
-
-_UNTOLD = ("token", "host", "port")
-
-
-class Tracking:
-    """One session's trackers. newest: the newest step that the run's journal has, given-up ones included; `warn` tells
-    a person. Without trackers it does nothing."""
-
-    def __init__(self, config: RunConfig, step: int, newest: int, warn: Callable[[str], None]) -> None:
-        names = wanted_trackers(config.tracking)
-        self._config = config
-        self._warn = warn
-        self._lock = threading.Lock()
-        self._memory = Memory()
-        self._trackers: list[Background] = []
-        self._sent: dict[str, int] = {}
-        if not names:
-            return
-        # The run's first session names it anew: what a folder of this name was before is another run.
-        found = Memory.of(config.run_dir) if step else Memory()
-        seen = max(found.seen, newest) if step else 0
-        self._memory = new_ids(Memory(found.ids, seen, found.known), names)
-        self._sent = {name: seen for name in found.known if name not in REPLACES_STEPS}
-        self._keep()
-        settings = told_settings(config)
-        for name in names:
-            start = start_of(config, name, step, self._memory)
-            tracker = Background(name, self._starter(name, start), warn)
-            self._trackers.append(tracker)
-            if name not in found.known:
-                tracker.put(lambda made: made.store_init_configuration(dict(settings)))
-
-    def step(self, step: int, line: Mapping[str, Any], samples: Sequence[RolloutView]) -> None:
-        """A line of `metrics.jsonl`, and some of the step's rollouts."""
-        every = self._config.tracking.rollouts_every
-        shown = samples if every and step % every == 0 else ()
-        figures = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
-        for tracker in self._trackers:
-            if step > self._sent.get(tracker.name, 0):
-                for earlier in line.get(EARLIER, ()):  # first: of what has one step, some trackers keep the last
-                    tracker.put(_sends(numbers(earlier), (), step))
-                tracker.put(_sends(figures, shown, step))
-
-    def late(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Figures that came after the line of their step."""
-        for tracker in self._trackers:
-            tracker.put(_sends(numbers(figures), (), step))
-
-    def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Send what waits, for at most `timeout_s` seconds a tracker."""
-        trackers, self._trackers = self._trackers, []
-        for tracker in trackers:
-            tracker.close(timeout_s)
-
-    @property
-    def names(self) -> list[str]:
-        return [tracker.name for tracker in self._trackers]
-
-    def _starter(self, name: str, start: Start) -> Callable[[], GeneralTracker]:
-        def make() -> GeneralTracker:
-            made = started(name, start)
-            if (chosen := id_of(name, made)) is not None:
-                with self._lock:
-                    self._memory.ids[name] = chosen
-                    self._keep()
-            return made
-
-        return make
-
-    def _keep(self) -> None:
-        try:
-            self._config.run_dir.mkdir(parents=True, exist_ok=True)
-            self._memory.keep(self._config.run_dir)
-        except OSError as error:
-            self._warn(f"the trackers' ids cannot be kept, so that a resumed run will be a new one there: {error}")
-
-
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line that are finite; counts by reason stand as `groups_dropped/overage`."""
+    """Picks the finite numbers of a line; counts by reason become `groups_dropped/overage`."""
     found: dict[str, float] = {}
     for name, value in line.items():
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -208,19 +262,26 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def told_settings(config: RunConfig) -> dict[str, Any]:
-    """The settings that say how a run learns, as trackers take them: numbers, texts and booleans by `section.name`."""
+    """Picks the settings that say how a run learns, as trackers take them.
+
+    Returns:
+        Numbers, texts and booleans by `section.name`; no token and no address.
+    """
     told: dict[str, Any] = {}
-    for section, values in config.model_dump(mode="json", include={*_TOLD}).items():
+    for section, values in config.model_dump(mode="json", include={*_SENT_SECTIONS}).items():
         for name, value in values.items():
-            if name not in _UNTOLD and value is not None:
+            if name not in _PRIVATE_SETTINGS and value is not None:
                 told[f"{section}.{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
     return told
 
 
-def _sends(figures: Mapping[str, float], samples: Sequence[RolloutView], step: int) -> Callable[[GeneralTracker], None]:
-    def job(tracker: GeneralTracker) -> None:
-        tracker.log(renamed(tracker.name, figures), step=step)
+def _sends(name: str, metrics: Mapping[str, float], samples: Sequence[RolloutView], step: int) -> Job:
+    """A job that sends a step's metrics, and some of its rollouts, to the tracker `name`."""
+
+    def job(made: GeneralTracker) -> None:
+        tracker = TRACKERS[name]
+        made.log(tracker.rename(metrics), step=step)
         if samples:
-            trackers.send_rollout_table(tracker, samples, step)
+            tracker.log_rollouts(made, samples, step)
 
     return job

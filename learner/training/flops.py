@@ -1,9 +1,10 @@
-"""Model FLOPs utilisation: the arithmetic that the model needs, by what the device could have done in the time.
+"""Model FLOPs utilisation: the arithmetic that the model needs, divided by what the device could do in the time.
 
-As in PaLM (arXiv:2204.02311, appendix B), it is what one forward and one backward of the policy need: 6 for each weight
-that a token is multiplied with, 12 for each pair of tokens in attention, layer and channel. What is computed again
-(`learner.gradient_checkpointing`) or beside it (a reference, a survey) does not count, so these lower the figure. Here
-attention is causal, tokens that samples share are one, and the output layer sees the scored tokens only.
+As in PaLM (arXiv:2204.02311, appendix B), the model needs one forward and one backward pass of the policy: 6 FLOPs for
+each weight that a token is multiplied with, and 12 for each pair of tokens in attention, layer and channel. Arithmetic
+done twice (`learner.gradient_checkpointing`) or beside it (a reference, a survey) does not count, so these lower the
+utilisation. Attention is causal here, tokens that samples share count once, and the output layer sees scored tokens
+only.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import torch
 from learner.feed.packing import PackedRow
 from learner.model.policy import Policy
 
-# FLOPs a second in 16 bits, without sparsity, by what the device calls itself; the longest name that fits holds.
-# From the makers' data sheets, which give twice as much where they count sparsity.
+# FLOPs a second in 16 bits, without sparsity, by the device's own name; the longest name that matches counts. From the
+# makers' data sheets, which give twice as much where they count sparsity.
 PEAKS = {
     "A10": 125e12,
     "A30": 165e12,
@@ -52,9 +53,16 @@ _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs of a step. per_token: of a token of a row, without attention; per_scored: of a scored one, in the output
-    layer; per_attended: of each token that a token attends to, in one layer; layers: how many layers attend to all
-    tokens, and how many to the newest `window`."""
+    """FLOPs that the policy needs.
+
+    Attributes:
+        per_token: For a token of a row, without attention.
+        per_scored: For a scored token, in the output layer.
+        per_attended: For each token that a token attends to, in one layer.
+        full_layers: Number of layers that attend to all tokens.
+        window_layers: Number of layers that attend to the newest `window` tokens.
+        window: Tokens.
+    """
 
     per_token: float
     per_scored: float
@@ -65,6 +73,7 @@ class Work:
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
+        """Derives them from the policy's config and weights."""
         config = policy.text.config
         heads = int(getattr(config, "num_attention_heads", 0))  # none in a model without attention
         channels = heads * int(getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
@@ -78,7 +87,7 @@ class Work:
         )
 
     def of_rows(self, rows: Sequence[PackedRow]) -> float:
-        """`rows`: on the host, or it would wait for the GPU."""
+        """Returns the FLOPs of a step over `rows`, which must be on the host, or this would wait for the GPU."""
         total = 0.0
         for row in rows:
             attended = row.position_ids + 1
@@ -90,24 +99,24 @@ class Work:
 
 
 class Meter:
-    """Utilisation of the policy's device; of one whose peak is not known there is none."""
+    """Measures the utilisation of the policy's device; without a known peak there is none."""
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
         self._peak = peak(device, policy.precision.compute)
         self._work = Work.of(policy) if self._peak else None
 
     def flops(self, rows: Sequence[PackedRow]) -> float:
-        """Of a step over `rows`, which are on the host; 0 where nothing is to be known."""
+        """Returns the FLOPs of a step over `rows`, which are on the host; 0 without a known peak."""
         return self._work.of_rows(rows) if self._work else 0.0
 
-    def figures(self, flops: float, seconds: float) -> dict[str, float]:
-        """`mfu`, a share from 0 to 1, of a step that took `seconds`."""
+    def metrics(self, flops: float, seconds: float) -> dict[str, float]:
+        """Returns `mfu`, a share from 0 to 1, of a step that took `seconds`."""
         return {"mfu": flops / seconds / self._peak} if self._peak else {}
 
 
 def _matrices(policy: Policy, config: Any) -> float:
-    """Weights that a token is multiplied with in the layers: no embedding, no vector, of experts those that it goes
-    to."""
+    """Counts the weights of the layers that a token is multiplied with: no embedding, no vector, and of the experts
+    only those that it goes to."""
     experts = next((int(count) for name in _EXPERTS if (count := getattr(config, name, None))), 0)
     share = int(getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
     table = policy.model.get_input_embeddings().weight
@@ -119,14 +128,14 @@ def _matrices(policy: Policy, config: Any) -> float:
 
 
 def peak(device: torch.device, compute: torch.dtype) -> float | None:
-    """FLOPs a second that the device can do in `compute`; None where that is not known, as on a CPU and in float32."""
+    """Returns the FLOPs a second of the device in `compute`; None where unknown, as on a CPU and in float32."""
     if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """By what the device calls itself, such as NVIDIA H100 80GB HBM3 or NVIDIA A100-SXM4-80GB."""
+    """Looks a device up by its own name, such as NVIDIA H100 80GB HBM3 or NVIDIA A100-SXM4-80GB."""
     words = f" {name.replace('-', ' ')} "
     fitting = [known for known in PEAKS if all(f" {word} " in words for word in known.split())]
     return PEAKS[max(fitting, key=len)] if fitting else None

@@ -1,11 +1,7 @@
-"""The optimiser of the weights that train, by transformers' name.
+"""The optimiser of the weights that train, by transformers' name, and its learning-rate schedule.
 
-Muon for the matrices of the layers, AdamW for the rest, as one optimiser (kellerjordan.github.io/posts/muon).
-
-Choose it for training all weights: Muon makes a step of a matrix as long in every direction. torch's `adjust_lr_fn =
-"match_rms_adamw"` (arXiv:2502.16982, section 2.2) is the default here, so that one learning rate suits both.
-
-How the learning rate goes over a run: transformers' schedules, but for a first step that would change nothing.
+A learner may resume with another optimiser or other arguments: those of this start count, and what the old optimiser
+remembered is kept where the new one can use it.
 """
 
 from __future__ import annotations
@@ -22,107 +18,10 @@ from transformers import get_scheduler
 
 from protocol.config import ConfigError, LearnerSection
 
-
-class MuonWithAdamW(Optimizer):
-    """`groups`: with a weight decay each. Embeddings and the output layer of `model`, vectors, and tensors of more than
-    two dimensions (fused experts) are AdamW's."""
-
-    def __init__(
-        self,
-        groups: list[dict[str, Any]],
-        model: torch.nn.Module,
-        lr: float,
-        betas: tuple[float, float],
-        momentum: float = 0.95,
-        nesterov: bool = True,
-        ns_steps: int = 5,
-        adjust_lr_fn: str = "match_rms_adamw",
-        eps: float = 1e-8,
-    ) -> None:
-        """momentum, nesterov, ns_steps, adjust_lr_fn: Muon's; betas, eps: AdamW's. Raises `ValueError`."""
-        apart = _words_of(model)
-        matrices: list[dict[str, Any]] = []
-        others: list[dict[str, Any]] = []
-        for group in groups:
-            for split, wanted in ((matrices, True), (others, False)):
-                params = [p for p in group["params"] if (p.ndim == 2 and id(p) not in apart) is wanted]
-                if params:
-                    split.append({**group, "params": params})
-        if not matrices:
-            raise ValueError("no matrix of a layer trains; choose learner.optim = adamw_torch_fused")
-        self._parts: list[Optimizer] = [
-            Muon(
-                matrices,
-                lr=lr,
-                momentum=momentum,
-                nesterov=nesterov,
-                ns_steps=ns_steps,
-                adjust_lr_fn=adjust_lr_fn,
-            )
-        ]
-        if others:
-            self._parts.append(AdamW(others, lr=lr, betas=betas, eps=eps))
-        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        if closure is not None:
-            raise ValueError("MuonWithAdamW.step() takes no closure")
-        rest = iter(self.param_groups)
-        for part in self._parts:
-            # Whoever loads a state makes groups and state anew.
-            part.param_groups = [next(rest) for _ in part.param_groups]
-            part.state = self.state
-            part.step()
-
-
-def _words_of(model: torch.nn.Module) -> set[int]:
-    """The ids of the parameters of embeddings and output layer."""
-    network: Any = getattr(model, "model", model)
-    layers = (network.get_input_embeddings(), network.get_output_embeddings())
-    return {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}
-
-
-def build_schedule(stepper: torch.optim.Optimizer, section: LearnerSection) -> LambdaLR:
-    """Raises `ConfigError` for arguments that the schedule refuses."""
-    return LambdaLR(stepper, schedule_factor(section))
-
-
-def schedule_factor(section: LearnerSection) -> Callable[[int], float]:
-    """The share of `section.learning_rate` that the optimiser step of a number, counted from 0, uses.
-
-    transformers warms up from 0, so that its first step changes nothing. Here it is as long as its second, and so on to
-    the end of the warm-up: step i of n takes (i + 1) / n where the warm-up is linear.
-    """
-    nothing = torch.optim.SGD([torch.zeros(1)], lr=section.learning_rate)
-    try:
-        theirs: Callable[[int], float] = get_scheduler(
-            section.lr_scheduler_type,
-            nothing,
-            num_warmup_steps=section.warmup_steps,
-            num_training_steps=section.steps,
-            scheduler_specific_kwargs=dict(section.lr_scheduler_kwargs),
-        ).lr_lambdas[0]
-        first = theirs(0)
-        theirs(section.steps)
-    except (TypeError, ValueError, ZeroDivisionError, UnboundLocalError) as error:
-        raise ConfigError(
-            f"learner.lr_scheduler_type = {section.lr_scheduler_type} with learner.lr_scheduler_kwargs = "
-            f"{section.lr_scheduler_kwargs}, learner.steps = {section.steps} and learner.warmup_steps = "
-            f"{section.warmup_steps} cannot be made: {error}"
-        ) from error
-
-    def factor(step: int) -> float:
-        ahead = step < section.warmup_steps and first == 0.0
-        return float(theirs(step + 1 if ahead else step))
-
-    return factor
-
-
-# What checkpoints were made with that do not name it.
+# The optimiser of checkpoints that do not name one.
 DEFAULT = "adamw_torch_fused"
 
-# Optimisers that keep the same figures under the same names: one goes on where another ended.
+# Optimisers that keep the same state under the same names: one continues where another ended.
 _SAME_STATE = (
     {"adamw_torch", "adamw_torch_fused"},
     {"adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"},
@@ -133,7 +32,7 @@ _SAME_STATE = (
     {"rmsprop_bnb", "rmsprop_bnb_32bit"},
 )
 
-# Arguments with which an optimiser keeps figures, beside those that it keeps without them.
+# Arguments with which an optimiser keeps more state than without them.
 _KEEPS_MORE = {
     "adamw_torch": ("amsgrad",),
     "adamw_torch_fused": ("amsgrad",),
@@ -141,18 +40,24 @@ _KEEPS_MORE = {
     "adafactor": ("beta1",),
 }
 
-# Arguments that a class may have and that are given to it already.
+# Arguments that a class may have and that we give it.
 _GIVEN = ("self", "params", "optim_bits", "is_paged", "fused")
 
 
 class Optimiser(NamedTuple):
+    """An optimiser and its schedule."""
+
     stepper: torch.optim.Optimizer
     schedule: LambdaLR
 
 
 def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimiser:
-    """Of the parameters of `model` that train. Weight decay leaves out vectors (norms, biases), as is usual. Raises
-    `ConfigError` for an optimiser that cannot run here, and for arguments that it does not take."""
+    """Makes the optimiser of the parameters of `model` that train. Weight decay leaves out vectors (norms, biases), as
+    is usual.
+
+    Raises:
+        ConfigError: The optimiser cannot run here, or does not take its arguments.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": section.weight_decay},
@@ -173,15 +78,21 @@ def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimise
 
 
 def check(section: LearnerSection) -> None:
-    """Raise `ConfigError` for what `build` would refuse whatever the model."""
+    """Raises `ConfigError` for what `build_optimiser` would refuse whatever the model."""
     kind, _ = _class_of(section)
     _check_arguments(kind, section)
     schedule_factor(section)
 
 
 def starts_anew(before: str, now: str, then: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Whether an optimiser of the name `now` with the arguments `given` can make nothing of what one of the name
-    `before` kept, which had the arguments `then`."""
+    """Says whether an optimiser can use nothing of what another one remembered.
+
+    Args:
+        before: Name of the optimiser that was saved.
+        now: Name of the optimiser that loads.
+        then: Arguments of the saved one.
+        given: Arguments of the one that loads.
+    """
     if before != now and not any({before, now} <= same for same in _SAME_STATE):
         return True
     return any(_is_on(name, given) and not _is_on(name, then) for name in _KEEPS_MORE.get(now, ()))
@@ -193,14 +104,14 @@ def _is_on(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def resumed(saved: dict[str, Any], stepper: torch.optim.Optimizer, lr_schedule: LambdaLR, now: str) -> dict[str, Any]:
-    """A trainer's saved state, as it is to be loaded into an optimiser of the name `now`, and its schedule.
+    """Prepares a trainer's saved state for an optimiser of the name `now`, and its schedule.
 
-    Learning rate, weight decay, all other arguments and the schedule's form are those of this start; the schedule goes
-    on at its step. An optimiser that `starts_anew` has no memory: its state is None.
+    Learning rate, weight decay, all other arguments and the schedule's form are those of this start; the schedule
+    continues at its step. An optimiser that `starts_anew` has no memory: its state is None.
     """
     done = saved["schedule"]["last_epoch"]
     rates = [rate * factor(done) for rate, factor in zip(lr_schedule.base_lrs, lr_schedule.lr_lambdas, strict=True)]
-    # Functions are not saved: what stands there is of schedules that were objects.
+    # A schedule saves no functions; the form is that of this start.
     of_schedule = lr_schedule.state_dict() | {"last_epoch": done, "_step_count": done + 1, "_last_lr": rates}
     before, then = saved.get("optim", DEFAULT), saved["optimiser"]["param_groups"][0]
     kept = saved["optimiser"]
@@ -214,7 +125,7 @@ def resumed(saved: dict[str, Any], stepper: torch.optim.Optimizer, lr_schedule: 
 
 
 def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
-    """The class and its arguments, without the parameters."""
+    """Returns the class and its arguments, without the parameters."""
     adamw = {"lr": section.learning_rate, "betas": section.betas}
     if section.optim in ("adamw_torch", "adamw_torch_fused"):
         return AdamW, {**adamw, "fused": True} if section.optim == "adamw_torch_fused" else adamw
@@ -247,7 +158,7 @@ def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
 
 
 def _needs(kind: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """What only this class is given."""
+    """Returns arguments that only this class takes."""
     return {"model": model} if kind is MuonWithAdamW else {}
 
 
@@ -263,10 +174,120 @@ def _check_arguments(kind: Any, section: LearnerSection) -> None:
 
 
 def _keep_embeddings_in_32_bits(model: torch.nn.Module) -> None:
-    """As transformers' Trainer does: 8 bits are too few for their uneven gradients (arXiv:2110.02861, section 2.3)."""
+    """Does as transformers' Trainer: 8 bits are too few for their uneven gradients (arXiv:2110.02861, section 2.3)."""
     import bitsandbytes
 
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     for module in model.modules():
         if isinstance(module, torch.nn.Embedding):
             manager.register_module_override(module, "weight", {"optim_bits": 32})
+
+
+def build_schedule(stepper: torch.optim.Optimizer, section: LearnerSection) -> LambdaLR:
+    """Makes the schedule of `learner.lr_scheduler_type`. Raises `ConfigError` for arguments that it refuses."""
+    return LambdaLR(stepper, schedule_factor(section))
+
+
+def schedule_factor(section: LearnerSection) -> Callable[[int], float]:
+    """Returns the factor of `learner.learning_rate` for an optimiser step by its number, counted from 0.
+
+    transformers warms up from 0, so its first step changes nothing. Here the first step is as long as its second, and
+    so on to the end of the warm-up: step i of n uses (i + 1) / n where the warm-up is linear.
+    """
+    nothing = torch.optim.SGD([torch.zeros(1)], lr=section.learning_rate)
+    try:
+        theirs: Callable[[int], float] = get_scheduler(
+            section.lr_scheduler_type,
+            nothing,
+            num_warmup_steps=section.warmup_steps,
+            num_training_steps=section.steps,
+            scheduler_specific_kwargs=dict(section.lr_scheduler_kwargs),
+        ).lr_lambdas[0]
+        first = theirs(0)
+        theirs(section.steps)
+    except (TypeError, ValueError, ZeroDivisionError, UnboundLocalError) as error:
+        raise ConfigError(
+            f"learner.lr_scheduler_type = {section.lr_scheduler_type} with learner.lr_scheduler_kwargs = "
+            f"{section.lr_scheduler_kwargs}, learner.steps = {section.steps} and learner.warmup_steps = "
+            f"{section.warmup_steps} cannot be made: {error}"
+        ) from error
+
+    def factor(step: int) -> float:
+        ahead = step < section.warmup_steps and first == 0.0
+        return float(theirs(step + 1 if ahead else step))
+
+    return factor
+
+
+class MuonWithAdamW(Optimizer):
+    """Muon for the matrices of the layers and AdamW for the rest, as one optimiser (kellerjordan.github.io/posts/muon).
+
+    AdamW takes embeddings and the output layer, vectors, and tensors of more than two dimensions (fused experts).
+    Choose it for training all weights: Muon makes a step of a matrix equally long in every direction. torch's
+    `adjust_lr_fn = "match_rms_adamw"` (arXiv:2502.16982, section 2.2) is the default here, so that one learning rate
+    suits both.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        model: torch.nn.Module,
+        lr: float,
+        betas: tuple[float, float],
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        eps: float = 1e-8,
+    ) -> None:
+        """Args:
+            groups: Parameter groups, each with its weight decay.
+            model: The model, whose embeddings and output layer are told apart.
+            betas: AdamW's.
+            momentum: Muon's, as are `nesterov`, `ns_steps` and `adjust_lr_fn`.
+            eps: AdamW's.
+
+        Raises:
+            ValueError: No matrix of a layer trains.
+        """
+        apart = _words_of(model)
+        matrices: list[dict[str, Any]] = []
+        others: list[dict[str, Any]] = []
+        for group in groups:
+            for split, wanted in ((matrices, True), (others, False)):
+                params = [p for p in group["params"] if (p.ndim == 2 and id(p) not in apart) is wanted]
+                if params:
+                    split.append({**group, "params": params})
+        if not matrices:
+            raise ValueError("no matrix of a layer trains; choose learner.optim = adamw_torch_fused")
+        self._parts: list[Optimizer] = [
+            Muon(
+                matrices,
+                lr=lr,
+                momentum=momentum,
+                nesterov=nesterov,
+                ns_steps=ns_steps,
+                adjust_lr_fn=adjust_lr_fn,
+            )
+        ]
+        if others:
+            self._parts.append(AdamW(others, lr=lr, betas=betas, eps=eps))
+        super().__init__([group for part in self._parts for group in part.param_groups], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            raise ValueError("MuonWithAdamW.step() takes no closure")
+        rest = iter(self.param_groups)
+        for part in self._parts:
+            # Loading a state replaces groups and state.
+            part.param_groups = [next(rest) for _ in part.param_groups]
+            part.state = self.state
+            part.step()
+
+
+def _words_of(model: torch.nn.Module) -> set[int]:
+    """Returns the ids of the parameters of embeddings and output layer."""
+    network: Any = getattr(model, "model", model)
+    layers = (network.get_input_embeddings(), network.get_output_embeddings())
+    return {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}

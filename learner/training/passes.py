@@ -1,6 +1,7 @@
-"""What must be known of all rows before the first backward: forward passes without a gradient, if any is needed.
+"""Forward passes without a gradient: what must be known of all rows of a step before the first backward pass.
 
-The policy before the last optimiser step.
+The policy, the policy before the last step and the reference may each score all rows; only those that the algorithm
+needs are run.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from learner.algorithm.algorithm import Algorithm
-from learner.algorithm.corrections import Between
+from learner.algorithm.corrections import ProximalInputs
 from learner.algorithm.loss_terms import Routing, keep_top_entropy, lowest_kept
 from learner.algorithm.step_data import Floats, StepRollouts, Tokens
 from learner.feed.packing import PackedRow
@@ -24,8 +25,37 @@ from learner.ranks import wrapping
 from learner.ranks.team import Team
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of a row's N tokens before it trains. A field is None where the algorithm does not need it.
+
+    Attributes:
+        logprobs: float32 [N], under the policy before the step.
+        entropy: float32 [N], likewise.
+        reference: float32 [N], log-probs under the reference model.
+        previous: float32 [N], log-probs under the policy before the last step.
+        routing: Of the row's tokens to experts.
+    """
+
+    logprobs: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    reference: torch.Tensor | None = None
+    previous: torch.Tensor | None = None
+    routing: Routing | None = None
+
+
+def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
+    """Scores all rows under the policy as it is."""
+    known = []
+    with torch.no_grad():
+        for row in rows:
+            scores: TokenScores = policy(row)
+            known.append(Known(scores.logprobs, scores.entropy, routing=scores.routing))
+    return known
+
+
 class PreviousWeights:
-    """A copy of the parameters that train, as they were before the last optimiser step; not of buffers.
+    """Keeps a copy of the parameters that train as they were before the last optimiser step; buffers are not copied.
 
     A learner that resumes has none before its first step.
     """
@@ -35,7 +65,7 @@ class PreviousWeights:
         self._copies: list[torch.Tensor] = []
 
     def keep(self) -> None:
-        """Take the weights as they are; called right before each optimiser step."""
+        """Copies the weights as they are; called right before each optimiser step."""
         if not self._copies:
             self._copies = [torch.empty_like(wrapping.local(parameter.detach())) for parameter in self._parameters]
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
@@ -47,8 +77,8 @@ class PreviousWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """The model has the previous weights, and then its own again: pointers change hands, nothing is copied
-        unless ranks share the weights out."""
+        """Gives the model the previous weights inside the `with`. Pointers are swapped; nothing is copied unless ranks
+        share the weights out."""
         self._swap()
         try:
             yield
@@ -67,23 +97,31 @@ class PreviousWeights:
                 parameter.data, self._copies[index] = self._copies[index], parameter.data
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a row's N tokens before it trains, each float32 [N], or None where nobody asked.
+def with_previous(
+    known: Sequence[Known], policy: torch.nn.Module, rows: Sequence[PackedRow], previous: PreviousWeights
+) -> list[Known]:
+    """Adds the log-probs under the policy before the last step, if there was one."""
+    if not previous.known:
+        return list(known)
+    with previous.in_place():
+        before = survey(policy, rows)
+    return [replace(of, previous=scored.logprobs) for of, scored in zip(known, before, strict=True)]
 
-    logprobs, entropy: under the policy, before the step; reference: log-probs under the reference model; previous:
-    log-probs under the policy before the last step; routing: of the row's tokens to experts.
-    """
 
-    logprobs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
-    previous: torch.Tensor | None = None
-    routing: Routing | None = None
+def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
+    """Adds the log-probs under the reference model."""
+    return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
+
+
+def in_several_rows(rows: Sequence[PackedRow]) -> bool:
+    """Says whether a rollout stands in several rows. For rows on a GPU, the host waits for the answer."""
+    seen = torch.cat([torch.unique(row.rollout) for row in rows])
+    return len(seen) > len(torch.unique(seen))
 
 
 class Preparation:
-    """A step's rollouts, advantages and weights, and what is known of its rows: what a row's `Tokens` are made from."""
+    """Holds a step's rollouts, advantages and weights and what is known of its rows: the sources of a row's
+    `Tokens`."""
 
     def __init__(
         self,
@@ -94,7 +132,10 @@ class Preparation:
         device: torch.device,
         team: Team | None = None,
     ) -> None:
-        """rows, known: those of this rank; what depends on all of the step's is added up over `team`."""
+        """Args:
+        rows: This rank's rows.
+        known: What is known of each of them.
+        team: Adds up what depends on all rows of the step."""
         team = team or Team()
         self.known = known
         self._algorithm = algorithm
@@ -128,7 +169,7 @@ class Preparation:
             self._kept = keep_top_entropy(entropies, self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
-        """The row's tokens, with the policy's scores of them."""
+        """Makes the row's tokens from the policy's scores of them."""
         logprobs = scores.logprobs.detach()
         drift = self._of_rollout(row, logprobs, self._drift)
         proximal = self._proximal(row, logprobs, known)
@@ -154,10 +195,11 @@ class Preparation:
         )
 
     def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
-        return self._algorithm.proximal(Between(row.behaviour, logprobs, known.previous, row.staleness))
+        return self._algorithm.proximal(ProximalInputs(row.behaviour, logprobs, known.previous, row.staleness))
 
     def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
-        """Which tokens have the step's highest entropies; a row of which nothing is known is the step's only one."""
+        """Says which tokens have the step's highest entropies. A row of which nothing is known is the step's
+        only one."""
         share = self._algorithm.top_entropy
         if share is None:
             return None
@@ -166,58 +208,34 @@ class Preparation:
         return keep_top_entropy(entropy, lowest)
 
     def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
-        """Of the mean over the step's tokens, or over those of highest entropy where these alone are learnt from."""
+        """Returns each token's part in the mean over the step's tokens, or over those of highest entropy where these
+        alone are learnt from."""
         if top is None:
             return torch.full_like(logprobs, 1 / self._trained)
         return top / (top.sum() if self._kept is None else self._kept)
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
-        """The sum of logprobs - behaviour over each token's rollout, which stands in this row if `drift` is None."""
+        """Returns the sum of logprobs - behaviour over each token's rollout. Where `drift` is None, the rollout stands
+        in this row."""
         return (_drift([row], [logprobs], self._count, logprobs.device) if drift is None else drift)[row.rollout]
 
 
-def in_several_rows(rows: Sequence[PackedRow]) -> bool:
-    """Whether a rollout stands in several of them. Of rows on a GPU, the host waits for the answer."""
-    seen = torch.cat([torch.unique(row.rollout) for row in rows])
-    return len(seen) > len(torch.unique(seen))
-
-
-def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
-    """Log-probs and entropies of all rows under the policy as it is."""
-    known = []
-    with torch.no_grad():
-        for row in rows:
-            scores: TokenScores = policy(row)
-            known.append(Known(scores.logprobs, scores.entropy, routing=scores.routing))
-    return known
-
-
-def with_previous(
-    known: Sequence[Known], policy: torch.nn.Module, rows: Sequence[PackedRow], previous: PreviousWeights
-) -> list[Known]:
-    """The same, with the log-probs under the policy before the last step, where there was one."""
-    if not previous.known:
-        return list(known)
-    with previous.in_place():
-        before = survey(policy, rows)
-    return [replace(of, previous=scored.logprobs) for of, scored in zip(known, before, strict=True)]
-
-
-def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
-    """What is known, and the log-probs of all rows under the reference model."""
-    return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
-
-
 def _on_host(drift: torch.Tensor) -> Floats:
-    """float64 [S]: the device is waited for once a step."""
+    """Copies to the host, float64 [S]; this waits for the device, once a step."""
     return drift.cpu().numpy().astype(np.float64)
 
 
 def _drift(
     rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int, device: torch.device
 ) -> torch.Tensor:
-    """The sums of logprobs - behaviour over the `count` rollouts, of which a row may hold a part, float32 [S].
-    logprobs: of the tokens of each row, float32 [N]."""
+    """Sums logprobs - behaviour over each of `count` rollouts, as far as they stand in these rows.
+
+    Args:
+        logprobs: float32 [N] for each row.
+
+    Returns:
+        float32 [count].
+    """
     sums = torch.zeros(count, device=device)
     for row, of in zip(rows, logprobs, strict=True):
         sums.index_add_(0, row.rollout, of - row.behaviour)

@@ -1,4 +1,4 @@
-"""One optimiser step over a batch of packed rows."""
+"""One optimiser step over a batch of packed rows, shared by the ranks."""
 
 from __future__ import annotations
 
@@ -41,13 +41,18 @@ class DivergedError(LearnerFailed):
 
 @dataclass(frozen=True)
 class StepFigures:
-    """What one optimiser step did, a part of the step's line in `metrics.jsonl`.
+    """The measurements of one optimiser step, a part of its line in `metrics.jsonl`.
 
-    entropy: of the sampling distribution, mean over the tokens that train, in nats; log_ratio_max: the farthest that a
-    log-prob of theirs is from the sampler's; grad_norm: before it is clipped; train_s: seconds of the step; objective:
-    the algorithm's own figures; sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over
-    the `sampler_tokens_staleness_0` fresh tokens (`PackedRow`), None where there are none; beside: further figures by
-    their names, of `learner.algorithm.drift` and `learner.training.flops`.
+    Attributes:
+        entropy: Mean entropy of the sampling distribution over the tokens that train, in nats.
+        grad_norm: Before clipping.
+        train_s: Seconds of the step.
+        objective: The algorithm's own metrics.
+        log_ratio_max: The greatest distance of a token's log-prob from the sampler's, in nats.
+        sampler_kl_staleness_0: KL(sampler, learner) in nats, a mean over the fresh tokens (`PackedRow`); None without
+            any.
+        sampler_tokens_staleness_0: Number of the fresh tokens.
+        beside: Further metrics by their names, of `learner.algorithm.drift` and `learner.training.flops`.
     """
 
     loss: float
@@ -63,10 +68,12 @@ class StepFigures:
 
 
 class Trainer:
-    """Owns policy, reference, optimiser (`optim` is its name) and schedule; knows nothing of the queue or of versions.
-    `longest`: the most tokens that a rollout may sample; `reference`: needed where `learner.kl_coef` is above 0.
+    """Owns policy, reference, optimiser and schedule; knows nothing of the queue or of versions.
 
-    Of several ranks each has one. What rank 0's is told, the others do as well (`take_part`).
+    With several ranks each has a trainer. Every call on rank 0's is made on the others' as well (`take_part`).
+
+    Attributes:
+        optim: Name of the optimiser.
     """
 
     def __init__(
@@ -77,6 +84,9 @@ class Trainer:
         reference: Reference | None = None,
         team: Team | None = None,
     ) -> None:
+        """Args:
+        longest: The most tokens that a rollout may sample.
+        reference: The reference model; needed where `learner.kl_coef` is above 0."""
         self.team = team or Team()
         self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
         self.algorithm = Algorithm(section, longest)
@@ -105,9 +115,10 @@ class Trainer:
         return torch.device(self.accelerator.device)
 
     def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepFigures:
-        """Train on `rows`, which hold the tokens of `rollouts` that train, and which the ranks share.
+        """Trains on `rows`, which the ranks share and which hold the tokens of `rollouts` that train.
 
-        Raises `DivergedError` before any weight is touched.
+        Raises:
+            DivergedError: Before any weight is changed.
         """
         surveyed = self._to_be_surveyed(rows)
         with self.team.together("step", change=True):
@@ -120,7 +131,7 @@ class Trainer:
             return replace(figures, train_s=time.perf_counter() - started)
 
     def _step(self, share: RankRows) -> StepFigures:
-        """This rank's part of a step."""
+        """Does this rank's part of a step."""
         started = time.perf_counter()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
@@ -162,7 +173,7 @@ class Trainer:
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
-        objective = self.algorithm.figures({name: float(value) for name, value in {**own, **peaks}.items()})
+        objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:
             objective["aux_loss"] = float(own["router"])
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -190,17 +201,17 @@ class Trainer:
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.figures(flops, train_s)},
+            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.metrics(flops, train_s)},
         )
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:
-        """Whether the policy must score all rows before the first one trains. `rows`: on the host, or it would wait for
-        the GPU."""
+        """Says whether the policy must score all rows before the first one trains. The rows must be on the host, or
+        this would wait for the GPU."""
         of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
         return (of_step and len(rows) * self.team.count > 1) or (self.algorithm.by_rollout and in_several_rows(rows))
 
     def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
-        """Run the passes without a gradient that the algorithm needs."""
+        """Runs the passes without a gradient that the algorithm needs."""
         known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
         if self._previous is not None:
             known = with_previous(known, self._policy, rows, self._previous)
@@ -210,7 +221,11 @@ class Trainer:
         return Preparation(self.algorithm, rollouts, rows, known, self.device, self.team)
 
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, float32 [T - 1]."""
+        """Scores a sequence at temperature 1.
+
+        Returns:
+            log p(token_ids[i + 1] | token_ids[: i + 1]), float32 [T - 1].
+        """
         with self._by_all("score"), torch.no_grad():
             ids = self.team.spread(token_ids) if self.team.sharded else token_ids
             scores: TokenScores = self._policy(plain_row(ids).to(self.device), 1.0)
@@ -218,21 +233,22 @@ class Trainer:
             return scores.logprobs.cpu().numpy()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """As `Policy.named_weights`. Where ranks hold parts, whole ones on rank 0's host, when all are there."""
+        """Yields what `Policy.named_weights` does. Where ranks hold parts, rank 0 gathers whole weights on its host
+        first."""
         if not self.team.sharded:
             return self.policy.named_weights()
         with self._by_all("weights"):
             return export.gathered(self.policy.model, keep=self.team.leads)
 
     def save_model(self, folder: Path) -> None:
-        """As `Policy.save`."""
+        """Saves the policy as `Policy.save` does."""
         with self._by_all("save_model"):
             state = wrapping.gathered(self.policy.model.state_dict(), self.team.leads) if self.team.sharded else None
             if self.team.leads:
                 self.policy.save(folder, state)
 
     def take_part(self) -> None:
-        """On all ranks but the first: do what rank 0 does, until it has nothing left to do. Raises `RankLost`."""
+        """Does what rank 0 does, on any other rank, until rank 0 has nothing left to do. Raises `RankLost`."""
         while (name := self.team.next_command().name) != END:
             match name:
                 case "step":
@@ -256,11 +272,11 @@ class Trainer:
                     raise ValueError(f"rank 0 asks for {name}, which this rank does not know")
 
     def _by_all(self, name: str) -> AbstractContextManager[None]:
-        """Around what takes all ranks where each holds a part of the weights, and rank 0 alone otherwise."""
+        """Wraps work that takes all ranks where each holds a part of the weights, and rank 0 alone otherwise."""
         return self.team.together(name) if self.team.sharded else nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Optimiser, schedule and what the reference has to keep, as tensors and plain values."""
+        """Returns optimiser, schedule and what the reference has to keep, as tensors and plain values."""
         state = {"optim": self.optim, "optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
         kept = self.reference.state() if self.reference is not None else None
         state = state if kept is None else {**state, "reference": kept}
@@ -268,6 +284,7 @@ class Trainer:
             return wrapping.gathered(state, self.team.leads) if self.team.sharded else state
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Loads what `state` returned, prepared by `optimiser.resumed`."""
         with self.team.together("restore"):
             state = self.team.spread({name: state[name] for name in STATE if name in state})
             self._restore(state)
@@ -285,7 +302,7 @@ class Trainer:
 
 
 def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -> str:
-    """What is not finite, the figures that show where it went off, and what to change."""
+    """Says which value is not finite, the metrics that show where it went wrong, and what to change."""
     if math.isfinite(figures["log_ratio_max"]):
         remedy = (
             "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
@@ -301,22 +318,26 @@ def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -
 
 
 def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums for KL(sampler, learner) over the `fresh` tokens, bool [N], which the learner's own version sampled alone:
-    the mean of -log r, where r = p / p of the sampler (k1 of joschu.net/blog/kl-approx.html).
+    """Returns sums for KL(sampler, learner): the mean of -log r over the fresh tokens, where r = p / p of the sampler
+    (k1 of joschu.net/blog/kl-approx.html).
 
     Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
     and k3 shows a fraction of the difference.
+
+    Args:
+        log_ratios: float32 [N].
+        fresh: bool [N], the tokens that the learner's own version sampled.
     """
     return {"kl": -torch.where(fresh, log_ratios, 0.0).sum(), "fresh": fresh.sum()}
 
 
 def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add scalars by name, on their device: no row waits for another's."""
+    """Adds scalars by name on their device, so no row waits for another's."""
     for name, value in more.items():
         total[name] = total[name] + value if name in total else value
 
 
 def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Keep the greatest by name, likewise."""
+    """Keeps the greatest scalar by name, likewise."""
     for name, value in more.items():
         peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

@@ -59,7 +59,7 @@ def of_algorithms() -> set[str]:
     for way in ways:
         algorithm = Algorithm(LearnerSection.model_validate(way), longest=8)
         result = algorithm(seen)
-        names |= set(algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()}))
+        names |= set(algorithm.metrics({name: float(value) for name, value in {**result.sums, **result.peaks}.items()}))
     return names
 
 

@@ -29,7 +29,7 @@ ANSWERS_WITHIN_S = 240.0
 STDERR = 2
 # Processes that start as copies of one which has imported the learner, and has no thread yet.
 WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["learner.run", "learner.ranks.follower"])
+WARM.set_forkserver_preload(["learner.run", "learner.__main__"])
 
 
 class Ranks:
@@ -145,7 +145,7 @@ class WaitingFollower:
 
 
 def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_here: list[Any]) -> None:
-    from learner.ranks import follower
+    from learner.__main__ import follow_rank_0
 
     for pipe in not_here:
         pipe.close()
@@ -157,4 +157,4 @@ def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_he
     os.dup2(STDERR, 1)
     if first is not None:
         first(rank)
-    sys.exit(follower.main())
+    sys.exit(follow_rank_0())

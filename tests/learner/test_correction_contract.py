@@ -141,7 +141,7 @@ def test_figures_are_finite_and_have_names_that_never_change(correction: Correct
         row = some_tokens(seed)
         result = correction(row)
         sums = {name: float(value) for name, value in {**result.sums, **result.peaks}.items()}
-        figures = correction.figures(sums, int((row.weights > 0).sum()))
+        figures = correction.metrics(sums, int((row.weights > 0).sum()))
         assert all(math.isfinite(value) for value in figures.values())
         names.add(tuple(figures))
     assert len(names) == 1

@@ -42,7 +42,7 @@ def figures(given: Tokens, name: str, **settings: float) -> dict[str, float]:
     correction = corrections.build(LearnerSection(correction=name, **settings))  # type: ignore[arg-type]
     result = correction(given)
     sums = {key: float(value) for key, value in {**result.sums, **result.peaks}.items()}
-    return correction.figures(sums, len(given.weights))
+    return correction.metrics(sums, len(given.weights))
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_kl_and_ess_are_to_the_sampler_whatever_is_corrected(objective: str, cor
     def shown(**settings: str) -> dict[str, float | None]:
         algorithm = Algorithm(LearnerSection.model_validate({"objective": objective, **settings}), longest=9)
         result = algorithm(given)
-        return algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
+        return algorithm.metrics({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
 
     plain, corrected = shown(), shown(correction=correction)
     assert plain["kl"] == pytest.approx((3.4 - math.log(4.4) + 3 * (0.1 - math.log(1.1))) / 4)
@@ -186,14 +186,14 @@ def test_kl_and_ess_are_to_the_sampler_whatever_is_corrected(objective: str, cor
 def test_a_step_whose_every_token_is_masked_has_figures_all_the_same() -> None:
     algorithm = Algorithm(LearnerSection(correction="geometric_mask"), longest=9)
     result = algorithm(stale([2.0, 2.0]))
-    shown = algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
+    shown = algorithm.metrics({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
     assert not result.losses.any()
     assert shown["correction/masked"] == 1
     assert {"ratio", "clip_ratio/low_mean"} <= {name for name, value in shown.items() if value is None}
     assert [shown["kl"], shown["ess"]] == pytest.approx([1.2 - math.log(2.2), 1.0])
     kept = algorithm(stale([1.0, 1.0]))
     sums = {name: float(value) for name, value in {**kept.sums, **kept.peaks}.items()}
-    assert tuple(algorithm.figures(sums)) == tuple(shown)
+    assert tuple(algorithm.metrics(sums)) == tuple(shown)
 
 
 @pytest.mark.parametrize(

@@ -113,7 +113,7 @@ def test_nothing_is_leased_for_a_step_for_which_whatever_can_be_sampled_now_is_t
     assert not queue.dropped
 
 
-def test_f14_groups_without_variance_are_given_up_at_once_and_replaced() -> None:
+def test_groups_without_variance_are_given_up_at_once_and_replaced() -> None:
     """The supply stands still until the drop is acknowledged, as admission does."""
     queue = FakeQueue()
     flat, good = [group(f"flat{i}", [1, 1]) for i in range(2)], [group(f"good{i}", [0, 1]) for i in range(2)]
@@ -167,7 +167,7 @@ def test_what_ends_the_thread_reaches_the_learner() -> None:
         feeder.next_batch()
 
 
-def test_f7_a_starved_learner_gives_up_with_the_cause() -> None:
+def test_a_starved_learner_gives_up_with_the_cause() -> None:
     ticks = itertools.count(step=400.0)
     with (
         feeding(FakeQueue(), clock=lambda: next(ticks)) as feeder,
@@ -255,7 +255,7 @@ def test_attack_6_a_learner_that_loads_for_long_says_so_again(monkeypatch: pytes
     assert [entry for entry in queue.log if entry[0] == "waiting"][-1] == ("waiting", None)
 
 
-def test_hole_4_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_its_step() -> None:
+def test_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_its_step() -> None:
     queue = FakeQueue(endless())
     with feeding(queue) as feeder:
         feeder.trained(feeder.next_batch(), REPORT)
@@ -269,7 +269,7 @@ def test_hole_4_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_i
     assert queue.dropped == {"t2": "unverified_server"}
 
 
-def test_hole_4_a_batch_that_is_revoked_whole_is_filled_anew() -> None:
+def test_a_batch_that_is_revoked_whole_is_filled_anew() -> None:
     queue = FakeQueue(endless())
     queue.revoke = {"t0": reasons.UNVERIFIED_SERVER, "t1": reasons.UNVERIFIED_SERVER}
     with feeding(queue, steps=1) as feeder:
@@ -279,7 +279,7 @@ def test_hole_4_a_batch_that_is_revoked_whole_is_filled_anew() -> None:
         feeder.trained(batch, REPORT)
 
 
-def test_hole_7_what_a_lapsed_lease_lost_leaves_the_draft_and_stays_the_queues() -> None:
+def test_groups_of_a_lapsed_lease_leave_the_draft_and_stay_the_queues() -> None:
     """The first answer gives one group; by the second the lease has lapsed and the group went elsewhere."""
     queue = FakeQueue(in_turn(group("a", [0, 1])))
     lease = queue.lease

@@ -74,14 +74,14 @@ def test_a_device_is_known_by_what_it_calls_itself(name: str, tera: float | None
 def test_without_a_known_peak_there_is_no_figure(policy: Policy) -> None:
     meter = Meter(policy, torch.device("cpu"))
     rows = pack([sample(30, 5, 0)], 64)
-    assert (meter.flops(rows), meter.figures(meter.flops(rows), 1.0)) == (0.0, {})
+    assert (meter.flops(rows), meter.metrics(meter.flops(rows), 1.0)) == (0.0, {})
 
 
 def test_the_share_of_a_stand_in_for_a_gpu(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "peak", lambda device, compute: 1e9)
     meter = Meter(policy, torch.device("cpu"))
     rows = pack([sample(30, 5, 0)], 64)
-    assert meter.figures(meter.flops(rows), 2.0) == {"mfu": pytest.approx(Work.of(policy).of_rows(rows) / 2e9)}
+    assert meter.metrics(meter.flops(rows), 2.0) == {"mfu": pytest.approx(Work.of(policy).of_rows(rows) / 2e9)}
 
 
 def test_in_float32_no_peak_is_known() -> None:

@@ -89,7 +89,7 @@ def test_the_best_checkpoint_stays_is_written_down_and_told(
 
 
 @pytest.mark.parametrize(("every", "judged_every"), [(0, 5), (5, 0), (4, 6)])
-def test_bad_input_a_best_that_no_evaluation_could_tell_is_refused(every: int, judged_every: int) -> None:
+def test_a_best_that_no_evaluation_could_tell_is_refused(every: int, judged_every: int) -> None:
     evaluation = {"every": judged_every} if judged_every else {}
     settings = {"keep_best": True, "checkpoint_every": every}
     with pytest.raises(

@@ -18,12 +18,12 @@ import torch
 from rich.console import Console
 from transformers import TrainerCallback
 
+from learner import loop
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
 from learner.algorithm.step_data import Tokens
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
-from learner.loop import Loop
 from learner.ranks.stopping import Stop
 from learner.report import sampler_checks
 from learner.report.progress import TerminalProgress
@@ -88,7 +88,7 @@ def train(
     trainer = build_trainer(config, checkpoint)
     progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
     with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
-        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop, callbacks).run(checkpoint, resume)
+        loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume, callbacks)
     return publisher
 
 
@@ -239,7 +239,7 @@ def test_with_the_kl_in_the_reward_groups_of_equal_rewards_train(model_path: Pat
     assert all(line["grad_norm"] > 0 and line["kl_reference"] for line in metrics)
 
 
-def test_f14_steps_of_groups_without_variance_are_kept_and_change_no_weight(model_path: Path, tmp_path: Path) -> None:
+def test_steps_of_groups_without_variance_are_kept_and_change_no_weight(model_path: Path, tmp_path: Path) -> None:
     def flat(n: int, version: int) -> list[Group]:
         return [group(f"flat-{version}-{number}", [0.0, 0.0]) for number in range(n)]
 
@@ -259,7 +259,7 @@ def test_the_last_version_is_published_whatever_the_interval(model_path: Path, t
     assert [entry[1] for entry in queue.log if entry[0] == "checkpointed"] == [4]
 
 
-def test_hole_3_a_resume_names_the_newest_version_that_servers_may_know(model_path: Path, tmp_path: Path) -> None:
+def test_a_resume_names_the_newest_version_that_servers_may_know(model_path: Path, tmp_path: Path) -> None:
     """The learner dies at version 3 with a checkpoint of version 2, and the queue loses its store: the run directory
     alone knows of version 3."""
     config = config_for(model_path, tmp_path, prefetch_steps=0)
@@ -278,7 +278,7 @@ def test_hole_3_a_resume_names_the_newest_version_that_servers_may_know(model_pa
     assert [(begin.step, begin.version) for begin in empty.begun] == [(2, 3)]
 
 
-def test_i2_f1_a_resumed_learner_goes_on_with_higher_versions(model_path: Path, tmp_path: Path) -> None:
+def test_i2_a_resumed_learner_goes_on_with_higher_versions(model_path: Path, tmp_path: Path) -> None:
     """The first learner dies at step 3, after its checkpoint of step 2; the queue knows version 3."""
     config = config_for(model_path, tmp_path, prefetch_steps=0)
     queue = FakeQueue(endless())
@@ -601,9 +601,7 @@ def test_a_failure_between_publications_ends_the_wait_for_groups(
         Stop(20.0) as stop,
         pytest.raises(PublishError, match="the watch ended"),
     ):
-        Loop(settings, build_trainer(settings, None), client, cast(Publisher, publisher), progress, stop).run(
-            None, False
-        )
+        loop.train(settings, build_trainer(settings, None), client, cast(Publisher, publisher), progress, stop)
 
 
 @pytest.mark.parametrize("moment", ["imports", "waits"])

@@ -59,7 +59,7 @@ def test_masked_tokens_have_no_loss_and_no_gradient_and_the_others_no_more_than_
     assert plain.logprobs.grad is not None
     assert masked.logprobs.grad is not None
     assert masked.logprobs.grad.tolist() == [plain.logprobs.grad[0], 0, plain.logprobs.grad[2]]
-    assert algorithm.figures({name: float(value) for name, value in result.sums.items()})["masked/low_entropy"] == (
+    assert algorithm.metrics({name: float(value) for name, value in result.sums.items()})["masked/low_entropy"] == (
         pytest.approx(1 / 3)
     )
 
@@ -80,7 +80,7 @@ def test_packing_cannot_change_what_is_masked_or_counted() -> None:
 
 def test_top_entropy_needs_the_whole_step_and_says_so() -> None:
     mask = loss_terms.build_masks(LearnerSection(top_entropy_quantile=0.5))["low_entropy"]
-    with pytest.raises(ValueError, match=r"set Tokens.top_entropy"):
+    with pytest.raises(ValueError, match="learner.top_entropy_quantile needs it"):
         mask(tokens([1.0], [1.0]))
 
 

@@ -123,7 +123,7 @@ def test_figures_are_finite_and_have_names_that_never_change(objective: Objectiv
     for seed in range(3):
         row = some_tokens(seed)
         sums = {name: float(value) for name, value in objective(row).sums.items()}
-        figures = objective.figures(sums, int(row.weights.sum()))
+        figures = objective.metrics(sums, int(row.weights.sum()))
         assert all(math.isfinite(value) for value in figures.values())
         names.add(tuple(figures))
     assert len(names) == 1

@@ -159,19 +159,19 @@ def test_sums_are_over_tokens_with_weight() -> None:
 
 
 def test_figures_are_means_and_the_effective_sample_size() -> None:
-    assert OBJECTIVE.figures({"ratio": 6.0, "clip_ratio/low_mean": 1.0}, 4) == {
+    assert OBJECTIVE.metrics({"ratio": 6.0, "clip_ratio/low_mean": 1.0}, 4) == {
         "ratio": 1.5,
         "clip_ratio/low_mean": 0.25,
     }
     drift = {"kl": 0.4, "ratio": 6.0, "ratio_squared": 12.0, "count": 4.0}
-    assert OBJECTIVE.drift_figures(drift, 4) == {"kl": 0.1, "ess": 0.75}
+    assert OBJECTIVE.drift_metrics(drift, 4) == {"kl": 0.1, "ess": 0.75}
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_figures_of_a_step_whose_tokens_were_all_masked_are_zero(name: str) -> None:
     objective = made(name)
     sums = {key: float(value) for key, value in objective(tokens([1.5, 3.0], [1.0, 1.0], [0.0, 0.0])).sums.items()}
-    assert set(objective.figures(sums, 1).values()) == {0.0}
+    assert set(objective.metrics(sums, 1).values()) == {0.0}
 
 
 @pytest.mark.parametrize(("name", "ratios"), [("gspo", (2.0, 0.5)), ("sequence_clip", (4.0, 0.125)), ("vespo", None)])
@@ -179,8 +179,8 @@ def test_figures_of_a_rollout_s_ratio_are_means_over_rollouts(name: str, ratios:
     """Of one of 2 tokens and one of 3, as TRL's are. `kl` is over tokens as everywhere."""
     objective = made(name)
     row = tokens([4.0, 1.0, 0.5, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0, -1.0], rollout=torch.tensor([0, 0, 1, 1, 1]))
-    figures = objective.figures({key: float(value) for key, value in objective(row).sums.items()}, 5)
-    figures |= objective.drift_figures({key: float(value) for key, value in objective.drift(row).items()}, 5)
+    figures = objective.metrics({key: float(value) for key, value in objective(row).sums.items()}, 5)
+    figures |= objective.drift_metrics({key: float(value) for key, value in objective.drift(row).items()}, 5)
     if ratios is None:
         ratios = (4.0, 0.125)
         phi = (4**2 * math.exp(-9), 0.125**3 * math.exp(2 * 0.875))

@@ -146,7 +146,7 @@ def test_loss_gradient_and_figures_are_trl_s(name: str, seed: int) -> None:
     torch.testing.assert_close(gradient, expected[batch.mask])
     assert not expected[~batch.mask].any()
 
-    figures = objective.figures({key: float(value) for key, value in result.sums.items()}, len(row.weights))
+    figures = objective.metrics({key: float(value) for key, value in result.sums.items()}, len(row.weights))
     shared = {key: value for key, value in logged.items() if key in figures}
     assert shared == pytest.approx({key: figures[key] for key in shared}, abs=1e-6)
     counted = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set()}

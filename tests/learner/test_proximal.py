@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from learner.algorithm.corrections import PROXIMALS, Between
+from learner.algorithm.corrections import PROXIMALS, ProximalInputs
 from learner.training.passes import PreviousWeights
 from protocol.config import LearnerSection
 from tests.kit.config import config
 
-BETWEEN = Between(
+INPUTS = ProximalInputs(
     behaviour=torch.tensor([-1.0, -1.0, -1.0, -1.0]),
     logprobs=torch.tensor([-2.0, -2.0, -2.0, -2.0]),
     previous=torch.tensor([-1.9, -1.8, -1.7, -1.6]),
@@ -21,19 +21,19 @@ def test_the_run_file_offers_every_way() -> None:
 
 
 def test_recomputed_is_the_policy_that_trains_without_a_copy() -> None:
-    assert PROXIMALS["recomputed"](BETWEEN) is BETWEEN.logprobs
+    assert PROXIMALS["recomputed"](INPUTS) is INPUTS.logprobs
 
 
 def test_last_step_is_the_policy_before_it_and_before_the_first_one_the_policy_itself() -> None:
-    assert PROXIMALS["last_step"](BETWEEN) is BETWEEN.previous
-    first = Between(BETWEEN.behaviour, BETWEEN.logprobs, None, BETWEEN.staleness)
-    assert PROXIMALS["last_step"](first) is BETWEEN.logprobs
+    assert PROXIMALS["last_step"](INPUTS) is INPUTS.previous
+    first = ProximalInputs(INPUTS.behaviour, INPUTS.logprobs, None, INPUTS.staleness)
+    assert PROXIMALS["last_step"](first) is INPUTS.logprobs
 
 
 def test_interpolated_is_one_version_behind_the_policy() -> None:
     """A token of d versions stands 1 / d of the way back to its sampler; one of 0 or 1 versions is the sampler's."""
     expected = torch.tensor([-1.0, -1.0, -1.5, -1.75])
-    assert torch.equal(PROXIMALS["interpolated"](BETWEEN), expected)
+    assert torch.equal(PROXIMALS["interpolated"](INPUTS), expected)
 
 
 def test_interpolated_is_refused_where_it_could_only_be_the_sampler() -> None:

@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
+from learner import loop
 from learner.checkpoints import checkpoint as checkpoints
 from learner.feed.blocking_client import BlockingQueueClient
-from learner.loop import Loop
 from learner.ranks import liveness
 from learner.ranks.stopping import Stop, Stopped
 from learner.report.progress import TerminalProgress
@@ -91,7 +91,7 @@ def train(
     code = 0
     try:
         with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(100.0) as stop:
-            Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
+            loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume)
     except Stopped as stopped:
         code = int(str(stopped.code))
     told = [entry[1] for entry in queue.log if entry[0] == "checkpointed"]

@@ -12,9 +12,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from learner import loop
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import RankRows
-from learner.loop import Loop
 from learner.ranks.stopping import Stop
 from learner.report.progress import TerminalProgress
 from learner.skipping import FILE_NAME, OutOfMemory
@@ -52,7 +52,7 @@ def train(trainer: Trainer, config: RunConfig) -> tuple[str | None, list[str], d
     said = None
     try:
         with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
-            Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(None, False)
+            loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop)
     except OutOfMemory as error:
         said = str(error)
     return said, queue.trained, queue.dropped

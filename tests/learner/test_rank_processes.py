@@ -28,14 +28,15 @@ SILENT_S = 15.0
 # As the follower is run, but for what it does.
 FAILS = """
 import sys
-from learner.ranks import follower
+from learner import run
+from learner.__main__ import follow_rank_0
 from protocol.config import ConfigError
 
 def follow(here):
     raise ConfigError("model.path = nowhere")
 
-follower.follow = follow
-sys.exit(follower.main())
+run.follow = follow
+sys.exit(follow_rank_0())
 """
 
 

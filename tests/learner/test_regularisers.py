@@ -284,7 +284,7 @@ def test_a_correction_s_masks_and_weights_do_not_touch_it(monkeypatch: pytest.Mo
 def test_the_figure_is_a_mean_over_the_trained_tokens(kind: str) -> None:
     algorithm = Algorithm(LearnerSection(**SECTIONS[kind]), 64)
     given = some_tokens(0)
-    figures = algorithm.figures({name: float(value) for name, value in algorithm(given).sums.items()})
+    figures = algorithm.metrics({name: float(value) for name, value in algorithm(given).sums.items()})
     expected = float(one(kind)(given).sums["kl_reference"]) / int((given.weights > 0).sum())
     assert figures["kl_reference"] == pytest.approx(expected)
 

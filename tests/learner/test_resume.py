@@ -13,9 +13,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from learner import loop
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import PackedRow
-from learner.loop import Loop
 from learner.ranks.stopping import Stop
 from learner.replay import Outcome, Request, digest, made_with, replay
 from learner.report.progress import TerminalProgress
@@ -72,7 +72,7 @@ def train(
         trainer.optimiser.optimizer.register_step_pre_hook(die)
     progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO(), width=400))
     with BlockingQueueClient(QueueClient(queue.url)) as client, Stop(20.0) as stop:
-        Loop(config, trainer, client, cast(Publisher, publisher), progress, stop).run(checkpoint, resume)
+        loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume)
     return publisher.weights, progress
 
 
@@ -343,7 +343,7 @@ def test_what_steps_were_made_with_is_said_by_the_first_checkpoint_that_holds_th
     assert [info.step for info in found if info] == [2, 2, 4, 4]
 
 
-def test_bad_input_of_a_replay_is_told_before_anything_is_written(model_path: Path, tmp_path: Path) -> None:
+def test_a_wrong_replay_is_refused_before_anything_is_written(model_path: Path, tmp_path: Path) -> None:
     here = settings(model_path, tmp_path, queue={"record": True}, steps=3)
     with live_queue(here) as queue:
         train(here, queue)

@@ -71,7 +71,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 
 @pytest.mark.parametrize(("name", "damage"), [("trainer.pt", cut), ("state.json", Path.unlink)])
-def test_bad_input_a_run_without_a_whole_checkpoint_does_not_begin_again_unasked(
+def test_a_run_without_a_whole_checkpoint_does_not_begin_again_unasked(
     run_dir: Path, name: str, damage: Callable[[Path], None]
 ) -> None:
     for path in places.complete(run_dir).values():

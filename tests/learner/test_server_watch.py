@@ -21,7 +21,7 @@ def learnt(**distances: float) -> ServerWatch:
     return watch
 
 
-def test_f2_a_server_that_leaves_its_range_is_named_once() -> None:
+def test_a_server_that_leaves_its_range_is_named_once() -> None:
     watch = learnt(a=0.01, b=0.012)
     alarms = [watch.step(figures(a=0.01, b=0.2)) for _ in range(IN_A_ROW + 5)]
     assert [len(texts) for texts in alarms] == [0] * (IN_A_ROW - 1) + [1] + [0] * 5

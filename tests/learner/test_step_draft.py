@@ -48,7 +48,7 @@ def test_drop_consumes_exactly_groups_per_step() -> None:
     assert draft.finish().ticket_ids == ["a"]
 
 
-def test_f14_drop_takes_further_groups_when_nothing_is_trainable() -> None:
+def test_drop_takes_further_groups_when_nothing_is_trainable() -> None:
     draft = _draft(groups_per_step=2, zero_variance="drop")
     draft.add([LeasedGroup(group("f1", [1, 1]), 0), LeasedGroup(group("f2", [0, 0]), 0)])
     assert draft.wanted == 2

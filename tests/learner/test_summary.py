@@ -54,7 +54,8 @@ def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecor
         packing_fill=0.9,
     )
     figures = StepFigures(0.1, 1.5, 0.2, 1e-3, train_s=0.4, objective={"kl": 0.01, "wild": None})
-    return StepRecord(step, step, tally, figures, StepTimes(wait_s=0.5, step_s=2.0, cpu_s=0.01, publish_blocked_ms=3.0))
+    times = StepTimes(wait_s=0.5, step_s=2.0, cpu_s=0.01, publish_blocked_ms=3.0)
+    return StepRecord(step=step, version=step, tally=tally, figures=figures, times=times)
 
 
 def typed(record: StepRecord) -> StepRecord:

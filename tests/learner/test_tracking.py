@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import sqlite3
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -14,12 +15,11 @@ from typing import Any
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
-from learner.report import trackers
 from learner.report.records import EARLIER
-from learner.report.trackers import ARGUMENTS, FILE_NAME, PACKAGES, Memory, start_of, wanted_trackers
-from learner.report.tracking import Background, Tracking, numbers, told_settings
+from learner.report.trackers import TRACKERS, Tracker, wanted_trackers
+from learner.report.tracking import FILE_NAME, Background, Memory, Tracking, numbers, start_of, told_settings
 from protocol.config import ConfigError, RunConfig, TrackingSection
-from protocol.config.sections.run import TRACKERS
+from protocol.config.sections import run
 from protocol.rollouts import RolloutView
 from tests.kit import LEARNER, config
 from tests.learner.test_summary import step_record
@@ -139,7 +139,7 @@ class Run:
 
 @pytest.fixture
 def stands(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[Stand]]:
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: True)
+    monkeypatch.setattr(Tracker, "is_installed", lambda tracker: True)
 
     def put(tracker: str) -> list[Stand]:
         made: list[Stand] = []
@@ -160,7 +160,7 @@ def test_each_tracker_gets_each_step_once_over_a_resume(
     assert session(settings, 2, 3, newest=5) == []
     assert session(settings, 2, 3, 4, 5, 6, newest=3) == []
     sent = [stand.steps for stand in made]
-    if tracker in trackers.REPLACES_STEPS:
+    if TRACKERS[tracker].replaces_steps:
         assert sent == [[1, 2, 3, 4, 5], [3], [3, 4, 5, 6]]
         assert [stand.given.get("purge_step") for stand in made] == [None, 3, 3]
     else:
@@ -196,7 +196,7 @@ def test_a_resumed_session_names_the_run_of_the_first(
 
 @pytest.mark.parametrize("tracker", TRACKERS)
 def test_accelerate_s_class_takes_what_we_give_it(tracker: str, tmp_path: Path) -> None:
-    given = ARGUMENTS[tracker](start_of(run_of(tmp_path), tracker, 3, Memory({tracker: "x"})))
+    given = TRACKERS[tracker].arguments(start_of(run_of(tmp_path), tracker, 3, Memory({tracker: "x"})))
     inspect.signature(LOGGER_TYPE_TO_CLASS[tracker].__init__).bind(None, **given)
 
 
@@ -227,8 +227,20 @@ def test_what_the_curve_imports_is_whole_before_a_tracker_gets_a_step(
     assert loaded == [True]
 
 
-def test_every_tracker_has_a_name_a_package_and_a_start() -> None:
-    assert set(TRACKERS) == set(PACKAGES) == set(ARGUMENTS)
+def test_the_run_file_takes_the_trackers_that_there_are() -> None:
+    assert tuple(TRACKERS) == run.TRACKERS
+    assert all(tracker.packages for tracker in TRACKERS.values())
+
+
+def test_trackers_are_listed_without_accelerate() -> None:
+    code = (
+        "import sys\n"
+        "from learner.report.trackers import wanted_trackers\n"
+        "from protocol.config import TrackingSection\n"
+        "assert wanted_trackers(TrackingSection()) == []\n"
+        "assert not {'accelerate', 'torch'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_tracker_s_own_options_go_to_its_start(tmp_path: Path, stands: Callable[[str], list[Stand]]) -> None:
@@ -371,7 +383,7 @@ def test_without_trackers_nothing_is_started_or_written(tmp_path: Path) -> None:
 def test_a_missing_package_is_refused_with_the_line_that_installs_it(
     name: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda of: False)
+    monkeypatch.setattr(Tracker, "is_installed", lambda tracker: False)
     with pytest.raises(ConfigError, match=f"tracking.report_to = {name}: {name} is not installed; .*{says}"):
         wanted_trackers(TrackingSection(report_to=[name]))
     with pytest.raises(ConfigError, match=r"all: none of tensorboard, wandb, .* is installed"):
@@ -379,7 +391,7 @@ def test_a_missing_package_is_refused_with_the_line_that_installs_it(
 
 
 def test_all_are_those_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers, "_is_installed", lambda of: of in ("aim", "wandb"))
+    monkeypatch.setattr(Tracker, "is_installed", lambda tracker: tracker.name in ("aim", "wandb"))
     assert wanted_trackers(TrackingSection(report_to="all")) == ["wandb", "aim"]  # type: ignore[arg-type]
 
 
@@ -387,5 +399,5 @@ def test_a_folder_that_is_called_wandb_is_not_the_package(tmp_path: Path, monkey
     """wandb itself leaves one where it runs."""
     (tmp_path / "nowhere").mkdir()
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setitem(PACKAGES, "wandb", ("nowhere",))
-    assert not trackers._is_installed("wandb")
+    monkeypatch.setattr(type(TRACKERS["wandb"]), "packages", ("nowhere",))
+    assert not TRACKERS["wandb"].is_installed()

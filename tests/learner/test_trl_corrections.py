@@ -171,7 +171,7 @@ def test_ratios_are_trl_s(mode: str, low: float, high: float) -> None:
         torch.testing.assert_close(ours, ratio.expand(6, 9)[batch.mask.bool()])
 
         result = algorithm(given)
-        shown = algorithm.figures({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
+        shown = algorithm.metrics({name: float(value) for name, value in {**result.sums, **result.peaks}.items()})
         theirs = ratio.flatten() if mode.startswith("sequence") else ratio[batch.mask.bool()]
         for name, expected in (("min", theirs.min()), ("mean", theirs.mean()), ("max", theirs.max())):
             assert shown[f"sampling/importance_sampling_ratio/{name}"] == pytest.approx(float(expected), abs=1e-6)

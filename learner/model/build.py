@@ -17,7 +17,7 @@ from accelerate import PartialState
 
 from learner.feed import packing
 from learner.feed.packing import PackedRow, Sample, pack_row
-from learner.model import build, export, loading
+from learner.model import export, loading
 from learner.model.adapter import Adapter
 from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
@@ -47,7 +47,7 @@ def load_policy(
     try:
         policy.check_logits()
         policy.check_routing()
-        build.check_packing(policy, longest)
+        check_packing(policy, longest)
     except ConfigError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:

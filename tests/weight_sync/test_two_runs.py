@@ -11,7 +11,10 @@ from tests.kit.sync import probe
 from tests.weight_sync.test_publisher import (
     World,
     until,
-    weights,  # a fixture
+    weights,
+)
+from tests.weight_sync.test_publisher import (
+    world as world,  # a fixture
 )
 from weight_sync.publisher import Publisher
 

@@ -1,9 +1,9 @@
-"""The learner's face of weight sync: hand over a version, go on training, look at the records.
+"""Publishes the learner's weights to the servers while the learner goes on training.
 
-The learner waits for the snapshot alone. On a thread of its own, each server has a task that brings it to the newest
-version; one that is overtaken on the way is skipped. A publication counts when `weight_sync.quorum` servers have it.
-Only the first one can end the run: if it has not counted within `vllm.start_timeout_s`, or every server has refused it
-several times.
+The learner waits for the snapshot only. On the publisher's thread each server has a task that brings it to the newest
+version and skips versions that were overtaken. A publication counts when `weight_sync.quorum` servers have it. Only the
+first publication can end the run: if it does not count within `vllm.start_timeout_s`, or every server failed several
+times.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 # Failures of every server that end the first publication before its time is over.
 ATTEMPTS = 3
-# How often a wait says again for whom.
+# How often a wait reports again what it waits for.
 TELL_EVERY_S = 5.0
 # Enough to resume a server that is paused.
 CLOSE_TIMEOUT_S = 40.0
-# No answer of our own thread within this is a bug; it is only there so that no wait is without an end.
+# Only a bug keeps our own thread from answering within this; it is there so that every wait ends.
 THREAD_TIMEOUT_S = 60.0
 
 
@@ -52,16 +52,24 @@ class PublishError(RuntimeError):
 class Publisher:
     """Publishes the newest version that was handed over. Use it as a context manager.
 
-    `session`: the learner's at the queue, which alone may say that a server is proven; `run_id`: by which servers and
-    workers tell this run's weights from another's. Both are to be set before the first publication. `records` grows by
-    one as a publication counts. `on_failure` is called, on the publisher's thread, with what ends its work; the next
-    `publish` or `wait` raises it too. `make_transport` makes a transport for each connection to a server; by default
-    the one that `weight_sync.transport` names.
+    Attributes:
+        session: The learner's session at the queue, which alone may report a server as proven. Set it before the first
+            publication.
+        run_id: The run's id, by which servers and workers tell its weights from another run's. Set it before the first
+            publication.
+        on_failure: Called on the publisher's thread with the error that ends its work. The next `publish` or `wait`
+            raises that error too.
     """
 
     def __init__(
         self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
     ) -> None:
+        """Takes where to publish to.
+
+        Args:
+            make_transport: Makes a transport for each connection to a server; by default the one that
+                `weight_sync.transport` names.
+        """
         self.session: int | None = None
         self.run_id = ""
         self.on_failure: Callable[[BaseException], None] = lambda error: None
@@ -102,9 +110,17 @@ class Publisher:
         return handed if handed is not None and (counted is None or handed > counted) else None
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
-        """Take a snapshot of `weights` (names and tensors as in a checkpoint) and publish it in the background.
+        """Takes a snapshot of `weights` and publishes it in the background.
 
-        Returns the seconds that the caller was held up by the snapshot. Raises what ended the publisher's work.
+        Args:
+            weights: Names and tensors as in a checkpoint, on any device.
+            probe: Token ids and the learner's log-probs of them under `weights`, which prove the version.
+
+        Returns:
+            Seconds that the caller waited for the snapshot.
+
+        Raises:
+            Exception: The error that ended the publisher's work.
         """
         began = time.monotonic()
         self._raise_failure()
@@ -116,9 +132,16 @@ class Publisher:
         return time.monotonic() - began
 
     def wait(self) -> None:
-        """Wait until the newest version counts. The first one has `vllm.start_timeout_s`, and raises `PublishError` if
-        it does not; a later one has `weight_sync.timeout_s`, and is left to the background if it does not. Raises
-        `QueueError` if the queue fails, and what ended the publisher's work."""
+        """Waits until the newest version counts.
+
+        The first version has `vllm.start_timeout_s`. A later one has `weight_sync.timeout_s`, and goes on in the
+        background after that. Time in a person's pause does not count.
+
+        Raises:
+            PublishError: The first version did not count in time, or every server failed several times.
+            QueueError: The queue failed.
+            Exception: The error that ended the publisher's work.
+        """
         self._raise_failure()
         if self._handed is None:
             return
@@ -131,7 +154,7 @@ class Publisher:
             except concurrent.futures.TimeoutError:
                 if waiting.done():
                     raise
-                if not self._fleet.paused_by_person:
+                if not self._fleet.paused_by_user:
                     waiting.cancel()
                     raise PublishError("the publisher's own thread does not answer: see its log") from None
 
@@ -166,9 +189,9 @@ class Publisher:
                 if counted is not None and counted >= version:
                     return
                 self._raise_failure()
-                if fleet.trouble is not None:
-                    raise fleet.trouble
-                if not fleet.paused_by_person:
+                if fleet.queue_error is not None:
+                    raise fleet.queue_error
+                if not fleet.paused_by_user:
                     left -= time.monotonic() - before
                 before = time.monotonic()
                 if left <= 0 or (first and fleet.all_failed(ATTEMPTS)):
@@ -190,7 +213,7 @@ class Publisher:
         has = len(fleet.publications.reached(version))
         text = (
             f"version {version} reached {has} vLLM servers of the {quorum} of weight_sync.quorum in {after_s:.1f} s: "
-            f"{fleet.reasons(version)}"
+            f"{fleet.describe_missing(version)}"
         )
         if not first:
             logger.error("%s; it goes on in the background", text)
@@ -201,12 +224,11 @@ class Publisher:
 
     def _awaited(self, version: int) -> str:
         has = len(self._fleet.publications.reached(version))
-        return (
-            f"version {version} on {self._config.weight_sync.quorum} servers, {has} have it: {self._fleet.standing()}"
-        )
+        quorum = self._config.weight_sync.quorum
+        return f"version {version} on {quorum} servers, {has} have it: {self._fleet.describe_waits()}"
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
-        """The queue, for its status (I7). It need not answer for the wait to go on."""
+        """Tells the queue what the learner waits for, for the status (I7). The wait goes on if the queue is silent."""
         if what is not None:
             logger.info("waiting for %s", what)
         if self.session is None:

@@ -24,7 +24,7 @@ from weight_sync.transports.base import build_transport
 from weight_sync.transports.http import chunks
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.sender import DEPOTS, HttpTransport
+from weight_sync.transports.http.sender import BLOB_SERVERS, HttpTransport
 
 pytestmark = pytest.mark.e2e
 
@@ -81,7 +81,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
         assert len(transports) == 1
 
         # Another server pulls from this one, with the transfer's secret, and nobody without.
-        depot = DEPOTS.take(config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s)
+        depot = BLOB_SERVERS.take(config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s)
         into = memoryview(bytearray(len(sent.flat)))
         peer = url + chunks.CHUNKS_PREFIX + transports[0]._key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)
@@ -89,5 +89,5 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
         assert report.by_source == {peer: len(into)}
         async with aiohttp.ClientSession() as session, session.get(peer) as answer:
             assert answer.status == 401
-        DEPOTS.leave(depot)
+        BLOB_SERVERS.leave(depot)
         await sync.disconnect()

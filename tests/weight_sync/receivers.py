@@ -13,7 +13,7 @@ from tests.kit.fake_vllm.engine import FakeEngine
 from tests.kit.stand_in_nccl import SharedMemory
 from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
-from weight_sync.transports.gloo.receiver import GlooReceiver as GlooReception
+from weight_sync.transports.gloo.receiver import GlooReceiver as GlooReceiver
 from weight_sync.transports.gloo.receiver import GlooUpdateInfo
 from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.http.blob_server import BlobServer
@@ -62,7 +62,7 @@ class GlooReceiverEnd(Receiver):
     def __init__(self, engine: FakeEngine, workers: int = 1) -> None:
         super().__init__(engine)
         self.groups: list[GlooGroup] = []
-        self.receptions: list[GlooReception] = []
+        self.receptions: list[GlooReceiver] = []
         self.updates: list[GlooUpdateInfo] = []
         self.stagings: list[Staging] = []
         self._workers = workers
@@ -82,7 +82,7 @@ class GlooReceiverEnd(Receiver):
         self._timeout_s = info.timeout_s
         ranks = range(1, self._workers + 1)
         self.groups = await gather(*(on_thread(GlooGroup.join, info, rank) for rank in ranks))
-        self.receptions = [GlooReception(group) for group in self.groups]
+        self.receptions = [GlooReceiver(group) for group in self.groups]
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         info = GlooUpdateInfo(**update_info)

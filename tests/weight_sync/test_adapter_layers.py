@@ -137,7 +137,7 @@ def other_adapter(worker: Worker) -> None:
         (other_adapter, "o_proj.lora_A"),
     ],
 )
-def test_f2_what_a_slot_holds_instead_is_found_and_named(
+def test_what_a_slot_holds_instead_is_found_and_named(
     tmp_path: Path, fault: Callable[[Worker], None], where: str
 ) -> None:
     sent = tensors()
@@ -145,14 +145,14 @@ def test_f2_what_a_slot_holds_instead_is_found_and_named(
     assert difference.wrong == [_name(where)]
 
 
-def test_f2_a_part_that_was_not_loaded_is_found(tmp_path: Path) -> None:
+def test_a_part_that_was_not_loaded_is_found(tmp_path: Path) -> None:
     sent = tensors()
     name = stored(tmp_path, sent)
     difference = found(tmp_path, name, Worker(tensors(("q_proj", "k_proj", "o_proj"))))
     assert [name for name in difference.wrong if "v_proj" in name] == [_name("v_proj.lora_A"), _name("v_proj.lora_B")]
 
 
-def test_f2_a_file_that_was_changed_on_the_server_is_named(tmp_path: Path) -> None:
+def test_a_file_that_was_changed_on_the_server_is_named(tmp_path: Path) -> None:
     sent = tensors()
     name = stored(tmp_path, sent)
     stored(tmp_path, {of: tensor + 1 for of, tensor in sent.items()})

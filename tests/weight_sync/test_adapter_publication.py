@@ -14,7 +14,7 @@ from tests.kit.fake_vllm.adapters import FakeAdapters
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import against, probe
 from weight_sync.fleet import adapter_publication
-from weight_sync.fleet.queue_status import way_to
+from weight_sync.fleet.queue_status import transport_to
 from weight_sync.server.answers import EngineState
 from weight_sync.server.control import ControlError
 from weight_sync.server.proof import ProofFailed
@@ -81,7 +81,7 @@ async def test_a_server_that_computes_nothing_new_is_found_by_the_proof() -> Non
             await s.server.publish(snapshot(2))
 
 
-async def test_f2_a_chunk_that_was_damaged_ends_the_publication_and_the_next_one_sends_all_of_it(
+async def test_a_chunk_that_was_damaged_ends_the_publication_and_the_next_one_sends_all_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(adapter_publication, "CHUNK_BYTES", 1000)
@@ -95,7 +95,7 @@ async def test_f2_a_chunk_that_was_damaged_ends_the_publication_and_the_next_one
         assert len(adapters(s.fake).chunks) > 8
 
 
-async def test_f16_a_server_that_restarted_is_sent_the_adapter_again() -> None:
+async def test_a_server_that_restarted_is_sent_the_adapter_again() -> None:
     async with against(fake()) as s:
         await s.server.publish(snapshot(1))
         adapters(s.fake).restart()
@@ -136,7 +136,7 @@ async def test_an_adapter_that_vllm_refuses_names_the_reason_and_the_setting() -
             await s.server.publish(snapshot(1))
 
 
-async def test_f4_a_server_that_hangs_while_it_loads_costs_one_time_out() -> None:
+async def test_a_server_that_hangs_while_it_loads_costs_one_time_out() -> None:
     async with against(fake()) as s:
         adapter = snapshot(1).adapter
         assert adapter is not None
@@ -159,5 +159,5 @@ def test_the_bytes_are_those_of_the_wire_type() -> None:
 def test_an_adapter_is_not_said_to_travel_by_the_transport_of_the_weights() -> None:
     """`servers list` and publications.jsonl: it goes over HTTP, also where the server was started for gloo."""
     state = EngineState(**(dict.fromkeys(field.name for field in fields(EngineState)) | {"transport": "gloo"}))
-    assert way_to(state, snapshot(1)) == "adapter"
-    assert way_to(state, None) == "gloo"
+    assert transport_to(state, snapshot(1)) == "adapter"
+    assert transport_to(state, None) == "gloo"

@@ -13,7 +13,7 @@ import pytest
 from blake3 import blake3
 
 from protocol.versions import name_of
-from weight_sync.vllm.engine_state import condition_of
+from weight_sync.vllm.engine_state import status_of
 from weight_sync.weights.snapshot import adapter_digest
 
 pytest.importorskip("vllm")
@@ -155,7 +155,7 @@ async def test_i5_what_is_loaded_is_named_to_nobody_before_it_serves(server: Ser
     assert (await server.generate(None)).served is None
     await server.ask("POST", f"/slipstream/adapters/{name}/serve", {})
     assert (await server.generate()).served == name
-    assert condition_of(server.engine).adapter == "1"
+    assert status_of(server.engine).adapter == "1"
 
 
 async def test_i5_a_request_that_knows_of_no_adapter_is_refused_once_one_serves(server: Server) -> None:
@@ -219,7 +219,7 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
     assert (await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})).status == 501
 
 
-async def test_f2_what_its_layers_hold_is_asked_of_the_workers(server: Server) -> None:
+async def test_what_its_layers_hold_is_asked_of_the_workers(server: Server) -> None:
     name = await server.serve(1)
     server.engine.reply = {"checked": 8, "wrong": ["q_proj.lora_A"], "unread": []}
     answer = await server.ask("POST", f"/slipstream/adapters/{name}/layers", {})
@@ -261,5 +261,5 @@ async def test_i5_no_adapter_outlives_the_base_that_it_was_proven_over(server: S
     assert (await server.ask("POST", path, {})).body == path
     state = await server.state()
     assert (state["served"], state["loaded"]) == (None, [])
-    assert condition_of(server.engine).adapter is None
+    assert status_of(server.engine).adapter is None
     assert (await server.generate(None)).status == 200

@@ -40,7 +40,7 @@ def test_what_was_sent_in_chunks_lies_there_as_peft_writes_it(store: AdapterStor
     assert store.complete(NAME, CONFIG, DIGEST) == folder
 
 
-def test_f2_a_chunk_that_is_damaged_on_its_way_is_refused_and_can_be_sent_again(store: AdapterStore) -> None:
+def test_a_chunk_that_is_damaged_on_its_way_is_refused_and_can_be_sent_again(store: AdapterStore) -> None:
     store.append(NAME, 0, FILE[:4000], blake3(FILE[:4000]).hexdigest())
     with pytest.raises(StoreError, match="damaged on its way") as refused:
         store.append(NAME, 4000, b"x" + FILE[4001:8000], blake3(FILE[4000:8000]).hexdigest())
@@ -49,7 +49,7 @@ def test_f2_a_chunk_that_is_damaged_on_its_way_is_refused_and_can_be_sent_again(
     assert store.complete(NAME, CONFIG, DIGEST).is_dir()
 
 
-def test_f2_a_file_or_a_configuration_that_is_not_the_names_is_refused(store: AdapterStore) -> None:
+def test_a_file_or_a_configuration_that_is_not_the_names_is_refused(store: AdapterStore) -> None:
     for file, config, digest in (
         (FILE[:-1], CONFIG, DIGEST),
         (FILE, '{"r": 9}', DIGEST),

@@ -39,7 +39,7 @@ async def test_what_vllm_refuses_is_said_with_its_reason() -> None:
     assert "takes no adapters" in (await asked(FakeVllm()) or "")
 
 
-async def test_f16_a_server_that_does_not_come_up_is_left_to_the_publication() -> None:
+async def test_a_server_that_does_not_come_up_is_left_to_the_publication() -> None:
     assert await asked(dead=1) is None
     server = fake()
     assert await asked(server, dead=1) is None

@@ -37,7 +37,7 @@ def test_what_rank_0_holds_reaches_all_others() -> None:
         assert tensor.tolist() == [0] * 5
 
 
-def test_f4_a_peer_that_never_comes_ends_the_wait_in_time_and_the_group_with_it() -> None:
+def test_a_peer_that_never_comes_ends_the_wait_in_time_and_the_group_with_it() -> None:
     world = World()
     first, _ = met(world, 2, timeout_s=0.2)
     began = time.monotonic()
@@ -50,7 +50,7 @@ def test_f4_a_peer_that_never_comes_ends_the_wait_in_time_and_the_group_with_it(
         first.broadcast(torch.zeros(4, dtype=torch.uint8))
 
 
-def test_f4_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
+def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
     world = World()
     first, _ = met(world, 2, timeout_s=60)
     first.broadcast(torch.zeros(4, dtype=torch.uint8))
@@ -63,7 +63,7 @@ def test_f4_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
     assert world.aborted == [0], "once only: the handle is gone after it"
 
 
-def test_f16_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_one_comes() -> None:
+def test_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_one_comes() -> None:
     world = World()
     gpu, worker = stand_in_gpu(world), stand_in_gpu(world, "GPU-1")
     unique_id = gpu.library.unique_id()

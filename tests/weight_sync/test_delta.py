@@ -133,7 +133,7 @@ def test_a_step_of_a_bf16_run_at_a_low_rate_takes_about_as_many_hundredths_as_va
 
 
 @pytest.mark.parametrize("cut", [1, 8, 40])
-def test_f2_a_payload_with_a_part_dropped_is_refused(cut: int) -> None:
+def test_a_payload_with_a_part_dropped_is_refused(cut: int) -> None:
     manifest = Manifest(["w"], ["bfloat16"], [[1000]])
     base = flat_of(manifest, 0)
     delta = encode_delta(base, changed(manifest, base, 0.1, False, 1), manifest)
@@ -141,7 +141,7 @@ def test_f2_a_payload_with_a_part_dropped_is_refused(cut: int) -> None:
         apply(delta.payload[:-cut].clone(), base.clone(), manifest)
 
 
-def test_f2_a_payload_that_is_not_one_is_refused_whatever_its_bytes() -> None:
+def test_a_payload_that_is_not_one_is_refused_whatever_its_bytes() -> None:
     manifest = Manifest(["w"], ["float32"], [[1000]])
     base = flat_of(manifest, 0)
     delta = encode_delta(base, changed(manifest, base, 0.1, False, 1), manifest)
@@ -157,7 +157,7 @@ def test_f2_a_payload_that_is_not_one_is_refused_whatever_its_bytes() -> None:
     assert refused > 150
 
 
-def test_f2_a_delta_on_another_base_is_found_by_the_chunks_digests() -> None:
+def test_a_delta_on_another_base_is_found_by_the_chunks_digests() -> None:
     manifest = Manifest(["w"], ["bfloat16"], [[5000]])
     base = flat_of(manifest, 0)
     new = changed(manifest, base, 0.02, True, 1)
@@ -188,16 +188,16 @@ def weights_of(version: int, size: int = 10_000) -> torch.Tensor:
 
 class TestBook:
     def test_it_leads_from_any_of_the_last_versions_to_the_newest_though_buffers_are_filled_again(self) -> None:
-        book = DeltaHistory()
+        history = DeltaHistory()
         shots = [snapshot(version, weights_of(version)) for version in range(4)]
         flats = [shot.flat.clone() for shot in shots]
         for shot in shots:
-            book.way(None, shot)
-            assert book.way(None, shot) is None
+            history.find_path(None, shot)
+            assert history.find_path(None, shot) is None
             if shot is not shots[-1]:
                 shot.flat.fill_(9)
         for base in range(3):
-            way = book.way(str(base), shots[3])
+            way = history.find_path(str(base), shots[3])
             assert way is not None
             assert len(way.payloads) == 3 - base
             flat = flats[base].clone()
@@ -207,31 +207,31 @@ class TestBook:
             assert way.total_bytes < 0.05 * len(flat)
 
     def test_there_is_no_way_from_a_version_that_is_not_known_or_to_one_that_was_overtaken(self) -> None:
-        book = DeltaHistory()
+        history = DeltaHistory()
         shots = [snapshot(version, weights_of(version)) for version in range(3)]
-        book.way(None, shots[0])
-        book.way(None, shots[2])
-        assert book.way("1", shots[2]) is None
-        assert book.way("7", shots[2]) is None
-        assert book.way("0", shots[1]) is None
-        assert book.way("0", shots[2]) is not None
+        history.find_path(None, shots[0])
+        history.find_path(None, shots[2])
+        assert history.find_path("1", shots[2]) is None
+        assert history.find_path("7", shots[2]) is None
+        assert history.find_path("0", shots[1]) is None
+        assert history.find_path("0", shots[2]) is not None
 
     def test_there_is_none_where_everything_is_no_larger(self) -> None:
-        book = DeltaHistory()
+        history = DeltaHistory()
         generator = torch.Generator().manual_seed(0)
-        book.way(None, snapshot(0, torch.randn(1000, generator=generator)))
-        assert book.way("0", snapshot(1, torch.randn(1000, generator=generator))) is None
+        history.find_path(None, snapshot(0, torch.randn(1000, generator=generator)))
+        assert history.find_path("0", snapshot(1, torch.randn(1000, generator=generator))) is None
 
     def test_other_shapes_begin_anew(self) -> None:
-        book = DeltaHistory()
-        book.way(None, snapshot(0, torch.ones(4000)))
-        assert book.way("0", snapshot(1, torch.ones(4001))) is None
-        assert book.way("1", snapshot(2, torch.ones(4001))) is not None
+        history = DeltaHistory()
+        history.find_path(None, snapshot(0, torch.ones(4000)))
+        assert history.find_path("0", snapshot(1, torch.ones(4001))) is None
+        assert history.find_path("1", snapshot(2, torch.ones(4001))) is not None
 
     def test_it_keeps_so_many_steps(self) -> None:
-        book = DeltaHistory()
+        history = DeltaHistory()
         for version in range(STEPS_KEPT + 2):
             newest = snapshot(version, weights_of(version))
-            book.way(None, newest)
-        assert book.way("0", newest) is None
-        assert book.way("1", newest) is not None
+            history.find_path(None, newest)
+        assert history.find_path("0", newest) is None
+        assert history.find_path("1", newest) is not None

@@ -51,7 +51,7 @@ def swap() -> Any:
     return engine_core.swap
 
 
-def test_p4_the_label_changes_after_the_weights_and_within_the_same_step_boundary(swap: Any) -> None:
+def test_the_label_changes_after_the_weights_and_within_the_same_step_boundary(swap: Any) -> None:
     core = Core()
     result = swap(core, "7", True)
     assert core.done == ["slipstream_staging", "cleared", "slipstream_exchange", "labelled 7"]
@@ -67,7 +67,7 @@ def test_one_worker_that_is_not_ready_leaves_all_with_the_old_weights(swap: Any)
     assert result["error"] == "worker 1 is not ready to swap: no place"
 
 
-def test_p7_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap: Any) -> None:
+def test_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap: Any) -> None:
     core = Core(exchange=RuntimeError("boom"))
     result = swap(core, "7", False)
     assert not result["whole"]
@@ -75,7 +75,7 @@ def test_p7_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap:
     assert core.pause_state.name == "PAUSED_ALL"
 
 
-def test_p7_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any) -> None:
+def test_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any) -> None:
     """Not vLLM's, which send the reader to a stack trace."""
     core = Core(exchange="OSError: no room")
     result = swap(core, "7", False)

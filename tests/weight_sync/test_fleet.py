@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import ServerState
 from tests.kit.sync import probe
-from weight_sync.fleet.decisions import Standing, behind, retry_pause_s
+from weight_sync.fleet.decisions import Standing, find_lag, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerFigures
 from weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 
@@ -46,18 +46,18 @@ def test_a_server_is_stale_only_behind_another_that_serves(
 ) -> None:
     standings = [Standing(f"o{i}", of, has) for i, (of, has) in enumerate(others)]
     mine = Standing("a", state, version)
-    found = behind(mine, [mine, *standings], 0, max_staleness)
+    found = find_lag(mine, [mine, *standings], 0, max_staleness)
     assert (found is not None and found.too_far) is stale
 
 
 def test_the_grace_of_a_server_that_is_behind_is_twice_what_the_other_took() -> None:
-    found = behind(Standing("a", SE, 1), [Standing("b", SE, 2, took_s=3.0)], 2, 0)
+    found = find_lag(Standing("a", SE, 1), [Standing("b", SE, 2, took_s=3.0)], 2, 0)
     assert found is not None
     assert (found.versions, found.ahead, found.grace_s) == (1, "b", 6.0)
 
 
 def test_how_far_behind_a_server_is_counts_from_the_version_that_the_learner_has() -> None:
-    found = behind(Standing("a", SE, 1), [Standing("b", SE, 2)], 5, 4)
+    found = find_lag(Standing("a", SE, 1), [Standing("b", SE, 2)], 5, 4)
     assert found is not None
     assert (found.versions, found.too_far) == (4, True)
 

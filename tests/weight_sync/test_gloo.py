@@ -109,7 +109,7 @@ async def test_a_digest_that_differs_is_an_error_before_any_pause() -> None:
         assert "/pause" not in r.fake.calls
 
 
-async def test_f4_workers_that_never_join_are_named_with_where_they_were_to_come() -> None:
+async def test_workers_that_never_join_are_named_with_where_they_were_to_come() -> None:
     fake = FakeVllm()
     transport = GlooTransport(WeightSyncSection(timeout_s=1))
     async with serving(fake) as url, ServerControl(url, 20) as control:
@@ -117,7 +117,7 @@ async def test_f4_workers_that_never_join_are_named_with_where_they_were_to_come
             await transport.connect(control, 1)
 
 
-async def test_f4_a_worker_that_is_gone_breaks_the_transfer_off() -> None:
+async def test_a_worker_that_is_gone_breaks_the_transfer_off() -> None:
     async with connected(timeout_s=5) as r:
         r.receiver.hang()
         r.receiver.groups.clear()

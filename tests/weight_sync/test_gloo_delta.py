@@ -120,7 +120,7 @@ async def test_everything_is_sent_at_every_so_many_publications() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-async def test_f2_a_wrong_base_is_found_and_everything_sent_in_the_same_publication(
+async def test_a_wrong_base_is_found_and_everything_sent_in_the_same_publication(
     workers: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weight_sync.transports.gloo.group._readable", lambda offer: False)
@@ -136,7 +136,7 @@ async def test_f2_a_wrong_base_is_found_and_everything_sent_in_the_same_publicat
     assert "version 2: the delta did not fit, everything is sent" in caplog.text
 
 
-async def test_f2_a_base_that_was_damaged_is_found_and_everything_sent(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_base_that_was_damaged_is_found_and_everything_sent(caplog: pytest.LogCaptureFixture) -> None:
     async with connected() as r:
         first = await r.publish(snapshot(1))
         r.receiver.receptions[0]._staging.take(first.whole_bytes)[5000] ^= 1
@@ -144,7 +144,7 @@ async def test_f2_a_base_that_was_damaged_is_found_and_everything_sent(caplog: p
     assert "the delta did not fit" in caplog.text
 
 
-async def test_f2_weights_damaged_at_the_learner_are_refused_though_everything_is_sent_again() -> None:
+async def test_weights_damaged_at_the_learner_are_refused_though_everything_is_sent_again() -> None:
     async with connected() as r:
         await r.publish(snapshot(1))
         damaged = snapshot(2)

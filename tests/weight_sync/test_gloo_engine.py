@@ -134,7 +134,7 @@ async def test_update_weights_returns_while_the_transfer_is_still_to_come(rig: R
     assert len(rig.loaded) == 1
 
 
-async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_model(rig: Rig) -> None:
+async def test_damaged_weights_are_refused_at_both_ends_and_never_reach_the_model(rig: Rig) -> None:
     transport = await rig.connect()
     damaged = snapshot(1)
     damaged.__dict__["digest"] = bytes(16)
@@ -146,7 +146,7 @@ async def test_f2_damaged_weights_are_refused_at_both_ends_and_never_reach_the_m
     assert rig.loaded == []
 
 
-async def test_f4_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_connection_works(
+async def test_a_learner_that_dies_in_mid_transfer_is_an_error_in_time_and_the_next_connection_works(
     rig: Rig,
 ) -> None:
     await rig.connect(timeout_s=1)

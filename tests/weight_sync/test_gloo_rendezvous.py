@@ -25,7 +25,7 @@ from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo import group, rendezvous
 from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
-from weight_sync.transports.gloo.rendezvous import KeyStore, Line, NotProven, Rendezvous, come
+from weight_sync.transports.gloo.rendezvous import AuthenticationError, Channel, KeyStore, Rendezvous, join
 from weight_sync.transports.gloo.sender import GlooTransport
 
 SECRET = bytes(range(32))
@@ -59,7 +59,7 @@ def drained(connection: socket.socket) -> bytes:
 
 def test_what_one_end_writes_the_other_reads_and_a_read_waits_for_it() -> None:
     with listening() as met, ThreadPoolExecutor() as pool:
-        store, line = come(HOST, met.port, SECRET, 1, 5)
+        store, line = join(HOST, met.port, SECRET, 1, 5)
         early = pool.submit(store.get, "late")
         met.store.set("late", b"\x00value")
         assert early.result(5) == b"\x00value"
@@ -75,10 +75,10 @@ def test_a_key_that_nobody_writes_is_named_within_the_time_out() -> None:
 
 def test_i8_a_stranger_without_the_secret_cannot_become_a_worker() -> None:
     with listening() as met:
-        with pytest.raises(NotProven, match="does not hold the secret of the transfer"):
-            come(HOST, met.port, bytes(32), 1, 5)
+        with pytest.raises(AuthenticationError, match="does not hold the secret of the transfer"):
+            join(HOST, met.port, bytes(32), 1, 5)
         until(lambda: met.turned_away == 1)
-        come(HOST, met.port, SECRET, 1, 5)[1].close()
+        join(HOST, met.port, SECRET, 1, 5)[1].close()
 
 
 def test_i8_a_stranger_that_does_not_check_the_learner_gets_nothing_all_the_same() -> None:
@@ -115,7 +115,7 @@ def test_i8_a_crowd_of_silent_strangers_keeps_no_worker_out() -> None:
     with listening() as met:
         crowd = [socket.create_connection((HOST, met.port), 5) for _ in range(3 * rendezvous.MAX_STRANGERS)]
         began = time.monotonic()
-        store, line = come(HOST, met.port, SECRET, 1, 5)
+        store, line = join(HOST, met.port, SECRET, 1, 5)
         store.set("a", b"b")
         assert time.monotonic() - began < 2
         assert len(met._strangers) <= rendezvous.MAX_STRANGERS
@@ -126,8 +126,8 @@ def test_i8_a_crowd_of_silent_strangers_keeps_no_worker_out() -> None:
 
 def test_i8_a_rank_that_is_taken_is_not_given_again() -> None:
     with listening() as met:
-        _, line = come(HOST, met.port, SECRET, 1, 5)
-        second, _ = come(HOST, met.port, SECRET, 1, 5)
+        _, line = join(HOST, met.port, SECRET, 1, 5)
+        second, _ = join(HOST, met.port, SECRET, 1, 5)
         with pytest.raises(RuntimeError, match="is gone"):
             second.get("a")
         line.close()
@@ -137,7 +137,7 @@ def test_i8_a_rank_that_is_taken_is_not_given_again() -> None:
 def test_i8_a_frame_that_was_changed_repeated_or_reflected_is_refused(damage: str) -> None:
     left, right = socket.socketpair()
     with left, right:
-        ours, theirs = Line(left, SECRET, b"w", b"l"), Line(right, SECRET, b"l", b"w")
+        ours, theirs = Channel(left, SECRET, b"w", b"l"), Channel(right, SECRET, b"l", b"w")
         ours.send(b"once")
         assert theirs.receive(1) == b"once"
         ours.send(b"twice")
@@ -151,11 +151,11 @@ def test_i8_a_frame_that_was_changed_repeated_or_reflected_is_refused(damage: st
             assert theirs.receive(1) == b"twice"
         if damage == "direction":
             right.sendall(frame)
-            with pytest.raises(NotProven):
+            with pytest.raises(AuthenticationError):
                 ours.receive(1)
             return
         left.sendall(frame)
-        with pytest.raises(NotProven):
+        with pytest.raises(AuthenticationError):
             theirs.receive(1)
 
 
@@ -183,15 +183,15 @@ def test_i8_each_pair_proves_itself_over_gloo_and_another_secret_is_found_there(
     with listening() as met:
         right = GlooInitInfo(HOST, met.port, 2, 1024, 5, SECRET.hex())
         wrong = replace(right, secret=bytes(32).hex())
-        monkeypatch.setattr(rendezvous, "come", lambda host, port, secret, *rest: come(host, port, SECRET, *rest))
+        monkeypatch.setattr(rendezvous, "join", lambda host, port, secret, *rest: join(host, port, SECRET, *rest))
         for end in groups([right, wrong], met):
-            assert isinstance(end, NotProven)
+            assert isinstance(end, AuthenticationError)
             assert "a stranger took its place" in str(end)
 
 
 def test_i8_who_takes_a_worker_s_connection_gets_no_byte_of_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stranger is at the learner's gloo port before the worker, with every number that gloo may expect there."""
-    monkeypatch.setattr(group, "PROOF_S", 1.0)
+    monkeypatch.setattr(group, "AUTHENTICATION_S", 1.0)
     crowd: list[socket.socket] = []
     plain = KeyStore.set
 
@@ -230,7 +230,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
     def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
         stranger = replace(info, secret=bytes(32).hex())
-        with pytest.raises(NotProven):
+        with pytest.raises(AuthenticationError):
             GlooGroup.join(stranger, 1)
         with socket.create_connection((HOST, info.master_port), 5) as one:
             one.sendall(b"\x08\x3c\x68\x54\x62\x00\x00\x00\x00\x01")  # TCPStore's greeting, by which one became rank 1

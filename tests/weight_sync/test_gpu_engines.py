@@ -144,7 +144,7 @@ async def test_staging_is_the_same_memory_at_every_update(rig: Rig, name: str) -
         assert rig.memory.opened_times == 1, "each opening counts at the learner, which exports its memory once"
 
 
-async def test_f2_bytes_that_arrive_damaged_never_reach_the_model(rig: Rig, name: str) -> None:
+async def test_bytes_that_arrive_damaged_never_reach_the_model(rig: Rig, name: str) -> None:
     transport = await rig.connect(name)
     await rig.publish(transport, snapshot(1))
     rig.world.damaged = 1

@@ -23,7 +23,7 @@ from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import blob_server, chunks
 from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.receiver import record_of
-from weight_sync.transports.http.sender import DEPOTS, HttpTransport
+from weight_sync.transports.http.sender import BLOB_SERVERS, HttpTransport
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.weights import delta_codec
 from weight_sync.weights.snapshot import Snapshot
@@ -60,9 +60,9 @@ class Rig:
 @asynccontextmanager
 async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> AsyncIterator[Rig]:
     section = WeightSyncSection(transport="http", bucket_bytes=1024, timeout_s=20, **settings)
-    rig = Rig(section, DEPOTS.take(section.host, section.http_port, section.http_mbytes_per_s))
+    rig = Rig(section, BLOB_SERVERS.take(section.host, section.http_port, section.http_mbytes_per_s))
     async with AsyncExitStack() as stack:
-        stack.callback(DEPOTS.leave, rig.depot)
+        stack.callback(BLOB_SERVERS.leave, rig.depot)
         for _ in range(servers):
             fake = FakeVllm()
             fake.app.router.add_get(chunks.CHUNKS_PREFIX + "{key}", passes_on)
@@ -149,7 +149,7 @@ async def test_what_is_served_is_no_more_once_it_has_arrived() -> None:
         assert url.rpartition("/")[2] not in r.depot._blobs
 
 
-async def test_f4_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:
+async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:
     async with connected() as r:
         transport = HttpTransport(r.section)
         r.receivers[0]._engine.hooks.clear()
@@ -212,15 +212,15 @@ class TestDelta:
             assert delta is not None
             assert len(delta["sizes"]) == 3
 
-    async def test_f2_a_wrong_base_is_found_and_everything_pulled(self, caplog: pytest.LogCaptureFixture) -> None:
+    async def test_a_wrong_base_is_found_and_everything_pulled(self, caplog: pytest.LogCaptureFixture) -> None:
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            r.transports[0]._held._base = ("1", "of something else")
+            r.transports[0]._base._base = ("1", "of something else")
             await r.publish(snapshot(2))
             assert r.receivers[0].updates[-1].delta is not None
         assert "a delta was sent to weights that are not here" in caplog.text
 
-    async def test_f2_a_base_that_was_damaged_is_found_and_its_chunk_pulled(
+    async def test_a_base_that_was_damaged_is_found_and_its_chunk_pulled(
         self, caplog: pytest.LogCaptureFixture
     ) -> None:
         async with connected(delta=True) as r:
@@ -231,7 +231,7 @@ class TestDelta:
             await r.publish(snapshot(2))
         assert "1 chunks are not right after the delta, and are pulled" in caplog.text
 
-    async def test_f2_a_payload_cut_short_is_found_and_everything_that_differs_pulled(
+    async def test_a_payload_cut_short_is_found_and_everything_that_differs_pulled(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         def cut(*arguments: Any) -> delta_codec.Delta:

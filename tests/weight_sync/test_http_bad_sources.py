@@ -1,4 +1,4 @@
-"""Sources that trickle, cut, lie, answer nonsense or go silent: a pull passes them over in time (F5)."""
+"""Sources that trickle, cut, lie, answer nonsense or go silent: a pull passes them over in time."""
 
 from __future__ import annotations
 
@@ -160,19 +160,19 @@ def pull(flat: torch.Tensor, depot: BlobServer, urls: list[str], timeout_s: floa
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_f5_a_bad_peer_is_passed_over_in_time(depot: BlobServer, flat: torch.Tensor, name: str) -> None:
+def test_a_bad_peer_is_passed_over_in_time(depot: BlobServer, flat: torch.Tensor, name: str) -> None:
     with source(BAD[name]) as bad:
         report = pull(flat, depot, [bad, depot.url_of(depot.put(flat))])
     assert report.seconds < 5
 
 
-def test_f5_all_bad_peers_at_once_are_passed_over(depot: BlobServer, flat: torch.Tensor) -> None:
+def test_all_bad_peers_at_once_are_passed_over(depot: BlobServer, flat: torch.Tensor) -> None:
     with ExitStack() as stack:
         bad = [stack.enter_context(source(handler)) for handler in BAD.values()]
         assert pull(flat, depot, [*bad, depot.url_of(depot.put(flat))], 60).seconds < 30
 
 
-def test_f5_a_slow_network_is_no_bad_source(flat: torch.Tensor) -> None:
+def test_a_slow_network_is_no_bad_source(flat: torch.Tensor) -> None:
     """Both are far below the pace that is asked of them, and both are used to the end."""
     with BlobServer("127.0.0.1", mbytes_per_s=2) as depot:
         url = depot.url_of(depot.put(flat))
@@ -181,7 +181,7 @@ def test_f5_a_slow_network_is_no_bad_source(flat: torch.Tensor) -> None:
     assert report.bytes_pulled == SIZE
 
 
-def test_f4_a_proxy_that_cuts_off_again_and_again_only_costs_new_connections(
+def test_a_proxy_that_cuts_off_again_and_again_only_costs_new_connections(
     depot: BlobServer, flat: torch.Tensor
 ) -> None:
     whole = flat.numpy().tobytes()
@@ -226,10 +226,10 @@ def test_a_proxy_that_says_503_for_a_moment_is_asked_again(depot: BlobServer, fl
         pull(flat, depot, [url])
 
 
-def test_f4_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
+def test_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weight_sync.transports.http.pull.REFUSED_MAX_S", 0.5)
+    monkeypatch.setattr("weight_sync.transports.http.pull.MAX_REFUSED_S", 0.5)
     depot = BlobServer("127.0.0.1", mbytes_per_s=4)
     depot.start()
     url = depot.url_of(depot.put(flat))
@@ -241,13 +241,13 @@ def test_f4_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
     assert time.monotonic() - began < 10
 
 
-def test_f5_a_pull_that_is_late_says_what_each_source_did(depot: BlobServer, flat: torch.Tensor) -> None:
+def test_a_pull_that_is_late_says_what_each_source_did(depot: BlobServer, flat: torch.Tensor) -> None:
     wanted = "7 of 7 chunks are missing .*: OSError.*'abc'.*: it said nothing for"
     with source(BAD["length_abc"]) as bad, source(says_nothing) as silent, pytest.raises(TransferError, match=wanted):
         pull(flat, depot, [bad, silent], 1.5)
 
 
-def test_f5_a_pull_that_is_stopped_ends_at_once_though_its_sources_are_silent(flat: torch.Tensor) -> None:
+def test_a_pull_that_is_stopped_ends_at_once_though_its_sources_are_silent(flat: torch.Tensor) -> None:
     with source(says_nothing) as silent:
         going = Pull(ChunkList.of(flat, CHUNK), "s", [silent], memoryview(bytearray(SIZE)), 60)
         threading.Timer(0.3, going.stop, ["the learner was let go"]).start()

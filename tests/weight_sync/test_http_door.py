@@ -180,7 +180,7 @@ def test_i8_an_idle_connection_of_a_server_ends_and_a_busy_one_does_not(
 def test_i8_proven_connections_are_bounded_too_and_the_others_come_again(
     flat: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener, "MAX_PROVEN", 3)
+    monkeypatch.setattr(listener, "MAX_AUTHENTICATED", 3)
     with BlobServer("127.0.0.1", mbytes_per_s=20) as depot, ThreadPoolExecutor(3) as pool:
         key = depot.put(flat)
         assert all(pool.map(lambda _: pull(depot, key, flat), range(3)))

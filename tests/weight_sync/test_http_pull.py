@@ -16,7 +16,7 @@ import torch
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http import blob_server as depot_module
 from weight_sync.transports.http import pull_sources as sources_module
-from weight_sync.transports.http.blob_server import BlobServer, SharedDepots
+from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.listener import Throttle
 from weight_sync.transports.http.pull import Pull
@@ -119,9 +119,7 @@ def test_nothing_at_all_is_a_pull_too(depot: BlobServer) -> None:
     assert pull.run().bytes_pulled == 0
 
 
-def test_f4_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(
-    depot: BlobServer, flat: torch.Tensor
-) -> None:
+def test_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(depot: BlobServer, flat: torch.Tensor) -> None:
     seen: dict[int, int] = {}
 
     def breaks(connection: int, data: bytes) -> bytes | None:
@@ -137,7 +135,7 @@ def test_f4_an_interrupted_pull_goes_on_inside_the_chunk_where_it_broke_off(
     assert report.bytes_pulled == SIZE
 
 
-def test_f2_a_damaged_chunk_is_found_and_fetched_again(depot: BlobServer, flat: torch.Tensor) -> None:
+def test_a_damaged_chunk_is_found_and_fetched_again(depot: BlobServer, flat: torch.Tensor) -> None:
     damaged = []
 
     def damages(connection: int, data: bytes) -> bytes:
@@ -153,9 +151,7 @@ def test_f2_a_damaged_chunk_is_found_and_fetched_again(depot: BlobServer, flat: 
     assert report.bytes_pulled == SIZE + CHUNK
 
 
-def test_f2_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(
-    depot: BlobServer, flat: torch.Tensor
-) -> None:
+def test_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(depot: BlobServer, flat: torch.Tensor) -> None:
     other = flat.clone()
     other[2 * CHUNK + 5] ^= 1
     pull = pull_of(flat, depot, [depot.url_of(depot.put(other))])
@@ -163,7 +159,7 @@ def test_f2_what_is_damaged_at_its_source_is_an_error_that_names_the_chunk(
         pull.run()
 
 
-def test_f2_a_peer_whose_bytes_are_wrong_is_not_asked_again(depot: BlobServer, flat: torch.Tensor) -> None:
+def test_a_peer_whose_bytes_are_wrong_is_not_asked_again(depot: BlobServer, flat: torch.Tensor) -> None:
     wrong = depot.url_of(depot.put(torch.zeros_like(flat)))
     right = depot.url_of(depot.put(flat))
     pull = pull_of(flat, depot, [wrong, right], lanes=1)
@@ -182,7 +178,7 @@ def test_a_peer_that_cannot_be_reached_costs_little_and_the_learner_is_asked(
     assert report.seconds < 2
 
 
-def test_f5_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: BlobServer, flat: torch.Tensor) -> None:
+def test_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: BlobServer, flat: torch.Tensor) -> None:
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/slipstream/chunks/0"
         began = time.monotonic()
@@ -191,9 +187,7 @@ def test_f5_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: 
         assert time.monotonic() - began < 6
 
 
-def test_f4_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(
-    depot: BlobServer, flat: torch.Tensor
-) -> None:
+def test_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(depot: BlobServer, flat: torch.Tensor) -> None:
     key = depot.put(flat)
     depot.drop(key)
     began = time.monotonic()
@@ -293,7 +287,7 @@ def test_a_port_that_is_taken_is_named_with_the_settings() -> None:
 
 
 def test_a_depot_is_shared_until_its_last_holder_leaves(flat: torch.Tensor) -> None:
-    depots = SharedDepots()
+    depots = SharedBlobServers()
     one, two = (depots.take("127.0.0.1", 0, 0.0) for _ in range(2))
     assert one is two
     depots.leave(one)

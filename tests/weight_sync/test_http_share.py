@@ -102,7 +102,7 @@ class TestSharing:
         assert torch.equal(first, newer)
         assert torch.equal(second, newer)
 
-    def test_f16_a_worker_killed_while_it_fills_leaves_the_turn_to_another(
+    def test_a_worker_killed_while_it_fills_leaves_the_turn_to_another(
         self, flat: torch.Tensor, tmp_path: Path
     ) -> None:
         started = multiprocessing.get_context("spawn").Event()

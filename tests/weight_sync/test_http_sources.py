@@ -1,4 +1,4 @@
-"""Whom a pull asks and how long it waits: the rules alone, and a whole pull over bad sources in any order (F5)."""
+"""Whom a pull asks and how long it waits: the rules alone, and a whole pull over bad sources in any order."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def test_where_all_are_below_the_pace_less_is_asked_of_all() -> None:
 
 def test_who_lied_is_asked_no_more_but_the_learner_is_asked_last() -> None:
     sources = Sources(["peer", "learner"])
-    sources.lied(sources.all[1])
+    sources.distrust(sources.all[1])
     assert sources.begin(0).source.url == "peer"
-    sources.lied(sources.all[0])
+    sources.distrust(sources.all[0])
     assert sources.begin(0).source.url == "learner"
 
 
@@ -210,7 +210,7 @@ class FakeWire(Wire):
     st.lists(st.lists(bads, min_size=1, max_size=4), max_size=3),
     st.integers(0, 3),
 )
-def test_f5_with_one_good_source_the_right_bytes_come_in_bounded_time(others: list[list[Bad]], place: int) -> None:
+def test_with_one_good_source_the_right_bytes_come_in_bounded_time(others: list[list[Bad]], place: int) -> None:
     """The good one may be any: the learner, or a peer beside a learner that is slow."""
     place = min(place, len(others))
     behaviours = [*others[:place], [GOOD], *others[place:]]

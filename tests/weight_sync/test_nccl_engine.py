@@ -191,7 +191,7 @@ def left_out(weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("fault", [element, rows, left_out])
-async def test_f2_what_the_load_makes_of_a_tensor_is_found_in_the_worker_that_has_it(
+async def test_what_the_load_makes_of_a_tensor_is_found_in_the_worker_that_has_it(
     rig: Rig, fault: Callable[[torch.Tensor], None]
 ) -> None:
     sending = transport()
@@ -216,7 +216,7 @@ async def test_a_loader_that_makes_another_thing_of_a_tensor_is_taken_at_its_wor
     await sending.close()
 
 
-async def test_f2_a_tensor_that_is_sent_twice_or_in_another_type_is_refused(rig: Rig) -> None:
+async def test_a_tensor_that_is_sent_twice_or_in_another_type_is_refused(rig: Rig) -> None:
     (engine, *_) = rig.engines
     engine.start_weight_update()
     info = SimpleNamespace(names=["a.weight", "a.weight"], dtype_names=["bfloat16"] * 2, shapes=[[1500, 3]] * 2)
@@ -227,7 +227,7 @@ async def test_f2_a_tensor_that_is_sent_twice_or_in_another_type_is_refused(rig:
         engine.receive_weights(info)
 
 
-async def test_f2_a_parameter_that_is_not_sent_leaves_the_model_not_whole(rig: Rig) -> None:
+async def test_a_parameter_that_is_not_sent_leaves_the_model_not_whole(rig: Rig) -> None:
     """vLLM keeps the old weights, and only warns."""
     reload: Any = importlib.import_module("vllm.model_executor.model_loader.reload.layerwise")
     engine, model = rig.engines[0], rig.models[0]
@@ -254,7 +254,7 @@ async def test_the_order_of_calls_is_vllms(rig: Rig) -> None:
     await sending.close()
 
 
-async def test_p6_f4_a_worker_that_never_takes_part_is_an_error_in_time_and_the_group_is_aborted(
+async def test_a_worker_that_never_takes_part_is_an_error_in_time_and_the_group_is_aborted(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """trl#6796: the raw collective would wait for ever, on whichever thread it is."""
@@ -272,7 +272,7 @@ async def test_p6_f4_a_worker_that_never_takes_part_is_an_error_in_time_and_the_
         engine.shutdown()
 
 
-async def test_f4_a_call_that_the_server_refuses_ends_the_broadcast_at_once(
+async def test_a_call_that_the_server_refuses_ends_the_broadcast_at_once(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM's own trainer looks at the answer once, before it broadcasts for ever (trl#6797)."""
@@ -292,7 +292,7 @@ async def test_f4_a_call_that_the_server_refuses_ends_the_broadcast_at_once(
         engine.shutdown()
 
 
-async def test_f4_workers_that_do_not_come_to_the_group_are_an_error_in_time(rig: Rig) -> None:
+async def test_workers_that_do_not_come_to_the_group_are_an_error_in_time(rig: Rig) -> None:
     sending = transport(timeout_s=0.5)
     with pytest.raises((TransferError, ControlError), match="not all 4 ranks came together"):
         async with asyncio.timeout(10):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.weight_sync.test_vllm_middleware import serving as middleware
-from weight_sync.fleet.eligibility import of_another_run, what_became
+from weight_sync.fleet.eligibility import find_lost_weights, of_another_run
 from weight_sync.server.answers import EngineState
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.vllm import engine_state
@@ -103,9 +103,9 @@ def test_i5_the_server_of_another_run_is_refused_with_one_text_that_names_it() -
         (state("a-1:6"), "it holds weights 'a-1:6', which this learner did not publish"),
     ],
 )
-def test_f16_a_restart_is_told_from_another_runs_weights(now: EngineState, became: str | None) -> None:
-    assert what_became(now, "x", {"a-1:7"}, "a-1") == became
+def test_a_restart_is_told_from_another_runs_weights(now: EngineState, became: str | None) -> None:
+    assert find_lost_weights(now, "x", {"a-1:7"}, "a-1") == became
 
 
-def test_f16_before_anything_was_proven_any_weights_are_taken_over() -> None:
-    assert what_became(state("b-2:7"), "x", None, "a-1") is None
+def test_before_anything_was_proven_any_weights_are_taken_over() -> None:
+    assert find_lost_weights(state("b-2:7"), "x", None, "a-1") is None

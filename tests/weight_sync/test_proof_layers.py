@@ -89,7 +89,7 @@ WAYS = [(dtype, packed) for dtype in TYPES for packed in (True, False) if can_pa
 
 @pytest.mark.parametrize(("dtype", "packed"), WAYS)
 @pytest.mark.parametrize(("fault", "linear"), FAULTS)
-def test_f2_each_fault_is_found_in_its_layer(
+def test_each_fault_is_found_in_its_layer(
     fault: Callable[[Model], None], linear: bool, dtype: torch.dtype, packed: bool
 ) -> None:
     proven, live = Model(dtype, packed), Model(dtype, packed)
@@ -98,7 +98,7 @@ def test_f2_each_fault_is_found_in_its_layer(
     assert compare(held(proven), held(live)).wrong == [live.name if linear else "embedding.weight"]
 
 
-def test_f2_a_layer_that_is_off_by_very_little_is_found() -> None:
+def test_a_layer_that_is_off_by_very_little_is_found() -> None:
     proven, live = Model(torch.float32), Model(torch.float32)
     shift_packed(live)
     assert compare(held(proven), held(live)).wrong == ["up.packed0"]
@@ -112,7 +112,7 @@ def test_a_layer_that_was_packed_by_a_handle_instead_is_not_what_was_proven() ->
     assert compare(held(proven), held(live)).wrong == ["up.packed0"]
 
 
-def test_f2_a_handle_beside_a_weight_that_is_kept_is_not_taken_for_that_weight() -> None:
+def test_a_handle_beside_a_weight_that_is_kept_is_not_taken_for_that_weight() -> None:
     """An output head keeps its weight, and computes with the handle."""
     model = Model(torch.float32)
     handle = object()

@@ -147,7 +147,7 @@ FAULTS: list[tuple[Callable[[torch.Tensor], None], str]] = [
 
 @pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
 @pytest.mark.parametrize(("fault", "where"), FAULTS)
-def test_f2_each_fault_in_a_layer_that_cannot_be_read_is_found(
+def test_each_fault_in_a_layer_that_cannot_be_read_is_found(
     fault: Callable[[torch.Tensor], None], where: str, by: str, dtype: torch.dtype
 ) -> None:
     model = Model(dtype)
@@ -160,7 +160,7 @@ def test_f2_each_fault_in_a_layer_that_cannot_be_read_is_found(
 
 
 @pytest.mark.parametrize(("by", "dtype"), HANDLES, indirect=["by"])
-def test_f2_a_layer_that_was_left_out_is_found(by: str, dtype: torch.dtype) -> None:
+def test_a_layer_that_was_left_out_is_found(by: str, dtype: torch.dtype) -> None:
     model = Model(dtype)
     pack(model.up, weight(dtype, seed=9))
     assert len(model.wrong) == 1
@@ -168,7 +168,7 @@ def test_f2_a_layer_that_was_left_out_is_found(by: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize(("by", "dtype"), [("nobody", dtype) for dtype in TYPES], indirect=["by"])
 @pytest.mark.parametrize("fault", [fault for fault, _ in FAULTS])
-def test_f2_a_layer_that_the_cpu_cannot_pack_is_read_back_and_each_fault_is_found(
+def test_a_layer_that_the_cpu_cannot_pack_is_read_back_and_each_fault_is_found(
     fault: Callable[[torch.Tensor], None], by: str, dtype: torch.dtype
 ) -> None:
     proven, live = Model(dtype), Model(dtype)
@@ -183,7 +183,7 @@ def test_f2_a_layer_that_the_cpu_cannot_pack_is_read_back_and_each_fault_is_foun
     assert compare(held(proven), held(live)).wrong == ["up.weight"]
 
 
-def test_f2_an_element_that_is_off_by_less_than_rounding_is_found_when_its_column_is_read_alone() -> None:
+def test_an_element_that_is_off_by_less_than_rounding_is_found_when_its_column_is_read_alone() -> None:
     changed = weight(torch.bfloat16)
     changed[11, 3] = torch.nextafter(changed[11, 3], torch.tensor(9.0, dtype=torch.bfloat16))
     model = Model(torch.bfloat16)
@@ -218,7 +218,7 @@ class EightBits:
         return (x.float() @ (layer.weight.float() * self.scale).T).to(torch.bfloat16)
 
 
-def test_f2_a_quantised_layer_is_probed_within_what_it_rounds() -> None:
+def test_a_quantised_layer_is_probed_within_what_it_rounds() -> None:
     model = Model(torch.bfloat16)
     model.up.quant_method = EightBits()
     del model.up.cpu_linear

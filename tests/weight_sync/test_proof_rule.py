@@ -47,7 +47,7 @@ def test_rounding_is_no_fault(dtype: str, noise: float, tolerance: float, seed: 
 
 @pytest.mark.parametrize(("dtype", "noise", "tolerance"), TYPES)
 @given(seed=SEEDS, step=st.floats(-7, -2))
-def test_f2_a_swap_that_was_left_out_is_found_at_any_learning_rate(
+def test_a_swap_that_was_left_out_is_found_at_any_learning_rate(
     dtype: str, noise: float, tolerance: float, seed: int, step: float
 ) -> None:
     rng = np.random.default_rng(seed)

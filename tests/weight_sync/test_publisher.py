@@ -124,7 +124,7 @@ class World:
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(fleet, "READ_EVERY_S", 0.05)
-    monkeypatch.setattr(fleet, "BUG_PAUSE_S", 0.01)
+    monkeypatch.setattr(fleet, "FAILURE_PAUSE_S", 0.01)
     for module in (member, server_publication):
         monkeypatch.setattr(module, "LOOK_EVERY_S", 0.05)
     monkeypatch.setattr(fleet, "QUEUE_PAUSE_S", 0.05)
@@ -207,7 +207,7 @@ def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_ski
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 4])
-def test_f5_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_mended_when_it_goes_on(
+def test_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_fixed_when_it_goes_on(
     world: World, max_staleness: int
 ) -> None:
     world.max_staleness = max_staleness
@@ -347,7 +347,7 @@ def test_a_server_that_is_up_to_date_leaves_service_while_a_person_pauses_it_and
         assert [transport.versions for transport in world.transports.made] == [[1]] * 2, "proven once is enough"
 
 
-def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
+def test_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
     with world.publisher() as publishing:
         publishing.publish(3, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
@@ -358,7 +358,7 @@ def test_f16_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: 
     assert [transport.versions for transport in world.transports.made].count([3]) == 3
 
 
-def test_f5_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at_once(
+def test_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at_once(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(decisions, "RETRY_PAUSE_S", 60.0)
@@ -522,7 +522,7 @@ def test_later_failures_never_end_the_run(world: World) -> None:
         until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
 
 
-def test_f26_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
+def test_a_transport_that_fails_ends_the_publication_with_its_error(world: World) -> None:
     unusable = world.config().model_copy(update={"weight_sync": WeightSyncSection(host="192.0.2.1", timeout_s=0.5)})
     with Publisher(unusable, world.queue_url) as publishing:
         publishing.session = world.session
@@ -542,7 +542,7 @@ def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_co
         assert publishing.records[0].servers_ok == ["vllm-0"]
         plain = f"http://127.0.0.1:{port} does not answer yet (connection refused)"
         until(lambda: world.servers()["vllm-1"].reason == plain)
-        assert publishing._fleet.standing() == f"vllm-1 (joining, {plain})"
+        assert publishing._fleet.describe_waits() == f"vllm-1 (joining, {plain})"
         world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 
@@ -561,7 +561,7 @@ def test_a_fleet_that_never_comes_up_ends_the_first_publication_in_time_and_is_n
 
 
 @pytest.mark.parametrize("state", [ServerState.JOINING, ServerState.STALE])
-def test_f16_a_server_that_restarted_is_caught_up_without_a_new_version(world: World, state: ServerState) -> None:
+def test_a_server_that_restarted_is_caught_up_without_a_new_version(world: World, state: ServerState) -> None:
     with world.publisher() as publishing:
         publishing.publish(3, weights(), probe())
         publishing.wait()
@@ -588,7 +588,7 @@ def broken_for(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control.ServerControl, "state", state)
 
 
-def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
+def test_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
     world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with world.publisher() as publishing:
@@ -603,8 +603,8 @@ def test_hole_8_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
     assert len(traces) == 2
 
 
-def test_hole_8_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet, "MAX_BUGS", 3)
+def test_a_watch_that_only_fails_ends_the_learner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet, "MAX_UNEXPECTED_FAILURES", 3)
     ended: list[BaseException] = []
     with world.publisher() as publishing:
         publishing.on_failure = ended.append

@@ -19,7 +19,7 @@ async def test_an_error_names_server_route_and_cause() -> None:
             await control.start_update()
 
 
-async def test_p5_f5_a_call_without_an_answer_ends_in_time() -> None:
+async def test_a_call_without_an_answer_ends_in_time() -> None:
     fake = FakeVllm()
     fake.faults.append(Fault("hang", route="/pause"))
     async with serving(fake) as url, ServerControl(url, 0.1) as control:
@@ -35,7 +35,7 @@ async def test_a_server_without_the_rl_routes_is_told_what_it_lacks() -> None:
             await control.weight_label()
 
 
-async def test_p3_a_server_without_the_generate_route_is_told_what_it_lacks() -> None:
+async def test_a_server_without_the_generate_route_is_told_what_it_lacks() -> None:
     async with serving(FakeVllm(scale_out=False)) as url, ServerControl(url, 5) as control:
         with pytest.raises(ControlError, match=r"HTTP 403: .*--enable-scale-out"):
             await control.score_by_request([1, 2])

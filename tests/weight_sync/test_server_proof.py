@@ -52,7 +52,7 @@ async def through(
 
 
 @pytest.mark.parametrize("step", [1e-4, 1e-7])
-async def test_f2_a_swap_that_is_left_out_fails_the_proof_once_and_again(step: float) -> None:
+async def test_a_swap_that_is_left_out_fails_the_proof_once_and_again(step: float) -> None:
     fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
     async with server(fake) as control:
         for version in range(1, 6):
@@ -121,7 +121,7 @@ async def test_a_server_that_cannot_score_beside_generation_is_asked_as_any_clie
     assert sum("log-probs alone prove them" in text for text in caplog.messages) == 1
 
 
-async def test_a_score_that_fails_for_another_reason_is_an_error_and_no_other_way_is_tried() -> None:
+async def test_a_score_that_fails_for_another_reason_is_an_error_and_no_other_transport_is_tried() -> None:
     fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
     fake.faults.append(Fault("status", None, "/slipstream/score", 500))
     async with server(fake) as control:

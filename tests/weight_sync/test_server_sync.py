@@ -88,14 +88,14 @@ async def test_nothing_is_paused_during_the_transfer_but_all_is_during_the_swap(
         assert paused == {"send": False, "swap": True}
 
 
-async def test_f3_nothing_outside_the_server_pauses_or_aborts() -> None:
+async def test_nothing_outside_the_server_pauses_or_aborts() -> None:
     async with against(FakeVllm()) as s:
         for version in (1, 2):
             await s.server.publish(snapshot(version))
         assert not any(word in path for path in s.fake.calls for word in ("abort", "pause", "resume"))
 
 
-async def test_p8_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
+async def test_prefixes_are_cleared_at_a_learners_first_publication_and_after_a_failure_only() -> None:
     async with against(FakeVllm()) as s:
         clears: list[bool] = []
         s.fake.engine.hooks["swap"] = lambda body: clears.append(body["clear_cache"])
@@ -153,7 +153,7 @@ def fail_start(s: Rig) -> None:
     ],
 )
 @pytest.mark.parametrize("earlier", [[], [1]], ids=["first", "second"])
-async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publication_works(
+async def test_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publication_works(
     earlier: list[int], break_it: Callable[[Rig], None], error: type[Exception], match: str
 ) -> None:
     async with against(FakeVllm()) as s:
@@ -176,7 +176,7 @@ async def test_f2_f4_i6_a_failure_ends_in_time_pauses_nothing_and_the_next_publi
         assert s.fake.engine.weight_version == "5"
 
 
-async def test_f26_a_transfer_that_fails_is_an_error_and_no_other_way_is_tried() -> None:
+async def test_a_transfer_that_fails_is_an_error_and_no_other_transport_is_tried() -> None:
     async with against(FakeVllm()) as s:
         s.transports.send = raising
         with pytest.raises(TransferError, match="the wire was cut"):
@@ -186,7 +186,7 @@ async def test_f26_a_transfer_that_fails_is_an_error_and_no_other_way_is_tried()
         assert "/slipstream/swap" not in s.fake.calls
 
 
-async def test_f26_a_connection_that_cannot_be_made_is_an_error() -> None:
+async def test_a_connection_that_cannot_be_made_is_an_error() -> None:
     section = WeightSyncSection(host="192.0.2.1")
     async with serving(FakeVllm()) as url, ServerControl(url, 1) as control:
         with pytest.raises(TransferError, match=r"weight_sync\.host"):
@@ -242,7 +242,7 @@ async def test_i6_a_cancellation_in_the_middle_of_a_transfer_that_hangs_does_not
         release.set()
 
 
-async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> None:
+async def test_a_server_that_hangs_at_every_call_is_an_error_in_time() -> None:
     fake = FakeVllm()
     async with against(fake) as s:
         await s.server.publish(snapshot(1))
@@ -255,7 +255,7 @@ async def test_f5_a_server_that_hangs_at_every_call_is_an_error_in_time() -> Non
         assert time.monotonic() - began < 8
 
 
-async def test_f16_a_server_that_restarted_is_met_and_synced_anew() -> None:
+async def test_a_server_that_restarted_is_met_and_synced_anew() -> None:
     async with against(FakeVllm()) as s:
         await s.server.publish(snapshot(1))
         s.fake.engine.restart()

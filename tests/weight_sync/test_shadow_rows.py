@@ -21,7 +21,7 @@ def pair(held: torch.Tensor, live: Any = None) -> Pair:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_f2_rows_that_were_exchanged_on_the_way_into_the_shadow_are_refused_and_named(dtype: torch.dtype) -> None:
+def test_rows_that_were_exchanged_on_the_way_into_the_shadow_are_refused_and_named(dtype: torch.dtype) -> None:
     sent = torch.randn(64, 8).to(dtype)
     padded = torch.cat([sent, torch.zeros(64, 8, dtype=dtype)])
     check_rows([pair(sent.clone()), pair(padded)], {f"{NAME}.weight": sent})
@@ -52,7 +52,7 @@ def embedding(rows: int, width: int) -> Any:
 
 
 @pytest.mark.parametrize("shape", [(64, 16), (72, 8)])
-def test_f26_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_and_remedy(
+def test_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_and_remedy(
     shape: tuple[int, int],
 ) -> None:
     model = torch.nn.Module()
@@ -63,7 +63,7 @@ def test_f26_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_
         check_width(model, "small", {"embed_tokens.weight": torch.zeros(*shape)})
 
 
-def test_f26_the_tensor_at_which_a_loader_gave_up_is_named_with_both_shapes() -> None:
+def test_the_tensor_at_which_a_loader_gave_up_is_named_with_both_shapes() -> None:
     layer = torch.nn.Linear(8, 4)
     record_metadata_for_reloading(layer)
     reading = Reading({"fc.weight": torch.zeros(4, 9), "fc.bias": torch.zeros(4)})

@@ -112,7 +112,7 @@ async def test_i6_a_transport_that_stages_pauses_in_the_swap_alone(name: str) ->
         await transport.close()
 
 
-async def test_f2_damaged_weights_never_reach_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_damaged_weights_never_reach_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with rig(name) as r:
         transport = await r.connected()
         await r.publish(transport, snapshot(1))
@@ -128,7 +128,7 @@ async def test_f2_damaged_weights_never_reach_the_model(name: str, monkeypatch: 
         await transport.close()
 
 
-async def test_f4_workers_that_stop_receiving_are_an_error_in_time_and_a_new_connection_works(name: str) -> None:
+async def test_workers_that_stop_receiving_are_an_error_in_time_and_a_new_connection_works(name: str) -> None:
     async with rig(name, timeout_s=2) as r:
         transport = await r.connected()
         receive = dict(r.fake.engine.hooks)
@@ -150,7 +150,7 @@ async def test_f4_workers_that_stop_receiving_are_an_error_in_time_and_a_new_con
         await transport.close()
 
 
-async def test_f4_workers_that_never_come_are_an_error_in_time(name: str) -> None:
+async def test_workers_that_never_come_are_an_error_in_time(name: str) -> None:
     async with rig(name, timeout_s=1) as r:
         if not r.receiver.meets:
             pytest.skip(f"nobody meets with {name}: the workers open what the learner names")

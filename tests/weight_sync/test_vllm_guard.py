@@ -89,7 +89,7 @@ ROUTES = {
 
 @pytest.mark.parametrize("path", ROUTES)
 @pytest.mark.parametrize("role", access.ROLES)
-def test_p2_i8_a_role_s_token_opens_its_routes_alone(
+def test_i8_a_role_s_token_opens_its_routes_alone(
     path: str, role: access.Role, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "secret")

@@ -18,7 +18,7 @@ from starlette.routing import Route
 
 from weight_sync.server.answers import ServerFacts
 from weight_sync.vllm import control_rules, engine_state
-from weight_sync.vllm.engine_state import EngineStatus, condition_of
+from weight_sync.vllm.engine_state import EngineStatus, status_of
 from weight_sync.vllm.middleware import Slipstream
 
 READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
@@ -111,7 +111,7 @@ async def serving() -> AsyncIterator[Server]:
     app.state.engine_client = engine
     app.state.args = SimpleNamespace(enable_scale_out=True)
     app.add_middleware(Slipstream)
-    condition = condition_of(engine)
+    condition = status_of(engine)
     condition.end = lambda: engine.ended.append("ended")
     async with Server(transport=httpx.ASGITransport(app), base_url="http://server") as server:
         server.engine, server.condition, server.generating = engine, condition, generating
@@ -141,7 +141,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
         }
 
 
-async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weight_sync.vllm.routes.LOOK_TIMEOUT_S", 0.05)
     async with serving() as server:
         server.engine.hangs = True
@@ -151,7 +151,7 @@ async def test_f5_an_engine_that_hangs_is_not_alive_though_the_server_answers(mo
         assert reply.json()["reason"] == "the engine does not answer"
 
 
-async def test_f5_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 3}.items():
         monkeypatch.setattr(engine_state, name, value)
     monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
@@ -179,7 +179,7 @@ async def test_a_persons_resume_within_a_swap_waits_for_its_end_and_goes_through
         assert (await resume).status_code == 200
         assert (await swap).status_code == 200
         assert not server.engine.paused
-        assert not server.condition.persons_pause
+        assert not server.condition.user_pause
 
 
 async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +194,7 @@ async def test_a_resume_within_a_swap_that_takes_long_is_told_what_goes_on(monke
         message = refused.json()["error"]["message"]
         assert "new weights are being swapped in" in message
         assert "nothing needs to be done" in message
-        assert server.condition.persons_pause, "it is still to be ended"
+        assert server.condition.user_pause, "it is still to be ended"
         server.engine.go_on.set()
         await swap
 
@@ -263,7 +263,7 @@ async def test_health_is_never_200_once_an_exchange_has_failed_even_if_asked_wit
 
 async def test_the_flags_that_a_run_depends_on_are_told() -> None:
     async with serving() as server:
-        facts = ServerFacts.said((await server.get("/slipstream/facts")).json())
+        facts = ServerFacts.from_route((await server.get("/slipstream/facts")).json())
     assert facts == ServerFacts(None, "policy", "raw_logprobs", "float32", 64, "gloo", scale_out=True)
 
 
@@ -291,7 +291,7 @@ async def test_a_swap_of_what_is_not_ready_is_refused_and_the_server_goes_on() -
         assert (await server.get("/slipstream/state")).status_code == 200
 
 
-async def test_p7_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends_the_server(
+async def test_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends_the_server(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.05)
@@ -334,7 +334,7 @@ async def test_i6_a_lease_that_is_renewed_holds() -> None:
         assert (await server.post("/slipstream/lease", json={"owner": "x", "seconds": 1})).status_code == 409
 
 
-async def test_p7_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(control_rules.grant_pause, "__defaults__", (0.1,))
     monkeypatch.setattr("weight_sync.vllm.engine_state.TELL_S", 0.01)
     async with serving() as server:
@@ -364,7 +364,7 @@ async def test_a_persons_pause_stands_through_a_publication_in_place() -> None:
 
 
 @pytest.mark.parametrize("path", ["/finish_weight_update", "/update_weight_version"])
-async def test_p4_weights_of_a_staged_transport_are_labelled_by_the_swap_alone(path: str) -> None:
+async def test_weights_of_a_staged_transport_are_labelled_by_the_swap_alone(path: str) -> None:
     async with serving() as server:
         reply = await server.post(path, json={"weight_version": "9"})
         assert reply.status_code == 409

@@ -1,14 +1,10 @@
-"""One version onto one server as an adapter: send, load, prove, and only then serve. No pause.
+"""Publishes one version to one server as an adapter: send, load, prove, and only then serve.
 
-Bytes: each chunk's digest, the digest of the whole, which is a part of the adapter's name, and what vLLM's layers hold
-of it. Computation: the probe under the adapter, before anybody is given it. The base under it is what the server loaded
-itself from `model.path`, so the probe proves that as well.
+An adapter is about a hundredth of the bytes and needs no pause. Its bytes are proven by a digest per chunk, a digest of
+the whole (which is a part of its name), and what vLLM's layers hold of it; its computation by the probe under the
+adapter, before anybody can ask for it. The server loaded the base from `model.path`, which the probe proves too.
 
-Versions published as adapters alone: about a hundredth of the bytes, and no pause.
-
-Whether a run's servers take its adapter, asked once before the first publication.
-
-What vLLM has no adapter for, such as layers of some architectures, only vLLM knows.
+Only vLLM knows for which layers it has adapters, so `adapter_refusal` asks a server before the first publication.
 """
 
 from __future__ import annotations
@@ -29,13 +25,14 @@ from weight_sync.server.proof_rule import Floats
 from weight_sync.transports.base import TransferError
 from weight_sync.weights.snapshot import AdapterPayload, Snapshot
 
+logger = logging.getLogger(__name__)
+
 CHUNK_BYTES = 8 << 20
+REMEDY = "or have the merged weights published, with weight_sync.adapter_only = false"
 
-MERGED = "or have the merged weights published, with weight_sync.adapter_only = false"
 
-
-class AdapterScores:
-    """What the proof asks of `ServerControl`, asked of one loaded adapter."""
+class AdapterTarget:
+    """Asks a loaded adapter what the proof asks of `ServerControl`: a `ProofTarget`."""
 
     def __init__(self, control: ServerControl, name: str) -> None:
         self.url = control.url
@@ -53,47 +50,62 @@ class AdapterScores:
 
 
 @dataclass(frozen=True)
-class Served:
-    """An adapter that serves now. `transfer_s`: seconds to send and load it, without its proof."""
+class AdapterOutcome:
+    """An adapter that serves now.
+
+    Attributes:
+        transfer_s: Seconds to send and load it, without its proof.
+    """
 
     name: str
     transfer_s: float
     proof: ProofFigures
 
 
-async def publish_adapter(control: ServerControl, snapshot: Snapshot, proof: ServerProof, proven: str | None) -> Served:
-    """proven: the name of the adapter that was last proven on the server. Where the proof fails, the adapter is not
-    served, and the one before goes on.
+async def publish_adapter(
+    control: ServerControl, snapshot: Snapshot, proof: ServerProof, proven: str | None
+) -> AdapterOutcome:
+    """Publishes the adapter of `snapshot`. If its proof fails, the adapter before it goes on serving.
 
-    Raises `ControlError`, `TransferError`, `ProofFailed`.
+    Args:
+        proven: Name of the adapter that was last proven on the server, None before the first.
+
+    Raises:
+        ControlError: A call to the server failed.
+        TransferError: The server takes no adapters, or not this one.
+        ProofFailed: The server computes something else with it.
     """
     payload = await on_thread(lambda: snapshot.adapter)
     assert payload is not None, "the snapshot is not an adapter's"
     began = time.monotonic()
-    state = await _state(control)
+    state = await _adapters_state(control)
     before = state["served"]
     if before is not None:
-        await proof.look(AdapterScores(control, before), snapshot, known=before == proven)
+        await proof.look(AdapterTarget(control, before), snapshot, known=before == proven)
         began = time.monotonic()
     await have_loaded(control, payload, state)
     transfer_s = time.monotonic() - began
-    figures = await proof.prove(AdapterScores(control, payload.name), snapshot)
+    figures = await proof.prove(AdapterTarget(control, payload.name), snapshot)
     await control.serve_adapter(payload.name)
-    return Served(payload.name, transfer_s, figures)
+    return AdapterOutcome(payload.name, transfer_s, figures)
 
 
 async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:
-    """Send the adapter and have it loaded, unless it is; it serves nobody yet. state: what the server said of its
-    adapters, where it was asked.
+    """Sends the adapter and has it loaded, unless it is loaded. It serves nobody yet.
 
-    Raises `ControlError`, and `TransferError` where the server takes no adapter, or not this one.
+    Args:
+        state: The server's answer about its adapters, None to ask for it.
+
+    Raises:
+        ControlError: A call to the server failed.
+        TransferError: The server takes no adapters, or not this one.
     """
-    if payload.name not in (state or await _state(control))["loaded"]:
+    if payload.name not in (state or await _adapters_state(control))["loaded"]:
         await _send(control, payload)
         await _load(control, payload)
 
 
-async def _state(control: ServerControl) -> dict[str, Any]:
+async def _adapters_state(control: ServerControl) -> dict[str, Any]:
     try:
         state = await control.adapters()
     except ControlError as error:
@@ -103,7 +115,7 @@ async def _state(control: ServerControl) -> dict[str, Any]:
     if not state["enabled"]:
         raise TransferError(
             f"{control.url}: this server takes no adapters: start it with slipstream vllm run.toml and "
-            f"weight_sync.adapter_only = true, which gives it --enable-lora, {MERGED}"
+            f"weight_sync.adapter_only = true, which gives it --enable-lora, {REMEDY}"
         )
     return state
 
@@ -121,32 +133,33 @@ async def _load(control: ServerControl, payload: AdapterPayload) -> None:
     except ControlError as error:
         if error.status != 422:
             raise
-        raise TransferError(f"{error}; set [lora] to what vLLM serves, {MERGED}") from error
-
-
-logger = logging.getLogger(__name__)
+        raise TransferError(f"{error}; set [lora] to what vLLM serves, {REMEDY}") from error
 
 
 def adapter_refusal(config: RunConfig, snapshot: Snapshot) -> str | None:
-    """Why the first of the run's servers that answers does not take the adapter of `snapshot`. None: it does, or none
-    answers within `vllm.start_timeout_s`, which is for the publication to say. Blocks."""
-    return asyncio.run(_refusal(config, snapshot))
+    """Asks the run's servers whether they take the adapter of `snapshot`, until one answers. Blocks.
+
+    Returns:
+        Why that server does not take it. None if it does, or if none answers within `vllm.start_timeout_s`, which the
+        publication reports.
+    """
+    return asyncio.run(_find_refusal(config, snapshot))
 
 
-async def _refusal(config: RunConfig, snapshot: Snapshot) -> str | None:
-    for asked in asyncio.as_completed([_asked(config, url, snapshot) for url in config.vllm.urls]):
+async def _find_refusal(config: RunConfig, snapshot: Snapshot) -> str | None:
+    for asked in asyncio.as_completed([_try_load(config, url, snapshot) for url in config.vllm.urls]):
         try:
             await asked
         except TransferError as error:
             return str(error)
         except ControlError as error:
-            logger.info("not asked whether it takes adapters: %s", error)
+            logger.info("a server could not be asked whether it takes adapters: %s", error)
             continue
         return None
     return None
 
 
-async def _asked(config: RunConfig, url: str, snapshot: Snapshot) -> None:
+async def _try_load(config: RunConfig, url: str, snapshot: Snapshot) -> None:
     async with ServerControl(
         url, config.weight_sync.timeout_s, config.token_for("learner"), lambda: snapshot.run_id
     ) as control:

@@ -1,35 +1,27 @@
-"""What is decided about a server that is brought up to date. Pure: no I/O, and time comes in as an argument.
-
-A pause that a person asked for: nothing is published under it, and nothing sampled, until the person ends it.
-
-The server leaves service, also if it is up to date, so that the work that waits there goes on elsewhere. When the pause
-is over it is back without another publication: what was proven on it, it still holds.
-"""
+"""Decides whether a server lags too far behind, and how long to wait before another try. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
-from protocol.client import QueueRefused
-from protocol.messages import PAUSED_BY_PERSON, ServerState
-from weight_sync.fleet.queue_status import QueueReporter
-from weight_sync.server.answers import EngineState
+from protocol.messages import ServerState
 
 RETRY_PAUSE_S = 2.0
-
 MAX_PAUSE_S = 60.0
 
-# A server that is a version behind is not stale while it may only be a moment slower than the one that is ahead.
+# A server that is a version behind may only be a moment slower than the one ahead: for so long it is not stale.
 MIN_GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A server as the others are measured by it: `version` it serves, and the seconds that the publication of it
-    took."""
+    """A server, as far as others are compared with it.
+
+    Attributes:
+        version: The version that it serves, None before the first.
+        took_s: Seconds that the publication of `version` took.
+    """
 
     name: str
     state: ServerState
@@ -38,9 +30,13 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Behind:
-    """`versions` by which a server is behind the newest; `ahead`: the server that is closest to it. Where that is
-    `too_far`, and it has been behind for `grace_s` seconds, it is stale."""
+class Lag:
+    """How far a server is behind. It is stale when it is `too_far` behind for `grace_s` seconds.
+
+    Attributes:
+        versions: Versions between the server's and the newest.
+        ahead: Name of the server with the newest version that serves.
+    """
 
     versions: int
     ahead: str
@@ -48,12 +44,15 @@ class Behind:
     too_far: bool
 
 
-def behind(server: Standing, others: Iterable[Standing], newest: int, max_staleness: int) -> Behind | None:
-    """Whether a serving server is behind another serving one. max(1, K) versions or more behind the `newest` that the
-    learner has handed over, it would hold admission.
+def find_lag(server: Standing, others: Iterable[Standing], newest: int, max_staleness: int) -> Lag | None:
+    """Compares a serving server with the others that serve. Returns None where none of them is ahead.
 
-    It has as long again as the other one took, twice, before it leaves service: its requests would be given up for the
-    sake of milliseconds.
+    A server that is max(1, `max_staleness`) versions behind `newest` would hold up the admission of tickets. Its grace
+    period is twice what the publication to the server ahead took: leaving service aborts its requests, which a delay
+    of milliseconds does not justify.
+
+    Args:
+        newest: The newest version that the learner has handed over.
     """
     if server.state is not ServerState.SERVING or server.version is None:
         return None
@@ -63,45 +62,9 @@ def behind(server: Standing, others: Iterable[Standing], newest: int, max_stalen
         return None
     versions = max(newest, ahead.version) - server.version
     grace_s = max(MIN_GRACE_S, 2 * ahead.took_s)
-    return Behind(versions, ahead.name, grace_s, versions >= max(1, max_staleness))
+    return Lag(versions, ahead.name, grace_s, versions >= max(1, max_staleness))
 
 
 def retry_pause_s(failures: int) -> float:
-    """The pause after so many failures in a row; it doubles with each, up to a minute."""
+    """Returns the seconds to wait after so many failures in a row: doubled by each, at most `MAX_PAUSE_S`."""
     return min(MAX_PAUSE_S, RETRY_PAUSE_S * 2.0 ** max(0, min(failures, 30) - 1))
-
-
-logger = logging.getLogger(__name__)
-
-_S = ServerState
-
-
-class UserPause:
-    """`stands`: whether one did at the last look."""
-
-    def __init__(self, at_queue: QueueReporter) -> None:
-        self.stands = False
-        self._at_queue = at_queue
-
-    async def stands_in(self, state: EngineState) -> bool:
-        """Whether the engine is paused by a person; then the queue is told (nobody could prove a publication)."""
-        self.stands = state.paused and state.pause_owner == "person"
-        if self.stands:
-            if self._at_queue.server.state in (_S.JOINING, _S.DOWN):
-                await self._at_queue.try_to_tell(_S.SYNCING)
-            if self._at_queue.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
-                await self._at_queue.try_to_tell(_S.STALE, None, f"{PAUSED_BY_PERSON}: waits for POST /resume")
-        return self.stands
-
-    def was_all(self, state: EngineState, label: str) -> bool:
-        """Whether the server is out of service because of a pause alone, and holds the weights of this `label`."""
-        server = self._at_queue.server
-        was_paused = server.state is _S.STALE and (server.reason or "").startswith(PAUSED_BY_PERSON)
-        return was_paused and state.label == label and state.whole
-
-    async def ended(self, version: int) -> None:
-        """Back into service with `version`, which is proven there: a pause changes no weights (I5)."""
-        with suppress(QueueRefused):
-            await self._at_queue.tell(_S.SYNCING)
-            await self._at_queue.tell(_S.SERVING, version)
-            logger.info("%s serves again: its pause was ended", self._at_queue.server.name)

@@ -1,14 +1,7 @@
-"""Whether a vLLM server is one that a run can use: its flags, as it says them itself. Pure: who asks is elsewhere.
+"""Decides from a server's answers whether this run may use it: by flags, owner and the weights that it holds (I5).
 
-The probe of weight sync runs at temperature 1, so it is blind to log-probs of the wrong kind.
-
-Whether a server was started with flags that the run can use: asked of every server, whoever started it.
-
-Whose weights a server holds, by what it says of itself, and whether they are still what was proven there (I5).
-
-Pure decisions. `run_id`: of this learner's run, "" before it is known.
-
-Why this run may not use a server that answers: another name or another run has it, or its flags do not fit.
+Every server is asked, whoever started it. Flags matter beyond the proof: that runs at temperature 1, where log-probs of
+the wrong kind look right. `Eligibility` asks; everything else is pure.
 """
 
 from __future__ import annotations
@@ -26,14 +19,16 @@ from weight_sync.transports.registry import TRANSPORTS, backend
 
 # The release whose routes and internals weight sync was built and tried with.
 TRIED_VERSION = "0.32.0"
-
 LOGPROBS_MODE = "processed_logprobs"
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of its servers; None: it is not known, as where there is no run file. quantised: whether its
-    probe allows for a server that rounds its weights."""
+    """What a run wants of its servers. None: not known, as without a run file.
+
+    Attributes:
+        quantised: Whether the proof's tolerance allows for a server that rounds its weights.
+    """
 
     dtype: str | None = None
     max_model_len: int | None = None
@@ -42,23 +37,24 @@ class Wanted:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
+        """Reads them from a run file."""
         allows = config.weight_sync.probe_tolerance != "auto" or config.served_quantised
         return cls(config.served_dtype, config.vllm.max_model_len, config.weight_sync.transport, allows)
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """`what` is wrong, and the `flag` of vLLM's command line that mends it."""
+    """What is wrong with a server, and the `flag` of vLLM's command line that fixes it."""
 
     what: str
     flag: str
 
 
 def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
-    """What keeps a run from using the server, or would make its data wrong."""
+    """Finds the flags of a server that keep the run from using it, or would make its data wrong."""
     transport, length, dtype = wanted.transport, wanted.max_model_len, wanted.dtype
     known = {backend(name) for name in TRANSPORTS} if transport == "auto" else {backend(transport)}
-    faults = {
+    found = {
         Mismatch("it generates no tokens from tokens", "--enable-scale-out"): not facts.scale_out,
         Mismatch(
             f"its log-probs are {facts.logprobs_mode}, not those of the distribution that it samples from, which is "
@@ -89,52 +85,37 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
             f"--served-model-name {SERVED_MODEL_NAME}",
         ): facts.served_name not in (SERVED_MODEL_NAME, None),
     }
-    return [fault for fault, holds in faults.items() if holds]
+    return [mismatch for mismatch, holds in found.items() if holds]
 
 
-def describe_mismatches(faults: Sequence[Mismatch]) -> str:
-    """All of them, and the remedy."""
+def describe_mismatches(mismatches: Sequence[Mismatch]) -> str:
+    """Joins all of them, and the remedy, into one text."""
     return (
-        f"{'; '.join(fault.what for fault in faults)}; start it with: slipstream vllm run.toml, or with: "
-        f"{' '.join(fault.flag for fault in faults)}"
+        f"{'; '.join(one.what for one in mismatches)}; start it with: slipstream vllm run.toml, or with: "
+        f"{' '.join(one.flag for one in mismatches)}"
     )
 
 
-class Suitability:
-    """Of one server; each of its processes is asked once."""
-
-    def __init__(self, control: ServerControl, wanted: Wanted) -> None:
-        self._control = control
-        self._wanted = wanted
-        self._boot: str | None = None
-        self._fault: str | None = None
-
-    async def fault(self, boot: str) -> str | None:
-        """Why the run cannot use the process of this `boot`, and the remedy; None: it can. One that does not say its
-        flags is not used, and asked again."""
-        if boot == self._boot:
-            return self._fault
-        url = self._control.url
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                faults = judge(await self._control.facts(), self._wanted)
-        except (ControlError, TimeoutError) as error:
-            why = str(error) or f"{url}/slipstream/facts: no answer within {LOOK_TIMEOUT_S:g} s"
-            return f"it does not say with which flags it was started ({why}); start it with: slipstream vllm run.toml"
-        self._boot, self._fault = boot, f"{url}: {describe_mismatches(faults)}" if faults else None
-        return self._fault
-
-
 def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:
-    """Why the server at `url` is not this run's to use: another's learner controls it. None: none does."""
+    """Returns why the server at `url` is another run's, whose learner controls it; None if no other run's does.
+
+    Args:
+        run_id: This run's id, "" before it is known.
+    """
     if not run_id or state.owner in ("", run_id):
         return None
     return serves_another_run(url, state.owner, state.owner_silent_s)
 
 
-def what_became(state: EngineState, boot: str | None, ours: Container[str] | None, run_id: str) -> str | None:
-    """What became of the weights that were proven there; None where the server may hold them. boot: of the last look,
-    None before it; ours: labels that this learner may have put there, None before it has proven any."""
+def find_lost_weights(state: EngineState, boot: str | None, ours: Container[str] | None, run_id: str) -> str | None:
+    """Returns how the weights proven on a server were lost; None where the server may still hold them.
+
+    Args:
+        state: The server's answer just now.
+        boot: Its boot at the last look, None before.
+        ours: Labels that this learner may have put there, None before it has proven any.
+        run_id: This run's id.
+    """
     if boot is not None and state.boot != boot:
         return "it restarted"
     if ours is None or state.label in ours:
@@ -146,22 +127,48 @@ def what_became(state: EngineState, boot: str | None, ours: Container[str] | Non
 
 
 class Eligibility:
-    """Of one server. `reason`: as of the last look, None where the run may use it; `is_news`: whether it is another one
-    than at the look before."""
+    """Finds out whether the run may use one server. Each process of the server is asked for its flags once.
+
+    Attributes:
+        reason: Why the run may not use it, as of the last look; None if it may.
+        is_news: Whether the reason is another one than at the look before.
+    """
 
     def __init__(self, control: ServerControl, wanted: Wanted) -> None:
         self.reason: str | None = None
         self.is_news = False
         self._control = control
-        self._suitability = Suitability(control, wanted)
-        self._by: str | None = None
+        self._wanted = wanted
+        self._boot: str | None = None
+        self._mismatches: str | None = None
+        self._cause: str | None = None
 
     async def look(self, state: EngineState, claimed: str | None) -> str | None:
-        """The reason. claimed: why the server process cannot have its name, None if it can."""
+        """Returns why the run may not use the server, None if it may.
+
+        Args:
+            state: The server's answer just now.
+            claimed: Why the server process cannot have its name, None if it can.
+        """
         foreign = of_another_run(self._control.url, state, self._control.run_id)
-        self.reason = claimed or foreign or await self._suitability.fault(state.boot)
-        before = self._by
-        # The text on another run says how long ago its learner looked, which is no news.
-        self._by = state.owner if self.reason is not None and self.reason is foreign else self.reason
-        self.is_news = self._by != before
+        self.reason = claimed or foreign or await self._find_mismatches(state.boot)
+        before = self._cause
+        # The text about another run says how long ago its learner called, which is no news.
+        self._cause = state.owner if self.reason is not None and self.reason is foreign else self.reason
+        self.is_news = self._cause != before
         return self.reason
+
+    async def _find_mismatches(self, boot: str) -> str | None:
+        """Returns why the flags of the process `boot` do not fit, and the remedy. One that does not say them is not
+        used, and is asked again."""
+        if boot == self._boot:
+            return self._mismatches
+        url = self._control.url
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                found = judge(await self._control.facts(), self._wanted)
+        except (ControlError, TimeoutError) as error:
+            why = str(error) or f"{url}/slipstream/facts: no answer within {LOOK_TIMEOUT_S:g} s"
+            return f"it does not say with which flags it was started ({why}); start it with: slipstream vllm run.toml"
+        self._boot, self._mismatches = boot, f"{url}: {describe_mismatches(found)}" if found else None
+        return self._mismatches

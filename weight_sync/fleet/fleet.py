@@ -1,9 +1,7 @@
-"""All servers that the queue knows, each with a member and a task of its own; the registry is read again and again.
+"""Follows the queue's registry of servers and runs one task per server, which keeps that server up to date.
 
-What concerns more than one server is decided here: which is too far behind another (stale), which is registered twice,
-and when enough of them have a version.
-
-Keeps one server's task going, whatever ends it.
+No server waits for another. Only what concerns several servers is decided here: which one is too far behind (stale),
+which one is registered under two names, and when enough of them have a version.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from protocol import reasons
 from protocol.client import QueueClient, QueueError, QueueRefused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
-from weight_sync.fleet.decisions import Behind, Standing, behind
+from weight_sync.fleet.decisions import Lag, Standing, find_lag
 from weight_sync.fleet.eligibility import Wanted
 from weight_sync.fleet.member import Member
 from weight_sync.fleet.publications import Publications, ServerFigures
@@ -31,59 +29,34 @@ from weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-# After a failure of the queue, which concerns all servers.
+# How often the registry is read, for servers that join, leave or register again.
+READ_EVERY_S = 1.0
+
+# How long a server waits for a snapshot while others still publish older ones, and how long these then have to end.
+MAX_ROOM_WAIT_S = 1.0
+GIVE_UP_WITHIN_S = 5.0
+
+# Pause after a failure of the queue, which concerns all servers.
 QUEUE_PAUSE_S = 1.0
 
-# Failures in a row that nobody foresaw, of one server's task, after which it is a bug that ends the learner.
-MAX_BUGS = 6
-
-BUG_PAUSE_S = 2.0
+# Unexpected failures in a row of one server's task after which the learner ends; the pause doubles with each.
+MAX_UNEXPECTED_FAILURES = 6
+FAILURE_PAUSE_S = 2.0
 
 
 class FleetBroken(RuntimeError):
-    """A server's task failed again and again in a way that nobody foresaw."""
-
-
-async def run_forever(
-    member: Member, troubled: Callable[[QueueError], None], on_failure: Callable[[BaseException], None]
-) -> None:
-    """A bug in one server's task holds up no other; one that comes back at once, again and again, ends the learner:
-    a run whose only server is not brought up to date would stand still, and nobody would know why."""
-    bugs = 0
-    while True:
-        began = time.monotonic()
-        try:
-            await member.run()
-        except QueueError as error:
-            troubled(error)
-            pause_s = QUEUE_PAUSE_S
-        except Exception as error:
-            bugs = bugs + 1 if time.monotonic() - began < 60 else 1
-            logger.exception("%s cannot be brought up to date (failure %d)", member.name, bugs)
-            if bugs == MAX_BUGS:
-                failure = FleetBroken(
-                    f"{member.name} could not be brought up to date {bugs} times in a row; the last time: "
-                    f"{type(error).__name__}: {error}"
-                )
-                failure.__cause__ = error
-                on_failure(failure)
-                return
-            pause_s = BUG_PAUSE_S * 2**bugs
-        await asyncio.sleep(pause_s)
-
-
-# How often the registry is read, for servers that join, leave or register anew.
-READ_EVERY_S = 1.0
-
-# How long a server waits for room that others take up with an older version, and how long they have to give it free.
-HELD_S = 1.0
-
-LET_GO_S = 5.0
+    """The task of one server failed unexpectedly `MAX_UNEXPECTED_FAILURES` times in a row."""
 
 
 class Fleet:
-    """Use it as an async context manager around `run`. `session` tells the learner's session at the queue, `run_id` the
-    run's id, "" before they are known; `on_failure` is called with what ends the fleet's work."""
+    """All servers that the queue knows. Use it as an async context manager around `run`.
+
+    Attributes:
+        members: The servers, by name.
+        publications: What became of each version.
+        queue_error: The queue's newest error, None while it answers.
+        changed: Set, and replaced by a new event, whenever a server or the queue's health has changed.
+    """
 
     def __init__(
         self,
@@ -95,9 +68,18 @@ class Fleet:
         on_failure: Callable[[BaseException], None],
         run_id: Callable[[], str] = lambda: "",
     ) -> None:
+        """Takes what all members share.
+
+        Args:
+            make_transport: Makes a transport for each connection to a server.
+            session: Returns the learner's session at the queue, None before it is known.
+            snapshots: Source of the newest weights; its `freed` is set here.
+            on_failure: Called with the error that ends the fleet's work.
+            run_id: Returns the run's id, "" before it is known.
+        """
         self.members: dict[str, Member] = {}
         self.publications = Publications(config.weight_sync.quorum)
-        self.trouble: QueueError | None = None
+        self.queue_error: QueueError | None = None
         self.changed = asyncio.Event()
         self._config = config
         self._wanted = Wanted.of(config)
@@ -120,71 +102,76 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """As they end, tasks resume servers, or take them out of service, for which they need the connections."""
+        """Ends all members while connections are open: a task that ends resumes its server, or quarantines it."""
         for name in [*self.members]:
-            self._leaves(name)
+            self._remove(name)
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     def handed(self, version: int, snapshot_s: float) -> None:
-        """A version is there to be published."""
+        """Starts the publication of a version whose snapshot is filled.
+
+        Args:
+            snapshot_s: Seconds that the learner waited for the copy.
+        """
         self.publications.handed(version, snapshot_s)
         self._read.set()
         for member in self.members.values():
             if self.publications.counted is None:
-                member.try_afresh()
+                member.reset_failures()
             member.wake()
 
     async def run(self) -> None:
-        """For ever: follow the registry, and take servers that are too far behind out of service."""
+        """Follows the registry and takes servers that are too far behind out of service. Runs until cancelled."""
         while True:
             self._read.clear()
             try:
-                await self._follow()
-                await self._judge()
-                self._make_room()
-                self._heals()
+                await self._read_registry()
+                await self._mark_stale()
+                self._free_snapshots()
+                self._note_recovery()
             except QueueError as error:
-                self._is_troubled(error)
+                self._note_queue_error(error)
             except Exception as error:
-                # Nobody would follow the registry any more, and a run without a server would stand still.
+                # Without this task no server could join, and the run would stand still without a cause.
                 logger.exception("the registry of servers cannot be followed")
                 self._on_failure(error)
                 return
             with suppress(TimeoutError):
-                async with asyncio.timeout(min(READ_EVERY_S, self._next_judgement_s())):
+                async with asyncio.timeout(min(READ_EVERY_S, self._next_check_s())):
                     await self._read.wait()
 
-    def standing(self) -> str:
-        """How each server that is not up to date stands, for people."""
-        said = [
-            f"{name} ({', '.join(filter(None, [member.server.state, member.told_wait]))})"
+    def describe_waits(self) -> str:
+        """Describes each server that is not up to date, for people."""
+        waiting = [
+            f"{name} ({', '.join(filter(None, [member.server.state, member.wait_text]))})"
             for name, member in sorted(self.members.items())
             if not member.up_to_date
         ]
-        return "; ".join(said) or ("all servers have it" if self.members else "the queue knows no server")
+        return "; ".join(waiting) or ("all servers have it" if self.members else "the queue knows no server")
 
-    def reasons(self, version: int) -> str:
-        """Why the servers that do not have a version do not, for an error."""
+    def describe_missing(self, version: int) -> str:
+        """Explains for each server without `version` why it does not have it, for an error."""
         failed = self.publications.why_failed(version)
-        said = [
+        missing = [
             failed.get(name)
-            or f"{name} is {member.server.state}: {member.not_up or member.waits_for or member.server.url}"
+            or f"{name} is {member.server.state}: {member.start_text or member.waits_for or member.server.url}"
             for name, member in sorted(self.members.items())
             if member.version != version
         ]
-        return "; ".join(said) or "the queue knows no server"
+        return "; ".join(missing) or "the queue knows no server"
 
     def all_failed(self, times: int) -> bool:
-        """Whether every server answers, and has failed so often in a row."""
+        """Returns whether every server answers and has failed `times` times in a row."""
         return bool(self.members) and all(
             member.answers and member.failures >= times for member in self.members.values()
         )
 
     @property
-    def paused_by_person(self) -> bool:
-        return any(member.persons_pause.stands for member in self.members.values())
+    def paused_by_user(self) -> bool:
+        """Whether a person has paused one of the servers."""
+        return any(member.user_pause.active for member in self.members.values())
 
-    # What members ask.
+    # The methods of `FleetView`, which members call.
 
     def claim(self, boot: str, name: str) -> str | None:
         if not boot:
@@ -200,45 +187,47 @@ class Fleet:
         served = {name: of.server.version for name, of in self.members.items()}
         if self.publications.proven(member.name, version, figures, served):
             logger.debug("version %d counts: %s have it", version, self.publications.reached(version))
-        self._news()
+        self._notify()
         self._read.set()
 
     def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
-        found = self._behind(Standing(member.name, ServerState.SERVING, version))
+        found = self._lag_of(Standing(member.name, ServerState.SERVING, version))
         return found is not None and found.too_far and took_s > found.grace_s
 
-    def _behind(self, standing: Standing) -> Behind | None:
-        standings, newest = [member.standing for member in self.members.values()], self._snapshots.newest
+    def _lag_of(self, standing: Standing) -> Lag | None:
+        standings = [member.standing for member in self.members.values()]
+        newest = self._snapshots.newest
         version = newest.version if newest is not None else 0
-        return behind(standing, standings, version, self._config.queue.max_staleness)
+        return find_lag(standing, standings, version, self._config.queue.max_staleness)
 
-    def _news(self) -> None:
+    def _notify(self) -> None:
         self.changed.set()
         self.changed = asyncio.Event()
 
-    async def _follow(self) -> None:
-        """Take the registry over."""
-        told = {name: member.at_queue.told for name, member in self.members.items()}
+    async def _read_registry(self) -> None:
+        """Adds and removes members as the registry says, and hands them what somebody else changed there."""
+        updates = {name: member.reporter.updates for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
             member = self.members.get(name)
             if name in self._leaving:
-                continue  # another server of this name: it comes when the one before has gone
+                continue  # another server of this name: it is added once the one before has gone
             if member is not None and member.server.url != server.url:
-                self._leaves(name)
+                self._remove(name)
             elif member is None:
-                await self._came(server)
+                await self._add(server)
             elif (
-                member.at_queue.told == told.get(name)
-                and not member.at_queue.told % 2
-                and _differs(member.server, server)
+                # Our own update may have been on its way while the registry was read (odd: it still is).
+                member.reporter.updates == updates.get(name)
+                and not member.reporter.updates % 2
+                and _was_changed(member.server, server)
             ):
-                member.registered_anew(server)
+                member.take_registration(server)
         for name in [*self.members]:
             if name not in known and name not in self._leaving:
-                self._leaves(name)
+                self._remove(name)
 
-    async def _came(self, server: Server) -> None:
+    async def _add(self, server: Server) -> None:
         section = self._config.weight_sync
         config = self._config
         stack = self._controls[server.name] = AsyncExitStack()
@@ -253,15 +242,15 @@ class Fleet:
         )
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(
-            run_forever(member, self._is_troubled, self._on_failure), name=f"server {server.name}"
+            run_forever(member, self._note_queue_error, self._on_failure), name=f"server {server.name}"
         )
 
-    def _leaves(self, name: str) -> None:
-        """End a member in the background: a server that hangs must not hold up the others."""
+    def _remove(self, name: str) -> None:
+        """Ends a member in the background, so that a server that hangs holds up no other."""
         if name not in self._leaving:
-            self._leaving[name] = asyncio.create_task(self._left(name), name=f"server {name} leaves")
+            self._leaving[name] = asyncio.create_task(self._end_member(name), name=f"server {name} leaves")
 
-    async def _left(self, name: str) -> None:
+    async def _end_member(self, name: str) -> None:
         task, member = self._tasks.pop(name), self.members[name]
         try:
             task.cancel()
@@ -270,17 +259,17 @@ class Fleet:
             await self._controls.pop(name).aclose()
         finally:
             del self.members[name], self._leaving[name]
-            self._news()
+            self._notify()
             self._read.set()
 
     async def _put(self, server: Server) -> Server:
         return await self._client.put_server(server, self._session())
 
-    async def _judge(self) -> None:
-        """Take servers out of service that hold admission for the others (stale)."""
+    async def _mark_stale(self) -> None:
+        """Takes servers out of service whose lag would hold up the admission of tickets (stale)."""
         now = time.monotonic()
         for member in [*self.members.values()]:
-            found = self._behind(member.standing)
+            found = self._lag_of(member.standing)
             if found is None:
                 member.behind_since = None
                 continue
@@ -289,39 +278,74 @@ class Fleet:
                 doing = f"; it waits for {member.waits_for}" if member.waits_for else ""
                 reason = f"{found.versions} versions behind, unlike {found.ahead}{doing}"
                 with suppress(QueueRefused):
-                    await member.at_queue.tell(ServerState.STALE, None, reason)
+                    await member.reporter.tell(ServerState.STALE, None, reason)
 
-    def _make_room(self) -> None:
-        """Servers that hold an old version, and so keep others from the newest, have to let go of it."""
-        names = self._snapshots.held_up(HELD_S)
+    def _free_snapshots(self) -> None:
+        """Ends publications of old versions whose snapshots keep other servers from the newest."""
+        names = self._snapshots.held_up(MAX_ROOM_WAIT_S)
         for name in names:
             if (member := self.members.get(name)) is not None:
-                member.under_way.let_go()
-        if names and self._snapshots.held_up(HELD_S + LET_GO_S):
+                member.attempt.give_up()
+        if names and self._snapshots.held_up(MAX_ROOM_WAIT_S + GIVE_UP_WITHIN_S):
             version = self._snapshots.forget_oldest()
-            logger.error("%s did not let go of version %d within %g s", ", ".join(names), version, LET_GO_S)
+            logger.error("%s did not let go of version %d within %g s", ", ".join(names), version, GIVE_UP_WITHIN_S)
 
     def _wake_all(self) -> None:
         for member in self.members.values():
             member.wake()
 
-    def _next_judgement_s(self) -> float:
-        """Soon, while somebody's grace runs."""
+    def _next_check_s(self) -> float:
+        """Seconds until the next check: few while a server's grace period runs."""
         return 0.1 if any(member.behind_since is not None for member in self.members.values()) else READ_EVERY_S
 
-    def _is_troubled(self, error: QueueError) -> None:
+    def _note_queue_error(self, error: QueueError) -> None:
         if isinstance(error, QueueRefused) and error.reason == reasons.SESSION_SUPERSEDED:
             self._on_failure(error)
-        if self.trouble is None:
+        if self.queue_error is None:
             logger.warning("the servers cannot be brought up to date: %s", error)
-        self.trouble = error
-        self._news()
+        self.queue_error = error
+        self._notify()
 
-    def _heals(self) -> None:
-        if self.trouble is not None:
+    def _note_recovery(self) -> None:
+        if self.queue_error is not None:
             logger.info("the queue answers again: the servers are brought up to date")
-        self.trouble = None
+        self.queue_error = None
 
 
-def _differs(ours: Server, theirs: Server) -> bool:
+def _was_changed(ours: Server, theirs: Server) -> bool:
     return (ours.state, ours.version, ours.changed_at) != (theirs.state, theirs.version, theirs.changed_at)
+
+
+async def run_forever(
+    member: Member, on_queue_error: Callable[[QueueError], None], on_failure: Callable[[BaseException], None]
+) -> None:
+    """Runs one server's task again after each error, with a pause. Runs until cancelled.
+
+    An unexpected error holds up no other server. After `MAX_UNEXPECTED_FAILURES` in quick succession the learner ends:
+    a run whose only server is never updated would stand still, and nobody would know why.
+
+    Args:
+        on_queue_error: Called with each error of the queue.
+        on_failure: Called with `FleetBroken` at the end.
+    """
+    failures = 0
+    while True:
+        began = time.monotonic()
+        try:
+            await member.run()
+        except QueueError as error:
+            on_queue_error(error)
+            pause_s = QUEUE_PAUSE_S
+        except Exception as error:
+            failures = failures + 1 if time.monotonic() - began < 60 else 1
+            logger.exception("%s cannot be brought up to date (failure %d)", member.name, failures)
+            if failures == MAX_UNEXPECTED_FAILURES:
+                failure = FleetBroken(
+                    f"{member.name} could not be brought up to date {failures} times in a row; the last time: "
+                    f"{type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                on_failure(failure)
+                return
+            pause_s = FAILURE_PAUSE_S * 2**failures
+        await asyncio.sleep(pause_s)

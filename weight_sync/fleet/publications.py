@@ -1,4 +1,4 @@
-"""What became of each version: its publication counts when a quorum of servers has it, or it is overtaken."""
+"""Records what became of each version: its publication counts when a quorum of servers has it, or it is overtaken."""
 
 from __future__ import annotations
 
@@ -8,15 +8,24 @@ from dataclasses import dataclass, field
 from weight_sync.fleet.server_publication import Outcome
 from weight_sync.transports.base import Sent
 
-# Of publications that counted, the newest ones, to which slower servers are still added.
+# Publications that counted to which slower servers are still added: the newest ones.
 _KEPT = 16
 
 
 @dataclass(frozen=True)
 class ServerFigures:
-    """One server's part in a publication, in seconds: `transfer_s` and `pause_s` as in `server_sync.Outcome`; `took_s`
-    from its first call to its proof; `probe_max_abs_diff` in nats. `sent_bytes`, `whole_bytes` and `share_changed` as
-    in `transports.base.Sent`, 0 and None where the transport does not tell; `transport`: what brought it."""
+    """One server's part in a publication.
+
+    Attributes:
+        transfer_s: Seconds beside generation.
+        pause_s: Seconds in which generation stood still.
+        took_s: Seconds from the first call to the proof.
+        probe_max_abs_diff: Largest difference of a log-prob of the probe, in nats.
+        sent_bytes: Bytes that were sent; 0 where the transport does not tell.
+        whole_bytes: Bytes of the whole snapshot; 0 where the transport does not tell.
+        share_changed: Share of values that a delta changed, 0 to 1; None without a delta.
+        transport: What brought it, None where the server did not say so.
+    """
 
     transfer_s: float
     pause_s: float
@@ -29,6 +38,7 @@ class ServerFigures:
 
     @classmethod
     def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerFigures:
+        """Takes them from a publication's outcome."""
         sent = outcome.sent or Sent(0, 0)
         return cls(
             *(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff),
@@ -39,14 +49,22 @@ class ServerFigures:
 
 @dataclass
 class PublishRecord:
-    """One publication, in seconds: `snapshot_s` to copy the weights; `blocked_s`, the learner's wait, copy included;
-    `transfer_s` and `pause_s` of the slowest server (see `server_sync.Outcome`). `probe_max_abs_diff`: the largest of
-    all servers. `sent_bytes` to all servers, where everything would be `whole_bytes`; `share_changed`: the largest
-    share of values that a delta had, None without one. `servers_failed`: the reason by server name.
+    """One publication. It counts, and is in the records, once a quorum has it; later servers are added to it.
 
-    It counts, and is in the records, once a quorum has it; servers that get the version later are added to it.
-    `servers`: the figures of each; `lag`: versions by which each other server was behind when it counted; `skipped`:
-    versions before it that were overtaken and reached no quorum.
+    Attributes:
+        snapshot_s: Seconds to copy the weights.
+        blocked_s: Seconds that the learner waited, the copy included.
+        transfer_s: Seconds beside generation, of the slowest server.
+        pause_s: Seconds in which generation stood still, of the slowest server.
+        probe_max_abs_diff: Largest of all servers, in nats.
+        servers_ok: Names of the servers that have it, sorted.
+        servers_failed: Newest reason by server name.
+        servers: Figures by server name.
+        lag: Versions by which each other server was behind when it counted.
+        skipped: Versions before it that were overtaken and reached no quorum.
+        sent_bytes: Bytes sent to all servers.
+        whole_bytes: Bytes if each had been sent the whole snapshot.
+        share_changed: Largest share of values that a delta changed, 0 to 1; None without a delta.
     """
 
     version: int
@@ -65,6 +83,7 @@ class PublishRecord:
     share_changed: float | None = None
 
     def add(self, name: str, figures: ServerFigures) -> None:
+        """Adds a server that has the version, or replaces its figures."""
         before = self.servers.get(name)
         self.servers[name] = figures
         self.sent_bytes += figures.sent_bytes - (before.sent_bytes if before else 0)
@@ -81,7 +100,13 @@ class PublishRecord:
 
 
 class Publications:
-    """`records`: those that counted, in the order in which they did; `quorum`: servers that make one count."""
+    """The publications of one learner.
+
+    Attributes:
+        quorum: Number of servers that make a publication count.
+        records: Those that counted, in that order.
+        counted: The newest version that counted, None before the first.
+    """
 
     def __init__(self, quorum: int) -> None:
         self.quorum = quorum
@@ -90,23 +115,28 @@ class Publications:
         self._known: dict[int, PublishRecord] = {}
 
     def reached(self, version: int) -> list[str]:
-        """The servers that have a version."""
+        """Returns the names of the servers that have `version`."""
         return self._known[version].servers_ok if version in self._known else []
 
     def handed(self, version: int, snapshot_s: float) -> None:
-        """The learner waited for the copy alone."""
+        """Begins the record of a version. The learner waited for the copy only: `snapshot_s` seconds."""
         self._known[version] = PublishRecord(version, snapshot_s, blocked_s=snapshot_s)
 
     def why_failed(self, version: int) -> dict[str, str]:
-        """The newest reason by server."""
+        """Returns the newest reason by server name."""
         return dict(self._known[version].servers_failed) if version in self._known else {}
 
     def failed(self, name: str, version: int, reason: str) -> None:
+        """Notes why a server does not have a version."""
         if (record := self._known.get(version)) is not None and name not in record.servers:
             record.servers_failed[name] = reason
 
     def proven(self, name: str, version: int, figures: ServerFigures, served: Mapping[str, int | None]) -> bool:
-        """A server has a version; whether the publication counts by that. `served`: what each other server has."""
+        """Adds a server to a version's record. Returns whether the publication counts from now on.
+
+        Args:
+            served: The version that each server serves, by name; None before its first.
+        """
         record = self._known.get(version)
         if record is None:
             return False
@@ -126,5 +156,5 @@ class Publications:
         return True
 
     def give_up(self) -> None:
-        """What is in flight reaches no quorum, and nobody waits for it any more."""
+        """Forgets the versions that have not counted: nobody waits for them any more."""
         self._known = {of: each for of, each in self._known.items() if self.counted is not None and of <= self.counted}

@@ -1,4 +1,4 @@
-"""What the queue is told of one server, and what it knows: one line of the log for each state."""
+"""Keeps the queue's record of one server up to date. Each change of state is one line of the log."""
 
 from __future__ import annotations
 
@@ -8,65 +8,79 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from protocol.client import QueueError, QueueRefused
-from protocol.messages import Server, ServerState
+from protocol.messages import PAUSED_BY_PERSON, Server, ServerState
 from weight_sync.server.answers import EngineState
 from weight_sync.transports.registry import of_backend
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# How long a publication that is cancelled tries to take a server out of service.
+# How long a publication that was cancelled tries to take its server out of service.
 QUARANTINE_TIMEOUT_S = 5.0
 
-# In place of a transport's name.
+# Stands where a transport's name would.
 ADAPTER = "adapter"
-
 _S = ServerState
 
 Put = Callable[[Server], Awaitable[Server]]
 
 
-def way_to(state: EngineState, newest: Snapshot | None) -> str:
-    """How weights travel to a server: an adapter alone takes the server's own routes, whatever its transport is."""
+def transport_to(state: EngineState, newest: Snapshot | None) -> str:
+    """Returns the name of what brings `newest` to a server. An adapter takes its own routes, whatever the transport."""
     if newest is not None and newest.adapter_config is not None:
         return ADAPTER
     return of_backend(state.transport) or state.transport
 
 
 class QueueReporter:
-    """`server`: as the queue knows it; `told` grows before and after each call, so that an answer to an older question
-    can be told from a newer state; `transport`: how weights travel to it, None while it has not said so."""
+    """Tells the queue the state of one server.
+
+    Attributes:
+        server: The server as the queue knows it.
+        updates: Grows before and after each call, so it is odd during one. A registry that was read across a call is
+            older than `server`.
+        transport: How weights travel to the server, None while it has not said so.
+    """
 
     def __init__(self, server: Server, put: Put) -> None:
         self.server = server
-        self.told = 0
+        self.updates = 0
         self.transport: str | None = None
         self._settled_at: float | None = None
         self._put = put
 
     async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """Tell the queue, unless it knows. Raises `QueueError`; `Refused` where it knows better."""
+        """Tells the queue a state that it does not know yet.
+
+        Args:
+            version: The version that the state is about, None to leave it.
+            reason: Why, for people.
+
+        Raises:
+            QueueRefused: The state does not follow from the one that the queue has.
+            QueueError: The queue failed.
+        """
         known = self.server
         if (known.state, known.reason) == (state, reason) and version in (None, known.version):
             return
         if known.state is not state and state is not _S.SERVING:
             level = logging.INFO if state in (_S.SYNCING, _S.JOINING) else logging.WARNING
             logger.log(level, "%s at %s is %s%s", known.name, known.url, state, f": {reason}" if reason else "")
-        self.told += 1
+        self.updates += 1
         try:
             self.server = await self._put(
                 Server(known.name, known.url, state, version, reason, transport=self.transport)
             )
         finally:
-            self.told += 1
+            self.updates += 1
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """`tell`, where a refusal means that the registry has changed, which is looked at soon."""
+        """Calls `tell` and ignores a refusal: the registry has changed, and is read again soon."""
         with suppress(QueueRefused):
             await self.tell(state, version, reason)
 
     async def settled(self) -> None:
-        """Tell the queue, once a drain, that no version is on its way to a server that drains: it may leave."""
+        """Tells the queue, once for each drain, that the draining server may leave: no version is on its way to it."""
         began = self.server.changed_at
         if self._settled_at != began:
             with suppress(QueueRefused):
@@ -74,7 +88,11 @@ class QueueReporter:
             self._settled_at = began
 
     async def quarantine(self, version: int, reason: str) -> None:
-        """One that is quarantined stays so: it is distrusted from the first version that failed on."""
+        """Takes the server out of service. One in quarantine keeps the first failed version: distrust begins there.
+
+        Args:
+            version: The version that failed.
+        """
         if self.server.state is _S.QUARANTINED:
             return
         if self.server.state not in (_S.SYNCING, _S.SERVING, _S.DRAINING):
@@ -84,8 +102,12 @@ class QueueReporter:
     async def publication_failed(
         self, snapshot: Snapshot, reason: str, must_leave: bool, now: EngineState | None
     ) -> None:
-        """What a failed publication leaves the server in, which is as it says `now`; None: it does not answer.
-        must_leave: its proof failed, or it is left paused."""
+        """Tells the queue the state that a failed publication leaves the server in.
+
+        Args:
+            must_leave: Whether its proof failed, or it is left paused.
+            now: The server's own status after the failure, None if it does not answer.
+        """
         if must_leave:
             await self.quarantine(snapshot.version, reason)
         elif now is not None and now.label == snapshot.label:
@@ -93,7 +115,7 @@ class QueueReporter:
         elif now is not None and not now.whole:
             await self.quarantine(snapshot.version, reason)
         elif self.server.state is _S.SERVING:
-            # It serves on with what was proven; if it falls too far behind, it is stale.
+            # It goes on with its proven version; the fleet marks it stale if that falls too far behind.
             logger.warning("%s keeps version %s: %s", self.server.name, self.server.version, reason)
         elif self.server.state not in (_S.QUARANTINED, _S.DRAINING):
             if self.server.state is _S.DOWN:
@@ -101,7 +123,7 @@ class QueueReporter:
             await self.try_to_tell(_S.STALE, None, reason)
 
     async def leave_quarantined(self, version: int) -> None:
-        """Take a server that is left paused out of service (I6), if the queue answers in time."""
+        """Quarantines a server that is left paused (I6), if the queue answers in time."""
         server = self.server
         reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
         try:
@@ -109,3 +131,41 @@ class QueueReporter:
                 await self.quarantine(version, reason)
         except (QueueError, TimeoutError) as error:
             logger.error("%s is left paused and could not be quarantined: %s", server.name, error or "no answer")
+
+
+class UserPause:
+    """A pause that a person asked for: until the person ends it nothing is published or sampled.
+
+    The server leaves service even if it is up to date, so that waiting work moves to others. After the pause it serves
+    again without a publication: it still holds what was proven on it.
+
+    Attributes:
+        active: Whether the server was paused by a person at the last look.
+    """
+
+    def __init__(self, reporter: QueueReporter) -> None:
+        self.active = False
+        self._reporter = reporter
+
+    async def look(self, state: EngineState) -> bool:
+        """Returns whether a person has paused the engine. Tells the queue if so: no publication could be proven."""
+        self.active = state.paused and state.pause_owner == "person"
+        if self.active:
+            if self._reporter.server.state in (_S.JOINING, _S.DOWN):
+                await self._reporter.try_to_tell(_S.SYNCING)
+            if self._reporter.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
+                await self._reporter.try_to_tell(_S.STALE, None, f"{PAUSED_BY_PERSON}: waits for POST /resume")
+        return self.active
+
+    def is_only_obstacle(self, state: EngineState, label: str) -> bool:
+        """Returns whether a pause alone keeps the server out of service, and it holds the weights of `label`."""
+        server = self._reporter.server
+        was_paused = server.state is _S.STALE and (server.reason or "").startswith(PAUSED_BY_PERSON)
+        return was_paused and state.label == label and state.whole
+
+    async def end(self, version: int) -> None:
+        """Puts the server back into service with `version`, proven before the pause, which changes no weights (I5)."""
+        with suppress(QueueRefused):
+            await self._reporter.tell(_S.SYNCING)
+            await self._reporter.tell(_S.SERVING, version)
+            logger.info("%s serves again: its pause was ended", self._reporter.server.name)

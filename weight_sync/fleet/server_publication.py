@@ -1,9 +1,8 @@
-"""One version onto one server: transport, proof by probe, and what each outcome leaves behind.
+"""Publishes one version to one server: by its transport, then the proof.
 
-New weights count only when the proof holds. After an error a server with a transport that stages goes on generating
-(I6); with one that loads in place it stays paused, and a publication that succeeds resumes it.
-
-One server's publication while it is under way: bounded in time, watched, and given up for a newer version.
+New weights count only when the proof holds. After an error, a server whose transport stages goes on generating (I6);
+one that loads in place stays paused until a publication succeeds. A running publication is bounded in time, watched,
+and given up for a newer version.
 """
 
 from __future__ import annotations
@@ -25,11 +24,20 @@ from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
+PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)
+
+# How often a server is asked for its state, to notice a restart, and an engine that hangs in a publication.
+LOOK_EVERY_S = 2.0
+
 
 @dataclass(frozen=True)
 class Outcome:
-    """One publication to one server. Seconds: `transfer_s` beside generation, `pause_s` without it (an in-place
-    transport's transfer included); `proof`: what the proof found; `sent`: in bytes."""
+    """What one publication to one server took, and what its proof found.
+
+    Attributes:
+        transfer_s: Seconds beside generation.
+        pause_s: Seconds in which generation stood still; those of an in-place transport include its transfer.
+    """
 
     transfer_s: float
     pause_s: float
@@ -38,15 +46,16 @@ class Outcome:
 
     @property
     def probe_max_abs_diff(self) -> float:
-        """The probe's largest difference in log-prob, in nats."""
+        """Largest difference of a log-prob of the probe, in nats."""
         return self.proof.max_abs_diff
 
 
 class ServerSync:
-    """Keeps the connection to one server, and knows which version it last proved there.
+    """Keeps the connection to one server and publishes over it.
 
-    `left_paused`: the server may stand still, with a half-loaded model, and must not serve until a publication
-    succeeds.
+    Attributes:
+        left_paused: Whether the server may stand still with a half-loaded model. It must not serve then until a
+            publication succeeds.
     """
 
     def __init__(
@@ -57,8 +66,13 @@ class ServerSync:
         dtype: str = "float32",
         rounds_more: bool = False,
     ) -> None:
-        """`tolerance`: the largest `probe_max_abs_diff` that proves a version, in nats; `dtype`: what the server
-        computes in; `rounds_more`: whether it is quantised."""
+        """Takes the server's routes, and what its proof allows.
+
+        Args:
+            tolerance: Largest `probe_max_abs_diff` that proves a version, in nats.
+            dtype: Type that the server computes in.
+            rounds_more: Whether the server is quantised.
+        """
         self.control = control
         self.proof = ServerProof(tolerance, dtype, rounds_more)
         self.left_paused = False
@@ -67,12 +81,14 @@ class ServerSync:
         self._proven: str | None = None
         self._boot: str | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self._transport is not None
-
     async def publish(self, snapshot: Snapshot) -> Outcome:
-        """Raises one of `PUBLISH_ERRORS`; the next call then starts from a new connection."""
+        """Brings `snapshot` to the server and proves it. After an error the next call starts with a new connection.
+
+        Raises:
+            ControlError: A call to the server failed.
+            TransferError: The weights did not arrive whole.
+            ProofFailed: The server computes with other weights.
+        """
         try:
             return await self._publish(snapshot)
         except BaseException:
@@ -80,6 +96,7 @@ class ServerSync:
             raise
 
     async def disconnect(self) -> None:
+        """Closes the transport, if there is one."""
         transport, self._transport, self._proven = self._transport, None, None
         if transport is not None:
             await transport.close()
@@ -90,12 +107,13 @@ class ServerSync:
             self._proven = served.name
             return Outcome(served.transfer_s, 0.0, served.proof, Sent.of(snapshot))
         transport = await self._connect()
-        # Prefixes are kept apart by version; only another learner may have used the same numbers before.
+        # The cache tells versions apart, so only the first publication clears it: an earlier learner may have used the
+        # same numbers.
         looked = asyncio.Event()
         pause = Pause(self.control, self._proven is None, transport.stages, looked, self.left_paused)
         began = time.monotonic()
         try:
-            # The look at what serves before the swap costs no time beside the transfer.
+            # Beside the transfer it costs no time to ask what the server computes before the swap.
             await gather_two(self._look(snapshot, looked), transport.publish(self.control, snapshot, pause))
         finally:
             self.left_paused = pause.left_paused
@@ -110,7 +128,7 @@ class ServerSync:
         looked.set()
 
     async def _connect(self) -> Transport:
-        """The transport, new if there is none or if the server is not as the last publication left it."""
+        """Returns the transport: a new one if there is none, or the server is not as the last publication left it."""
         state = await self._alive()
         if self._transport is not None:
             if (state.boot, state.label) == (self._boot, self._proven):
@@ -126,8 +144,11 @@ class ServerSync:
         return transport
 
     async def _alive(self) -> EngineState:
-        """What the server says of itself. Raises `ControlError` where its engine does not answer, or it serves another
-        run."""
+        """Returns the server's status.
+
+        Raises:
+            ControlError: Its engine does not answer, or it serves another run.
+        """
         state = await self.control.state()
         if not state.alive:
             raise ControlError(f"{self.control.url}: {state.reason or 'the engine does not answer'}")
@@ -136,34 +157,41 @@ class ServerSync:
         return state
 
 
-PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)
-
-# A server that is up to date is looked at so often, to notice that it restarted; others as often at first.
-LOOK_EVERY_S = 2.0
-
-
 class PublicationAttempt:
-    """At most one publication at a time. `heard`: takes why the engine gives no answer, None where it does,
-    and when it was asked;
-    `given_up`: whether the last one was, by `let_go`."""
+    """Runs one publication at a time, bounded by a time-out, and watches the engine meanwhile.
+
+    Attributes:
+        given_up: Whether the last publication was ended by `give_up`.
+    """
 
     def __init__(
-        self, control: ServerControl, heard: Callable[[str | None, float], Awaitable[None]], timeout_s: float
+        self, control: ServerControl, on_answer: Callable[[str | None, float], Awaitable[None]], timeout_s: float
     ) -> None:
+        """Takes whom to tell about the engine.
+
+        Args:
+            on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was
+                asked (`time.monotonic`).
+            timeout_s: Bound on one publication, in seconds.
+        """
         self.given_up = False
         self._control = control
-        self._heard = heard
+        self._on_answer = on_answer
         self._timeout_s = timeout_s
         self._publishing: asyncio.Task[Outcome] | None = None
 
-    def let_go(self) -> None:
-        """End it, for the sake of its snapshot."""
+    def give_up(self) -> None:
+        """Ends the running publication, so that its snapshot can be filled anew."""
         if self._publishing is not None:
             self.given_up = True
             self._publishing.cancel()
 
     async def run(self, publication: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """Raises what the publication raises, and `TimeoutError`."""
+        """Awaits `publication()` and returns its outcome.
+
+        Raises:
+            TimeoutError: It took too long. Errors of the publication propagate.
+        """
 
         async def publish() -> Outcome:
             async with asyncio.timeout(self._timeout_s):
@@ -172,7 +200,7 @@ class PublicationAttempt:
         self.given_up = False
         self._publishing = asyncio.ensure_future(publish())
         try:
-            await self._look_beside(self._publishing)
+            await self._watch_engine(self._publishing)
             return await self._publishing
         except asyncio.CancelledError:
             if not self._publishing.done():
@@ -182,25 +210,25 @@ class PublicationAttempt:
         finally:
             self._publishing = None
 
-    async def _look_beside(self, publishing: asyncio.Task[Outcome]) -> None:
-        """Until the publication ends: an engine that hangs in it is down soon, though the publication may wait for long
-        yet, as what it is sampling holds up everybody."""
+    async def _watch_engine(self, publishing: asyncio.Task[Outcome]) -> None:
+        """Looks at the engine until the publication ends: one that hangs must be marked down long before the
+        publication's own time-out, as the requests that it holds keep everybody waiting."""
         while not publishing.done():
             await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
             if publishing.done():
                 return
             asked = time.monotonic()
-            look = asyncio.ensure_future(self._silence())
+            look = asyncio.ensure_future(self._why_silent())
             try:
                 await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 look.cancel()
             if publishing.done() or not look.done():
                 return
-            await self._heard(look.result(), asked)
+            await self._on_answer(look.result(), asked)
 
-    async def _silence(self) -> str | None:
-        """Why the engine gives no answer; None where it does, or where the load in place that is under way holds it."""
+    async def _why_silent(self) -> str | None:
+        """Returns why the engine gives no answer; None where it does, or where a load in place keeps it busy."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._control.state()

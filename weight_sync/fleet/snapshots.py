@@ -1,10 +1,9 @@
-"""The snapshots that are alive: at most three, so that servers which are behind cost no more memory, and no wait.
+"""Keeps at most three snapshots, so that slow servers cost neither more memory nor a wait of the learner.
 
-Two at most are on their way to servers; the newest waits for those that come; one is filled. The learner's thread
-fills, the loop's thread takes and gives back. Where two are on their way and no server has taken the newest, that one
-is overtaken: it makes room for the next. So the learner waits for the copy alone, and servers for one another: one that
-is done waits for those that still hold the older of two versions, and they have to let go of it when it has waited
-long.
+At most two are being published and one is filled or waits to be taken. The learner's thread fills; the publisher's
+thread takes and gives back. If two are being published and no server has taken the newest, the next one replaces it. So
+the learner waits for the copy only. A server that is done may have to wait for others that still publish the older of
+two versions; after a while the fleet ends these publications.
 """
 
 from __future__ import annotations
@@ -21,7 +20,11 @@ MAX_ON_THEIR_WAY = 2
 
 
 class Snapshots:
-    """`freed` is called when a server that found no room may ask again."""
+    """The snapshots of one learner.
+
+    Attributes:
+        freed: Called when a server that found no room may ask again.
+    """
 
     def __init__(self) -> None:
         self.freed: Callable[[], None] = lambda: None
@@ -30,7 +33,7 @@ class Snapshots:
         self._holders: dict[int, set[str]] = {}
         self._held: dict[int, Snapshot] = {}
         self._free: list[torch.Tensor] = []
-        # Versions whose buffer a thread may still read, after a transfer that was cut off.
+        # Versions whose buffer a thread may still read after a transfer that was cut off.
         self._read: set[int] = set()
         self._blocked_at: float | None = None
 
@@ -40,7 +43,7 @@ class Snapshots:
 
     @property
     def alive(self) -> int:
-        """Snapshots with a buffer, without the one that is being filled."""
+        """Number of snapshots with a buffer, without the one that is being filled."""
         with self._lock:
             return len(self._held) + self._waits()
 
@@ -52,7 +55,14 @@ class Snapshots:
         dtype: torch.dtype | None,
         run_id: str = "",
     ) -> Snapshot:
-        """Copy the weights; the result is the newest from now on."""
+        """Copies the weights into a snapshot, which is the newest from now on.
+
+        Args:
+            weights: Names and tensors as in a checkpoint, on any device.
+            probe: Proves the version.
+            dtype: Type in which floating-point tensors are sent; None: their own.
+            run_id: Id of the run whose version it is.
+        """
         with self._lock:
             if len(self._held) >= MAX_ON_THEIR_WAY and self._newest is not None and self._waits():
                 self._keep(self._newest)
@@ -66,7 +76,7 @@ class Snapshots:
         return snapshot
 
     def take(self, name: str) -> Snapshot | None:
-        """The newest, held by server `name` until it is given back. None while two older ones are on their way."""
+        """Returns the newest, which server `name` holds until it gives it back. None while two older ones are held."""
         with self._lock:
             snapshot = self._newest
             if snapshot is None:
@@ -79,7 +89,11 @@ class Snapshots:
             return snapshot
 
     def give_back(self, name: str, snapshot: Snapshot, whole: bool) -> None:
-        """`whole`: the publication came to its end, so that no thread can still read the buffer: it is used again."""
+        """Ends the hold of server `name`.
+
+        Args:
+            whole: Whether the publication came to its end, so that no thread can still read the buffer.
+        """
         with self._lock:
             names = self._holders.get(snapshot.version)
             if names is None or name not in names:
@@ -93,15 +107,18 @@ class Snapshots:
         self.freed()
 
     def held_up(self, seconds: float) -> list[str]:
-        """The servers that hold the oldest version, if another has waited so long for the room that it takes."""
+        """Returns the servers that hold the oldest version, if another one has waited `seconds` for its room."""
         with self._lock:
             if self._blocked_at is None or time.monotonic() - self._blocked_at < seconds:
                 return []
             return sorted(self._holders[min(self._holders)])
 
     def forget_oldest(self) -> int:
-        """Count the oldest version no more, though a server that does not answer still holds it; its buffer is never
-        filled again. Returns the version."""
+        """Drops the oldest version, which a server that does not answer still holds. Its buffer is never filled again.
+
+        Returns:
+            The version.
+        """
         with self._lock:
             oldest = min(self._held)
             self._read.add(oldest)
@@ -117,11 +134,11 @@ class Snapshots:
             self._keep(snapshot)
 
     def _waits(self) -> bool:
-        """Whether the newest is on its way to no server."""
+        """Whether no server has taken the newest."""
         return self._newest is not None and self._newest.version not in self._held
 
     def _keep(self, snapshot: Snapshot) -> None:
-        """Its buffer is to be filled again, unless it may still be read."""
+        """Keeps the buffer for another snapshot, unless a thread may still read it."""
         if snapshot.version in self._read:
             self._read.discard(snapshot.version)
         elif len(self._free) < MAX_ON_THEIR_WAY:

@@ -1,4 +1,4 @@
-"""What a server answers at our routes."""
+"""Parses what a vLLM server answers at Slipstream's routes, and vLLM's own description of itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,18 @@ from protocol import access
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """What a server says of itself; None: it does not say. dtype: without "torch."."""
+    """The flags of a server that decide whether a run can use it. None: not known.
+
+    Attributes:
+        version: vLLM's release.
+        served_name: Name of the model that requests must use.
+        logprobs_mode: Which log-probs it answers, such as "processed_logprobs".
+        dtype: Type that it computes in, such as "bfloat16", without "torch.".
+        max_model_len: Longest sequence, in tokens.
+        transport: vLLM's name of its weight transfer engine.
+        scale_out: Whether it generates from token ids.
+        quantization: vLLM's name of the method, None without one.
+    """
 
     version: str | None
     served_name: str | None
@@ -24,14 +35,14 @@ class ServerFacts:
     quantization: str | None = None
 
     @classmethod
-    def said(cls, answer: Mapping[str, Any]) -> ServerFacts:
-        """answer: of our own `/slipstream/facts`."""
+    def from_route(cls, answer: Mapping[str, Any]) -> ServerFacts:
+        """Reads the answer of `/slipstream/facts`."""
         names = [of.name for of in fields(cls) if of.name not in ("version", "scale_out")]
         return cls(version=None, scale_out=bool(answer.get("scale_out")), **{name: answer.get(name) for name in names})
 
     @classmethod
     def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
-        """info: the answer of `/server_info?config_format=json`."""
+        """Reads `info`, the answer of vLLM's `/server_info?config_format=json`."""
         vllm = _table(info, "vllm_config")
         model = _table(vllm, "model_config")
         dtype = model.get("dtype")
@@ -48,7 +59,7 @@ class ServerFacts:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> ServerFacts:
-        """Of a command line that starts a server; what cannot be read there is not said. The last of several counts."""
+        """Parses a command line that starts a server. Unknown flags are None; the last of several counts."""
         given: dict[str, str] = {}
         for place, word in enumerate(command):
             flag, equals, value = word.partition("=")
@@ -78,7 +89,7 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def serves_another_run(server: str, run: str, silent_s: float) -> str:
-    """Why a run may not use `server`: it is that of `run`, an id, whose learner called `silent_s` seconds ago."""
+    """Explains that `server` belongs to the run with the id `run`, whose learner called `silent_s` seconds ago."""
     return (
         f"{server} serves run {run}, whose learner looked {silent_s:.0f} s ago: one server serves one run; stop that "
         f"run, or give this one a server of its own"
@@ -87,12 +98,20 @@ def serves_another_run(server: str, run: str, silent_s: float) -> str:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What a server says of itself at `/slipstream/state`.
+    """The answer of `/slipstream/state`.
 
-    boot: another after each start. label: of the weights that serve, "" where the engine does not answer. whole: the
-    live model is not half loaded. alive: the engine answered, not only the server in front of it. pause_owner: "none",
-    "person" or "publication". reason: why it does not generate any more. owner: the id of the run whose learner
-    controls it, "" without one; owner_silent_s: seconds since that one called.
+    Attributes:
+        boot: Another text after each start.
+        label: Label of the weights that serve, "" if the engine does not answer.
+        paused: Whether generation stands still.
+        whole: Whether the live model is loaded whole.
+        alive: Whether the engine answered, not only the API process in front of it.
+        pause_owner: "none", "person" or "publication".
+        workers: Number of the server's workers, over all kinds of parallelism.
+        transport: vLLM's name of its weight transfer engine, "none" without one.
+        reason: Why it will not generate again, None while it may.
+        owner: Id of the run whose learner controls it, "" without one.
+        owner_silent_s: Seconds since that learner called.
     """
 
     boot: str
@@ -110,7 +129,13 @@ class EngineState:
 
 @dataclass(frozen=True)
 class Staged:
-    """stage: "receiving", "building", "ready" or "failed", of the slowest worker; `seconds` by stage."""
+    """How far an update is, on the slowest worker.
+
+    Attributes:
+        stage: "receiving", "building", "ready" or "failed".
+        error: Why it failed.
+        seconds: Seconds that each finished stage took.
+    """
 
     stage: str
     error: str | None
@@ -119,16 +144,16 @@ class Staged:
 
 @dataclass(frozen=True)
 class Swap:
-    """Seconds: `pause_s` without generation, of which `exchange_s` changed the model."""
+    """What a swap took: `pause_s` seconds without generation, of which `exchange_s` changed the model."""
 
     pause_s: float
     exchange_s: float
 
 
 def hint(path: str, status: int, text: str) -> str:
-    """What to do about a refusal, after its text; "" where that says it all."""
+    """Returns what to do about a refusal, to follow its text; "" where the text says it all."""
     if status == 403 and access.TOKEN_VARIABLE in text:
-        return ""  # the guard's
+        return ""  # the text of our token check, which has the remedy
     if status == 401:
         return "; set SLIPSTREAM_TOKEN to the server's"
     if status == 404:

@@ -1,4 +1,4 @@
-"""Awaiting what cancellation must not cut short, what must not hold up the end of the process, and several at once."""
+"""Awaits work that a cancellation must not cut short, work on threads, and several pieces of work at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 S = TypeVar("S")
-
 T = TypeVar("T")
 
 # How long a cancelled caller waits for its thread to end.
@@ -17,7 +16,7 @@ GRACE_S = 2.0
 
 
 async def shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Result of `work`, which runs to its end even if this task is cancelled; the cancellation is raised after it."""
+    """Returns the result of `work`, which ends even if this task is cancelled; the cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -31,7 +30,7 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Results of all `work`, awaited at once. The first error cancels the rest, and is raised bare, not as a group."""
+    """Runs all `work` at once and returns the results. The first error cancels the rest and is raised, not a group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -41,7 +40,7 @@ async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
-    """As `together`, of two that give unlike things."""
+    """As `gather`, for two results of different types."""
     try:
         async with asyncio.TaskGroup() as group:
             one, other = group.create_task(first), group.create_task(second)
@@ -51,10 +50,10 @@ async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, 
 
 
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """`work(*arguments)` on a daemon thread of its own.
+    """Runs `work(*arguments)` on a daemon thread of its own and returns its result.
 
-    With `asyncio.to_thread`, a transfer that hangs would take a place in the loop's thread pool from the transfers to
-    other servers, and the process could not end before it.
+    With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
+    servers, and the process could not end before it.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -73,7 +72,7 @@ async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
             result = work(*arguments)
         except BaseException as error:
             failure = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so nobody waits
             loop.call_soon_threadsafe(deliver, result, failure)
 
     threading.Thread(target=run, name=f"weight-sync {getattr(work, '__name__', 'work')}", daemon=True).start()

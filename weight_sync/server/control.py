@@ -1,7 +1,4 @@
-"""vLLM's RL routes, each call with a time-out (F4, F5): vLLM sets none, and a wedged engine never answers.
-
-The server's routes for adapters, a part of `ServerControl`; see `weight_sync.vllm.adapters` for what they do.
-"""
+"""Calls the control routes of one vLLM server, each with a time-out, which vLLM never sets."""
 
 from __future__ import annotations
 
@@ -22,34 +19,52 @@ from protocol.versions import HEADER, RUN_HEADER
 from weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
 
 ROOT = "/slipstream/adapters"
+RESUME_ATTEMPTS = 3
+RESUME_TIMEOUT_S = 10.0
+RESUME_PAUSE_S = 0.5
+
+# A server that does not answer within this time counts as still starting.
+LOOK_TIMEOUT_S = 5.0
+
+# A learner that ends does not wait for a server that hangs.
+GOODBYE_TIMEOUT_S = 2.0
+
+# HTTP status of a resume on a server that a person paused: that pause goes on.
+USER_PAUSE = 423
+
+# Names a publication as the owner of a pause.
+OWNER = "publication"
+
+# The reason of a server whose engine may only be in a long step.
+NO_ANSWER = "the engine does not answer"
 
 
 class AdapterRoutes(ABC):
-    """Every call raises `ControlError`."""
+    """The routes for adapters, which `weight_sync.vllm.adapters` answers. Every call raises `ControlError`."""
 
     async def adapters(self) -> dict[str, Any]:
-        """What the server says of its adapters: `enabled`, `max_rank`, `served`, `loaded`."""
+        """Returns `enabled`, `max_rank`, `served` (a name or None) and `loaded` (names)."""
         reply: dict[str, Any] = await self._call("GET", ROOT)
         return reply
 
     async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
-        """A chunk of an adapter's file, from byte `start`. digest: its BLAKE3, hexadecimal."""
+        """Sends a chunk of an adapter's file, from byte `start`. `digest`: the chunk's BLAKE3 in hex."""
         await self._call("PUT", f"{ROOT}/{name}?start={start}&blake3={digest}", data=chunk)
 
     async def load_adapter(self, name: str, config: str, digest: str) -> None:
-        """Load what has arrived; it serves nobody yet. digest: of the file and `config`."""
+        """Loads an adapter that has arrived. It serves nobody yet. `digest`: `adapter_digest` of file and `config`."""
         await self._call("POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
 
     async def serve_adapter(self, name: str) -> None:
-        """Name the adapter to whoever samples."""
+        """Names the adapter to all who sample, as the one to ask for."""
         await self._call("POST", f"{ROOT}/{name}/serve", {})
 
     async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, computed beside generation."""
+        """Returns log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, beside generation."""
         return await self._scores(f"{ROOT}/{name}/score", sequences)
 
     async def adapter_layers(self, name: str) -> dict[str, Any]:
-        """What the layers of a loaded adapter hold; the answer is that of `ServerControl.layers`."""
+        """Compares what the layers hold of a loaded adapter with its file. Answers as `ServerControl.layers`."""
         reply: dict[str, Any] = await self._call("POST", f"{ROOT}/{name}/layers", {})
         return reply
 
@@ -62,32 +77,13 @@ class AdapterRoutes(ABC):
     async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]: ...
 
 
-RESUME_ATTEMPTS = 3
-
-RESUME_TIMEOUT_S = 10.0
-
-# A server that does not answer within this time counts as still starting.
-LOOK_TIMEOUT_S = 5.0
-
-RESUME_PAUSE_S = 0.5
-
-# The learner ends: it does not wait for a server that hangs.
-GOODBYE_TIMEOUT_S = 2.0
-
-# The answer to a resume where a person paused the server: that pause stands.
-PERSONS_PAUSE = 423
-
-
-# What names this learner as the owner of a pause.
-OWNER = "publication"
-
-# The reason that a server gives whose engine may only be in a long step.
-NO_ANSWER = "the engine does not answer"
-
-
 class ControlError(RuntimeError):
-    """A call to a server failed or timed out. The text names server, route and cause; `status` is the HTTP status, None
-    where there was no answer; `unconnected`: why there was not even a connection, None where there was one."""
+    """A call to a server failed or timed out. The text names server, route and cause.
+
+    Attributes:
+        status: The HTTP status, None without an answer.
+        unconnected: Why there was no connection, None where there was one.
+    """
 
     def __init__(self, text: str, status: int | None = None, unconnected: str | None = None) -> None:
         super().__init__(text)
@@ -96,15 +92,21 @@ class ControlError(RuntimeError):
 
 
 class ServerControl(AdapterRoutes):
-    """The routes of one vLLM server, as methods. Use it as a context manager. Every call raises `ControlError`.
+    """The routes of one vLLM server, as methods. Use it as an async context manager.
 
-    `timeout_s` bounds each call. `token` is the one that the server's `weight_sync.vllm.guard` asks for, if it runs.
-    `run_id`: tells the run that calls, by which the server belongs to it; "" while it is not known.
+    Every call raises `ControlError` if it fails.
     """
 
     def __init__(
         self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
     ) -> None:
+        """Takes how to call the server.
+
+        Args:
+            timeout_s: Bound on each call, in seconds.
+            token: The token that the server's `weight_sync.vllm.guard` asks for, None without one.
+            run_id: Returns the id of the calling run, which then owns the server; "" while it is not known.
+        """
         self.url = url
         self._run_id = run_id
         self._timeout_s = timeout_s
@@ -113,10 +115,11 @@ class ServerControl(AdapterRoutes):
 
     @property
     def run_id(self) -> str:
+        """Id of the calling run, "" while it is not known."""
         return self._run_id()
 
     async def __aenter__(self) -> Self:
-        # vLLM closes idle connections, and those that had a 500, without saying so: none is used twice.
+        # vLLM closes idle connections and those that had a 500 without notice, so none is used twice.
         self._session = aiohttp.ClientSession(headers=self._headers, connector=aiohttp.TCPConnector(force_close=True))
         return self
 
@@ -127,7 +130,7 @@ class ServerControl(AdapterRoutes):
             await self._session.close()
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Wait until the server answers; vLLM takes half a minute to start, more with a large model."""
+        """Waits until the engine answers. vLLM takes half a minute to start, more with a large model."""
         last: ControlError | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -145,7 +148,7 @@ class ServerControl(AdapterRoutes):
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def is_up(self) -> bool:
-        """Whether the engine answers now, not only the server in front of it."""
+        """Returns whether the engine answers now, not only the API process in front of it."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self.state()
@@ -154,82 +157,91 @@ class ServerControl(AdapterRoutes):
         return state.alive and not state.reason
 
     async def world_size(self) -> int:
-        """Number of the server's workers, over all kinds of parallelism."""
+        """Returns the number of the server's workers, over all kinds of parallelism."""
         return int(await self._read("/get_world_size", "world_size"))
 
     async def facts(self) -> ServerFacts:
-        """With which flags the server was started."""
-        return ServerFacts.said(await self._call("GET", "/slipstream/facts"))
+        """Returns the flags that the server was started with."""
+        return ServerFacts.from_route(await self._call("GET", "/slipstream/facts"))
 
     async def weight_label(self) -> str:
-        """The label of the weights that serve; "default" after every start."""
+        """Returns the label of the weights that serve, "default" after every start."""
         return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
+        """Has the workers connect to the learner that `init_info` names."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def end_transfer(self) -> None:
-        """End what a learner that died or a failed publication left: the workers' connection, an open update.
+        """Ends what a dead learner or a failed publication left: an open update, and the workers' connection.
 
-        The model is not touched, and a server that has nothing open is left as it is.
+        The model is not touched. A server with nothing open stays as it is.
         """
-        # vLLM refuses the second while an update is open, has no route to drop one, and logs pages of tracebacks where
-        # one is made to fail.
+        # vLLM refuses the second call while an update is open, has no route to drop one, and logs pages of tracebacks
+        # for one that is made to fail.
         await self._call("POST", "/slipstream/drop_update")
         await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
+        """Opens an update."""
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
-        """Hand the workers `update_info`. vLLM answers when its engine's `update_weights` returns."""
+        """Hands the workers `update_info`. vLLM answers when its engine's `update_weights` returns."""
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
     async def finish_update(self, label: str) -> None:
-        """End the update, and label the weights that serve from now on."""
+        """Ends the update and labels the weights that serve from now on."""
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def state(self) -> EngineState:
-        """What the server says of itself, also where it refuses to generate."""
+        """Returns the server's status, also when it refuses to generate."""
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
 
     async def goodbye(self) -> None:
-        """Leave the server to whichever run comes next. One that does not answer finds out by itself."""
+        """Leaves the server to the next run. One that does not answer finds out by the learner's silence."""
         if self.run_id:
             with contextlib.suppress(ControlError):
                 await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)
 
     async def staged(self, wait_s: float) -> Staged:
-        """How far the workers are; answers when none works any more, at the latest after `wait_s`."""
+        """Returns how far the workers are, once all have ended or `wait_s` seconds are over."""
         reply = await self._call("POST", "/slipstream/staged", {"wait_s": wait_s}, timeout_s=wait_s + self._timeout_s)
         return Staged(**_fields(Staged, reply))
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
-        """Exchange the live weights for the staged ones and label them, in one call that the server ends by itself."""
+        """Exchanges the live weights for the staged ones and labels them, in one call that needs no second one.
+
+        Args:
+            clear_cache: Whether to drop all cached keys and values.
+        """
         reply = await self._call("POST", "/slipstream/swap", {"label": label, "clear_cache": clear_cache})
         return Swap(**_fields(Swap, reply))
 
     async def lease(self, seconds: float, owner: str = OWNER) -> None:
-        """The pause that `owner` holds ends in `seconds` at the earliest."""
+        """Renews the pause that `owner` holds: it ends in `seconds` at the earliest."""
         await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
 
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Log-probs float32 [T-1] of each of `sequences` [T] by the live weights, computed beside generation."""
+        """Returns log-probs float32 [T-1] of each of `sequences` [T] by the live weights, beside generation."""
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        """What the live layers hold; see `weight_sync.vllm.routes`."""
+        """Compares what the live layers hold with what was proven before the swap; see `weight_sync.vllm.routes`."""
         reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
         return reply
 
     async def pause(self, clear_cache: bool) -> None:
-        """Freeze generation where it stands, as a lease that `lease` renews; harmless if it is paused. `clear_cache`
-        drops all keys and values."""
+        """Pauses generation under a lease that `lease` renews. May be called while it is paused.
+
+        Args:
+            clear_cache: Whether to drop all cached keys and values.
+        """
         path = f"/pause?mode=keep&clear_cache={str(clear_cache).lower()}"
         await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
     async def resume(self) -> None:
-        """Let generation go on. Tried a few times within half a minute: a paused server is as good as dead."""
+        """Lets generation go on. Tries a few times within half a minute, as a paused server is as good as dead."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
                 await self._call(
@@ -237,7 +249,7 @@ class ServerControl(AdapterRoutes):
                     "/resume",
                     timeout_s=min(self._timeout_s, RESUME_TIMEOUT_S),
                     headers={"slipstream-owner": OWNER},
-                    answered=(PERSONS_PAUSE,),
+                    answered=(USER_PAUSE,),
                 )
                 return
             except ControlError as error:
@@ -246,8 +258,11 @@ class ServerControl(AdapterRoutes):
                 await asyncio.sleep(RESUME_PAUSE_S)
 
     async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
-        """Log-probs float32 [T-1] of `token_ids` [T] by the weights that now serve, or under an adapter that is loaded,
-        by the path that episodes take."""
+        """Returns log-probs float32 [T-1] of `token_ids` [T] by the path that episodes take.
+
+        Args:
+            adapter: Name of a loaded adapter to compute under; None: the weights that serve now.
+        """
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
@@ -293,7 +308,12 @@ class ServerControl(AdapterRoutes):
         answered: tuple[int, ...] = (),
         data: bytes | None = None,
     ) -> Any:
-        """The answer's JSON. answered: statuses above 400 that are an answer too. data: a body that is not JSON."""
+        """Returns the answer's JSON.
+
+        Args:
+            answered: Statuses from 400 on that are answers too.
+            data: A body that is not JSON.
+        """
         if self._session is None:
             raise RuntimeError("use the control as a context manager: async with ServerControl(...) as control")
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
@@ -332,7 +352,7 @@ class _Scores:
 
 
 def _fields(kind: Any, reply: Any) -> dict[str, Any]:
-    """Those of `reply` that `kind` has. Raises `ControlError` where one is missing."""
+    """Returns the fields of `reply` that the dataclass `kind` has. Raises `ControlError` if one is missing."""
     try:
         return {field.name: reply[field.name] for field in fields(kind)}
     except (KeyError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""The pause of one server during one publication: who ends it, and how long it lasted (I6)."""
+"""Pauses one server during one publication, and makes sure that the pause ends (I6)."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from dataclasses import dataclass
 from weight_sync.server.cancellation import shielded
 from weight_sync.server.control import ControlError, ServerControl
 
-# How long a server waits for a learner that went away inside a pause.
+# How long a server waits for a learner that disappeared during a pause.
 LEASE_S = 15.0
 
 
 @dataclass
 class Pause:
-    """What a transport gets to pause its server with.
+    """Lets a transport pause its server.
 
-    clear_cache: whether the pause must drop cached keys and values.
-    resume_after_error: False where an error inside may leave the model half loaded; the server then stays paused.
-    due: set once generation may stand still; None if it may at once.
-    left_paused: the server may stand still and nobody will resume it; it must not serve.
-    seconds: how long generation stood still. A transport whose server pauses itself adds what the server reports.
+    Attributes:
+        clear_cache: Whether the pause must drop cached keys and values.
+        resume_after_error: False if an error during the pause may leave the model half loaded: the server then stays
+            paused.
+        due: Set once generation may stand still; None if it may at once.
+        left_paused: Whether the server may stand still with nobody to resume it. It must not serve then.
+        seconds: How long generation stood still. A transport whose server pauses itself adds what the server reports.
     """
 
     server: ServerControl
@@ -36,9 +38,14 @@ class Pause:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Generation stands still inside. Resumes at the end even if the calling task is cancelled; after an error or
-        a cancellation inside only with `resume_after_error`. The pause is a lease, renewed while it is held. Raises
-        `ControlError`."""
+        """Holds generation still inside the context, under a lease that is renewed.
+
+        Resumes at the end even if the calling task is cancelled; after an error or a cancellation inside the context
+        only with `resume_after_error`.
+
+        Raises:
+            ControlError: A call to the server failed.
+        """
         await self.until_due()
         began = time.monotonic()
         self.left_paused = True
@@ -55,14 +62,15 @@ class Pause:
             self.seconds += time.monotonic() - began
 
     async def until_due(self) -> None:
+        """Waits until generation may stand still."""
         if self.due is not None:
             await self.due.wait()
 
     async def _renew(self) -> None:
-        """Keep the lease while this process lives; the server ends the pause of one that does not renew it."""
+        """Renews the lease while this process lives. The server ends a pause that is not renewed."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
-            with contextlib.suppress(ControlError):  # the next call of the transport meets it too
+            with contextlib.suppress(ControlError):  # the transport's next call fails too, and reports it
                 await self.server.lease(LEASE_S)
 
     async def _resume(self) -> None:

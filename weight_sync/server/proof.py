@@ -1,13 +1,11 @@
-"""The proof of each version on one server: what its log-probs and its layers say (I5).
+"""Proves each version on one server: by its log-probs of the probe, and by what its layers hold (I5).
 
-The server's own log-probs of the probe, from before the swap, are what v is told apart from: they are v-1's in the
-server's arithmetic, exactly, and cost the learner nothing.
+The server's own log-probs from before the swap are version v-1's in the server's arithmetic, exactly, so the learner
+need not compute them to tell v from v-1.
 
-Where a server's log-probs come from: its workers, beside generation; else a request of vLLM's own kind.
-
-In the workers no slot and no cache is taken and nobody waits: the cost hangs on the probe, not on the load. What vLLM's
-workers cannot compute that way (latent attention, state-space layers, parallel pipelines) is asked for as a request,
-which waits behind episodes.
+Log-probs come from the server's workers, beside generation: that takes no slot and no cache, nobody waits, and the cost
+depends on the probe, not on the load. What the workers cannot compute that way (latent attention, state-space layers,
+parallel pipelines) is asked for as a request, which waits behind episodes.
 """
 
 from __future__ import annotations
@@ -29,9 +27,12 @@ logger = logging.getLogger(__name__)
 # 404, 405: a server without our routes; 501: our route cannot compute it for this model.
 CANNOT = frozenset({404, 405, 501})
 
+# How many wrong layers an error names.
+NAMED = 4
+
 
 class Scoring(Protocol):
-    """What the proof needs of `ServerControl`."""
+    """The part of `ServerControl` that a `Scorer` needs."""
 
     url: str
 
@@ -41,13 +42,13 @@ class Scoring(Protocol):
 
 
 class Scorer:
-    """The log-probs of one server. What it cannot do is found out, and said, once."""
+    """Gets log-probs from one server: from its workers, or by request once it turns out that they cannot."""
 
     def __init__(self) -> None:
         self._by_request = False
 
     async def __call__(self, control: Scoring, token_ids: list[int]) -> Floats:
-        """float32 [T-1] of `token_ids` [T], by the weights that now serve. Raises `ControlError`."""
+        """Returns log-probs float32 [T-1] of `token_ids` [T] by the weights that serve now. Raises `ControlError`."""
         if not self._by_request:
             try:
                 return (await control.score([token_ids]))[0]
@@ -61,26 +62,28 @@ class Scorer:
         return await control.score_by_request(token_ids)
 
 
-# Of layers that are wrong, so many are named.
-NAMED = 4
-
-
 class ProofFailed(RuntimeError):
     """The server computes with other weights than were sent."""
 
 
 class ProofTarget(Scoring, Protocol):
-    """What the proof asks a server: `ServerControl`."""
+    """What the proof asks: a server (`ServerControl`), or one of its loaded adapters."""
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class ProofFigures:
-    """Nats: `max_abs_diff`, the largest difference in log-prob between server and learner; `difference`, the median
-    one; `moved`, the median between the learner's version and what the server held before, None where nobody asked.
-    `told_apart`: whether log-probs alone would have shown a swap that was left out. `layers`: how many were compared to
-    what arrived, None where the server's layers cannot be read. `seconds`: of it all."""
+    """What a proof that holds has found. Differences are of log-probs of the probe, in nats.
+
+    Attributes:
+        max_abs_diff: Largest difference between server and learner.
+        difference: Median difference between server and learner.
+        moved: Median difference between the learner and what the server computed before the swap; None: not asked.
+        told_apart: Whether log-probs alone would have shown a swap that was left out.
+        layers: Number of tensors compared with what arrived; None if the server's layers cannot be read.
+        seconds: What the proof took.
+    """
 
     max_abs_diff: float
     difference: float
@@ -91,8 +94,12 @@ class ProofFigures:
 
 
 @dataclass(frozen=True)
-class _Before:
-    """What the server gave for the probe of `version`, before that was swapped in; words: of what was proven then."""
+class _Earlier:
+    """What the server computed for the probe of `version` before that was swapped in.
+
+    Attributes:
+        words: Words sampled from the weights that were proven on it then (`Snapshot.words`), None if unknown.
+    """
 
     version: int
     logprobs: Floats
@@ -100,38 +107,50 @@ class _Before:
 
 
 class ServerProof:
-    """One server's proofs; it outlives connections and restarts of the server.
-
-    `await look(...)` before each transfer and `await prove(...)` after the swap.
-    """
+    """Proves versions on one server: `look` before each swap, `prove` after it. Outlives connections and restarts."""
 
     def __init__(self, tolerance: float, dtype: str, rounds_more: bool = False) -> None:
-        """`tolerance`: the largest `max_abs_diff` that proves a version, in nats; `dtype`: the type that the server
-        computes in; `rounds_more`: whether it rounds what it is sent, so that a small change may vanish there."""
+        """Takes what the proof allows.
+
+        Args:
+            tolerance: Largest `max_abs_diff` that proves a version, in nats.
+            dtype: Type that the server computes in.
+            rounds_more: Whether it rounds what it is sent, so that a small change may vanish there.
+        """
         self._tolerance = tolerance
         self._dtype = dtype
         self._rounds_more = rounds_more
-        self._usual = Baseline(dtype, tolerance)
+        self._baseline = Baseline(dtype, tolerance)
         self._scorer = Scorer()
-        self._before: _Before | None = None
+        self._before: _Earlier | None = None
         self._proven: torch.Tensor | None = None
         self._layers_unreadable = self._unread_told = False
 
     async def look(self, control: ProofTarget, snapshot: Snapshot, known: bool) -> None:
-        """Before the swap: what the server gives for the probe of `snapshot`. `known`: whether it holds what was last
-        proven on it. A second attempt keeps the first one's answer: it stays true that v-1 gives it.
+        """Asks, before the swap, what the server computes for the probe of `snapshot`.
 
-        Raises `ControlError`.
+        A second attempt keeps the first one's answer, which v-1 gave.
+
+        Args:
+            known: Whether the server holds what was last proven on it.
+
+        Raises:
+            ControlError: A call to the server failed.
         """
         if self._before is not None and self._before.version == snapshot.version and self._before.words is not None:
             return
         served = await self._scorer(control, snapshot.probe.token_ids)
-        self._before = _Before(snapshot.version, served, self._proven if known else None)
+        self._before = _Earlier(snapshot.version, served, self._proven if known else None)
 
     async def prove(self, control: ProofTarget, snapshot: Snapshot) -> ProofFigures:
-        """After the swap. Raises `ProofFailed`, which says why, and `ControlError`."""
+        """Proves, after the swap, that the server computes with `snapshot`.
+
+        Raises:
+            ProofFailed: It does not; the text says why.
+            ControlError: A call to the server failed.
+        """
         began = time.monotonic()
-        # Each waits for the step that the engine is in: at once, for the same one.
+        # Each waits for the engine's present step; at once, both wait for the same one.
         layers, served = await gather_two(
             self._layers(control, snapshot), self._scorer(control, snapshot.probe.token_ids)
         )
@@ -142,10 +161,10 @@ class ServerProof:
             before=before.logprobs if before else None,
             changed=self._changed(before, snapshot),
         )
-        judgement = judge(evidence, self._tolerance, self._usual)
+        judgement = judge(evidence, self._tolerance, self._baseline)
         if judgement.fault is not None:
             raise ProofFailed(f"{control.url}: after version {snapshot.version} {judgement.fault}{self._remedy()}")
-        self._usual.learn(judgement.difference)
+        self._baseline.learn(judgement.difference)
         self._proven = snapshot.words
         return ProofFigures(
             max_abs_diff=judgement.max_abs_diff,
@@ -156,7 +175,7 @@ class ServerProof:
             seconds=time.monotonic() - began,
         )
 
-    def _changed(self, before: _Before | None, snapshot: Snapshot) -> int | None:
+    def _changed(self, before: _Earlier | None, snapshot: Snapshot) -> int | None:
         if before is None or before.words is None or self._rounds_more:
             return None
         if before.words.shape != snapshot.words.shape:
@@ -164,7 +183,7 @@ class ServerProof:
         return int((before.words != snapshot.words).sum())
 
     async def _layers(self, control: ProofTarget, snapshot: Snapshot) -> int | None:
-        """How many of the live layers hold what arrived. Raises `ProofFailed` if one does not."""
+        """Returns how many tensors of the live layers were compared with what arrived. Raises `ProofFailed`."""
         if self._layers_unreadable:
             return None
         try:
@@ -189,7 +208,7 @@ class ServerProof:
         return checked
 
     def _tell_unread(self, url: str, unread: Any) -> None:
-        """Once a server: it is of its build, not of a version."""
+        """Logs unreadable layers once for each server: they depend on its build, not on a version."""
         if self._unread_told or not isinstance(unread, list) or not unread:
             return
         self._unread_told = True

@@ -1,17 +1,15 @@
-"""The rule of the proof: whether log-probs that a server gives are those of version v. Pure.
+"""Decides whether log-probs that a server gives are those of version v. Pure.
 
-Near v is not enough. One step at a customary learning rate moves log-probs by less than any tolerance that rounding
-asks for, so a swap that was left out would pass. The rule therefore has four parts, and each alone is a fault:
+To be near v is not enough: one step at a customary learning rate moves log-probs by less than any tolerance that allows
+for rounding, so a swap that was left out would pass. Each of these is a fault:
 
 1. Far from v: a log-prob differs by more than the tolerance, or is not finite.
-2. Not moved: each log-prob is, bit for bit, the one from before the swap, though the weights that were sent differ.
+2. Not moved: every log-prob is, bit for bit, the one from before the swap, though the weights that were sent differ.
 3. Nearer to what the server held before than to v, where the two can be told apart.
 4. Unusual: `UNUSUAL` times as far from v as this server is from the learner otherwise.
 
 "Far" in 3 and 4 is the median over the probe: a router that sends one token elsewhere moves the largest difference, and
 not the median.
-
-Whether a server computes with the weights that were sent: probes, the rule that judges them, what layers hold.
 """
 
 from __future__ import annotations
@@ -26,17 +24,14 @@ Floats = npt.NDArray[np.float32]
 
 # v and what was there before are told apart where they differ by this many times the server's usual difference.
 APART = 4.0
-
 UNUSUAL = 10.0
 
 # The usual difference is the largest of the last REMEMBERED proven ones; with fewer than LEARNT it is not known.
 REMEMBERED = 16
-
 LEARNT = 3
 
 # Sampled words of the weights (`Snapshot.words`) that must differ before a log-prob is expected to move.
 MIN_CHANGED = 16
-
 
 # Nats, median over a probe: two correct implementations may differ by so much, by the type that a server computes in,
 # even if they have differed by less so far.
@@ -44,9 +39,9 @@ ROUNDING = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
 
 
 class Baseline:
-    """A server's usual difference to the learner, in nats, median over a probe: learnt from what was proven on it.
+    """A server's usual difference from the learner, learnt from its proofs: nats, median over a probe.
 
-    As long as it is not learnt, any difference within `tolerance` may be usual: a quantised server's is.
+    Until it is learnt, any difference within `tolerance` may be usual, as it is for a quantised server.
     """
 
     def __init__(self, dtype: str, tolerance: float) -> None:
@@ -68,11 +63,14 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Log-probs of one probe, float32 [T-1] each.
+    """Log-probs of one probe, float32 [T-1] each, and how much the weights changed.
 
-    learner: by version v; served: what the server gives after the swap; before: what it gave before, None where
-    nobody asked. changed: how many of the words sampled from the weights differ between v and what was proven on the
-    server before; None where that is not known, or where a server may round the difference away.
+    Attributes:
+        learner: Log-probs by version v.
+        served: What the server gives after the swap.
+        before: What it gave before the swap, None if it was not asked.
+        changed: How many words sampled from the weights differ between v and what was proven on the server before;
+            None if unknown, or if the server may round the difference away.
     """
 
     learner: Floats
@@ -83,9 +81,15 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Judgement:
-    """max_abs_diff: the probe's largest difference to the learner; difference: the median one; moved: the median
-    between the learner's v and the server before; told_apart: whether 2 or 3 could find a swap that was left out.
-    Nats. fault: what is wrong, None if nothing is."""
+    """The judgement of one probe. Differences in nats.
+
+    Attributes:
+        max_abs_diff: Largest difference between server and learner.
+        difference: Median difference between server and learner.
+        moved: Median difference between the learner and the server before the swap, None if unknown.
+        told_apart: Whether rule 2 or 3 could find a swap that was left out.
+        fault: What is wrong, None if nothing is.
+    """
 
     max_abs_diff: float
     difference: float
@@ -94,8 +98,13 @@ class Judgement:
     fault: str | None
 
 
-def judge(evidence: Evidence, tolerance: float, usual: Baseline) -> Judgement:
-    """`tolerance`: the largest `max_abs_diff` of a version that is proven, in nats."""
+def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement:
+    """Judges whether `evidence` shows that the server computes with version v.
+
+    Args:
+        tolerance: Largest `max_abs_diff` that proves a version, in nats.
+        baseline: The server's usual difference from the learner.
+    """
     learner, served, before = evidence.learner, evidence.served, evidence.before
     if served.shape != learner.shape or not np.isfinite(served).all():
         wrong = "its log-probs of the probe differ by inf from the learner's: some are missing or not finite"
@@ -107,7 +116,7 @@ def judge(evidence: Evidence, tolerance: float, usual: Baseline) -> Judgement:
     still = 0.0  # how far the server's log-probs are from those before the swap
     if before is not None and before.shape == learner.shape and np.isfinite(before).all():
         moved = float(np.median(np.abs(learner - before)))
-        apart = moved > APART * usual.difference
+        apart = moved > APART * baseline.difference
         must_move = evidence.changed is not None and evidence.changed >= MIN_CHANGED
         still = float(np.median(np.abs(served - before)))
         same = np.array_equal(served, before)
@@ -121,9 +130,9 @@ def judge(evidence: Evidence, tolerance: float, usual: Baseline) -> Judgement:
             f"its log-probs are nearer to what it held before than to the learner's, from which they differ by "
             f"{difference:.2g} (median of the probe)"
         )
-    elif usual.is_learnt and difference > UNUSUAL * usual.difference:
+    elif baseline.is_learnt and difference > UNUSUAL * baseline.difference:
         fault = (
             f"its log-probs differ by {difference:.2g} (median of the probe) from the learner's, more than "
-            f"{UNUSUAL:g} times the {usual.difference:.2g} that is usual for it"
+            f"{UNUSUAL:g} times the {baseline.difference:.2g} that is usual for it"
         )
     return Judgement(largest, difference, moved, apart or must_move, fault)

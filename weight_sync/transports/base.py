@@ -1,14 +1,8 @@
-"""What a transport must do: bring one snapshot onto one server, with its calls to that server in its own order.
+"""What a transport does: bring one snapshot to one server, with its calls to that server in its own order.
 
-A transport object joins the learner to the workers of one server, so that a server that fails takes no other with it.
-Queue, server states and probe are no concern of a transport.
-
-`weight_sync.transport = "auto"`: which transport it is.
-
-Who starts a server chooses by its machine (`transports.choice`); the learner asks each server what it has and takes
-the same, so that the two ends cannot differ.
-
-The order that all staged transports share: everything beside generation, then one call that swaps.
+A transport object joins the learner to the workers of one server, so a server that fails takes no other with it. Queue,
+server states and proof are not its concern. `StagedTransport` has the order that all staged ones share: everything
+beside generation, then one call that swaps. `AutoTransport` asks each server which transport it was started with.
 """
 
 from __future__ import annotations
@@ -27,32 +21,28 @@ from weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
 from weight_sync.weights.delta_base import DeltaPath
 from weight_sync.weights.snapshot import Snapshot
 
-
-def build_transport(section: WeightSyncSection) -> Transport:
-    """The learner's end of the transport that `section` names, not connected yet."""
-    if section.transport == "auto":
-        from weight_sync.transports.base import AutoTransport
-
-        return AutoTransport(section)
-    module, _, name = TRANSPORTS[section.transport].learner.partition(":")
-    transport: Transport = getattr(import_module(module), name)(section)
-    return transport
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one publication to one server took: `sent_bytes`, where everything is `whole_bytes`; `share_changed`: values
-    that differ from the version before, 0 to 1, where a delta was sent."""
+    """What one publication to one server took.
+
+    Attributes:
+        sent_bytes: Bytes that were sent.
+        whole_bytes: Bytes of the whole snapshot.
+        share_changed: Share of values that a delta changed, 0 to 1; None without a delta.
+    """
 
     sent_bytes: int
     whole_bytes: int
     share_changed: float | None = None
 
     @classmethod
-    def of(cls, snapshot: Snapshot, way: DeltaPath | None = None) -> Sent:
-        """Everything, or by `way` alone."""
+    def of(cls, snapshot: Snapshot, path: DeltaPath | None = None) -> Sent:
+        """Counts the whole snapshot, or the deltas of `path` alone."""
         whole = snapshot.manifest.total_bytes()
-        return cls(whole, whole) if way is None else cls(way.total_bytes, whole, way.share)
+        return cls(whole, whole) if path is None else cls(path.total_bytes, whole, path.share)
 
 
 class TransferError(RuntimeError):
@@ -60,43 +50,48 @@ class TransferError(RuntimeError):
 
 
 class Transport(Protocol):
-    """The learner's end. Connected once; after an error or `close` a new one takes its place.
+    """The learner's end of one connection. After an error or `close` a new one takes its place.
 
-    `stages` says how it loads. True: weights arrive beside generation and only the exchange needs the pause; until
-    then the server has its old weights whole, so it is resumed whatever happens. False: the model is overwritten
-    under the pause; after an error half of it may be new, so the server stays paused until a publication succeeds.
+    Attributes:
+        stages: How it loads. True: weights arrive beside generation and only the exchange needs the pause; the old
+            weights stay whole until then, so the server is resumed whatever happens. False: the model is overwritten
+            under the pause; after an error half of it may be new, so the server stays paused until a publication
+            succeeds.
     """
 
     stages: bool
 
     @property
     def sent(self) -> Sent | None:
-        """What the newest publication took, None before the first."""
+        """What the newest publication sent, None before the first."""
 
     async def connect(self, server: ServerControl, workers: int) -> None:
-        """Meet the server's `workers`, after ending whatever transfer an earlier learner left open there.
+        """Connects to the server's `workers`, after ending a transfer that an earlier learner left open there.
 
-        Raises `ControlError` or `TransferError`.
+        Raises:
+            ControlError: A call to the server failed.
+            TransferError: The workers did not connect.
         """
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
-        """Load `snapshot` and label it `snapshot.label`, while generation stands still in `pause.held()`.
+        """Loads `snapshot` and labels it `snapshot.label`. Returns when every worker serves it.
 
-        Returns when every worker serves it. Raises `ControlError` or `TransferError`; when not connected, before
-        anything is asked of the server.
+        Args:
+            pause: Holds generation still: by `pause.held()`, or by a swap for which it is due.
+
+        Raises:
+            ControlError: A call to the server failed.
+            TransferError: The weights did not arrive whole; or not connected, before anything is asked of the server.
         """
 
     async def close(self) -> None:
-        """Let go of the connection; never raises, and may be called at any time and again."""
-
-
-logger = logging.getLogger(__name__)
+        """Closes the connection. Never raises, and may be called at any time and again."""
 
 
 class AutoTransport:
-    """See `base.Transport`. Becomes, with `connect`, the one that the server was started with."""
+    """See `Transport`. Uses the transport that the server was started with, which `connect` asks for."""
 
-    # As all that is chosen does, but for quantised servers, for which the run file has to say it.
+    # Only for quantised servers is one chosen that does not stage, and the run file has to name that one.
     stages = True
 
     def __init__(self, section: WeightSyncSection) -> None:
@@ -142,7 +137,7 @@ class AutoTransport:
 
 
 class StagedTransport(ABC):
-    """See `base.Transport`. A transport gives `connected`, `connect`, `send` and `close`."""
+    """See `Transport`. A subclass gives `connected`, `connect`, `close`, and `send` or `bring`."""
 
     stages = True
 
@@ -158,9 +153,11 @@ class StagedTransport(ABC):
     async def connect(self, server: ServerControl, workers: int) -> None: ...
 
     async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Bring the bytes to all workers, which have begun to receive. Raises `ControlError` or `TransferError`.
+        """Sends the bytes to all workers, which have begun to receive. Called by `bring` unless that is replaced.
 
-        For those that leave `bring` as it is.
+        Raises:
+            ControlError: A call to the server failed.
+            TransferError: The transfer broke off.
         """
         raise NotImplementedError
 
@@ -168,7 +165,7 @@ class StagedTransport(ABC):
     async def close(self) -> None: ...
 
     def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        """What the engines are told before the bytes come."""
+        """Returns what the engines are told before the bytes come."""
         return snapshot.manifest.as_dict()
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
@@ -181,15 +178,15 @@ class StagedTransport(ABC):
         pause.seconds += swap.pause_s
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Returns when every worker has the snapshot built beside its live model."""
-        # The engine answers at once, and receives and builds on a thread of its own.
+        """Brings the snapshot to the workers. Returns when each has built it beside its live model."""
+        # The engine answers at once: it receives and builds on a thread.
         await server.update(self.update_info(snapshot))
         await self.send(server, snapshot)
         await self._until_staged(server)
         self.sent = Sent.of(snapshot)
 
     async def _until_staged(self, server: ServerControl) -> None:
-        """Raises `TransferError` where a worker fails, or is not ready `weight_sync.timeout_s` after the last byte."""
+        """Waits until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
         timeout_s = self._section.timeout_s
         ends = time.monotonic() + timeout_s
         while True:
@@ -203,3 +200,12 @@ class StagedTransport(ABC):
                     f"{server.url}: still {staged.stage} after weight_sync.timeout_s = {timeout_s:g} s; raise it for a "
                     f"model that takes longer to build"
                 )
+
+
+def build_transport(section: WeightSyncSection) -> Transport:
+    """Makes the learner's end of the transport that `section` names, not connected yet."""
+    if section.transport == "auto":
+        return AutoTransport(section)
+    module, _, name = TRANSPORTS[section.transport].learner.partition(":")
+    transport: Transport = getattr(import_module(module), name)(section)
+    return transport

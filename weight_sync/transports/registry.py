@@ -1,21 +1,23 @@
-"""How weights travel from the learner to a server's workers: one module or folder a transport, chosen by
-`weight_sync.transport`."""
+"""The table of transports, chosen by `weight_sync.transport`: where the two ends of each are, as text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    pass
+# Transports that `weight_sync.delta` applies to.
+SEND_DELTAS = frozenset({"gloo", "http"})
 
 
 @dataclass(frozen=True)
 class Ends:
     """A transport's two ends as `module:class`, so that each process imports only its own.
 
-    learner: a `base.Transport`, made from `WeightSyncSection`. engine: a `WeightTransferEngine` of vLLM. backend: what
-    vLLM calls that engine, where another of its own has the transport's name. stages: as `base.Transport.stages`.
+    Attributes:
+        learner: A `base.Transport`, made from `WeightSyncSection`.
+        engine: A `WeightTransferEngine` of vLLM.
+        backend: vLLM's name of the engine, if one of its own has the transport's name; None: the transport's.
+        stages: As `base.Transport.stages`.
+        replaces: Whether the engine takes the place of vLLM's own of that name.
     """
 
     learner: str
@@ -51,13 +53,15 @@ TRANSPORTS = {
     ),
 }
 
-# Those of which `weight_sync.delta` means something.
-SEND_DELTAS = frozenset({"gloo", "http"})
-
 
 def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
-    """For a server. cpu: its vLLM is the build for CPUs. shares_gpu: the learner is on the same GPU. quantised: it
-    serves weights in another type than the checkpoint's, which only vLLM's own reload makes anew."""
+    """Chooses the transport of a server.
+
+    Args:
+        cpu: Whether its vLLM is the build for CPUs.
+        shares_gpu: Whether the learner is on the same GPU.
+        quantised: Whether it serves weights in another type than the checkpoint's, which only vLLM's own reload makes.
+    """
     if cpu:
         return "gloo"
     if shares_gpu:
@@ -66,10 +70,10 @@ def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
 
 
 def backend(transport: str) -> str:
-    """What vLLM's `--weight-transfer-config` calls the engine of `transport`."""
+    """Returns the name that vLLM's `--weight-transfer-config` has for the engine of `transport`."""
     return TRANSPORTS[transport].backend or transport
 
 
 def of_backend(name: str) -> str | None:
-    """The transport whose engine vLLM calls `name`; None for one that is not ours to send to."""
+    """Returns the transport whose engine vLLM calls `name`, None if Slipstream has none."""
     return next((transport for transport in TRANSPORTS if name == backend(transport)), None)

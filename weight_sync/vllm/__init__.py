@@ -1,1 +1,1 @@
-"""What runs inside vLLM's processes: the plugin that adds our engines, and the middleware that asks for the token."""
+"""Runs inside vLLM's processes: a plugin that adds engines, middleware in the API process, methods on the workers."""

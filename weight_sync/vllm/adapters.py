@@ -30,44 +30,42 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.versions import HEADER
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
-from weight_sync.vllm.engine_state import RouteError, condition_of
+from weight_sync.vllm.engine_state import RouteError, status_of
 from weight_sync.vllm.loaded_adapters import LoadedAdapters
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
 from weight_sync.vllm.routes import given_logprobs, given_token_ids, read
 
-
-async def score(shelf: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
-    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done.
-
-    Raises `RouteError`.
-    """
-    which = _which(shelf, name)
-    token_ids = given_token_ids(shelf.engine, body)
-    return given_logprobs(await shelf.engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
-
-
-async def layers(shelf: LoadedAdapters, name: str) -> dict[str, Any]:
-    """As `proof_routes.layers`: the layers of a loaded adapter against the bytes that arrived. Raises `RouteError`."""
-    begun = await shelf.engine.collective_rpc("slipstream_read_adapter", args=(_which(shelf, name),))
-    return await read(shelf.engine, begun)
-
-
-def _which(shelf: LoadedAdapters, name: str) -> tuple[str, int, str]:
-    """Name, number and folder of an adapter. Raises `RouteError`."""
-    adapter = shelf.adapter(name)
-    if adapter is None:
-        raise RouteError(409, f"the adapter {name} is not loaded")
-    return adapter.lora_name, adapter.lora_int_id, adapter.lora_path
-
-
 logger = logging.getLogger(__name__)
 
 ROOT = "/slipstream/adapters"
-
 GENERATE = "/inference/v1/generate"
 
 # Routes that change the weights under all adapters.
 OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
+
+
+async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
+    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done.
+
+    Raises `RouteError`.
+    """
+    which = _which(loaded, name)
+    token_ids = given_token_ids(loaded.engine, body)
+    return given_logprobs(await loaded.engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
+
+
+async def layers(loaded: LoadedAdapters, name: str) -> dict[str, Any]:
+    """As `proof_routes.layers`: the layers of a loaded adapter against the bytes that arrived. Raises `RouteError`."""
+    begun = await loaded.engine.collective_rpc("slipstream_read_adapter", args=(_which(loaded, name),))
+    return await read(loaded.engine, begun)
+
+
+def _which(loaded: LoadedAdapters, name: str) -> tuple[str, int, str]:
+    """Name, number and folder of an adapter. Raises `RouteError`."""
+    adapter = loaded.adapter(name)
+    if adapter is None:
+        raise RouteError(409, f"the adapter {name} is not loaded")
+    return adapter.lora_name, adapter.lora_int_id, adapter.lora_path
 
 
 class Adapters:
@@ -75,7 +73,7 @@ class Adapters:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._shelf: LoadedAdapters | None = None
+        self._loaded: LoadedAdapters | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["app"].state if scope["type"] == "http" and "app" in scope else None
@@ -85,21 +83,21 @@ class Adapters:
         elif (refusal := _refusal(engine, scope)) is not None:
             await refusal(scope, receive, send)
         elif scope["path"] == ROOT or scope["path"].startswith(f"{ROOT}/"):
-            await self._answer(self._shelf_of(engine, state), scope, receive, send)
-        elif scope["path"] == GENERATE and self._shelf is not None and self._shelf.served is not None:
-            await self._generate(self._shelf.served, scope, receive, send)
-        elif scope["path"] in OF_THE_BASE and self._shelf is not None:
-            await self._shelf.clear()
+            await self._answer(self._adapters_of(engine, state), scope, receive, send)
+        elif scope["path"] == GENERATE and self._loaded is not None and self._loaded.served is not None:
+            await self._generate(self._loaded.served, scope, receive, send)
+        elif scope["path"] in OF_THE_BASE and self._loaded is not None:
+            await self._loaded.clear()
             await self._app(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _shelf_of(self, engine: Any, state: Any) -> LoadedAdapters:
-        if self._shelf is None:
+    def _adapters_of(self, engine: Any, state: Any) -> LoadedAdapters:
+        if self._loaded is None:
             store = AdapterStore()
             atexit.register(store.remove)
-            self._shelf = LoadedAdapters(engine, state.openai_serving_models, store)
-        return self._shelf
+            self._loaded = LoadedAdapters(engine, state.openai_serving_models, store)
+        return self._loaded
 
     async def _generate(self, served: str, scope: Scope, receive: Receive, send: Send) -> None:
         own = (HEADER.encode(), served.encode())
@@ -116,9 +114,9 @@ class Adapters:
 
         await self._app(scope, receive, naming)
 
-    async def _answer(self, shelf: LoadedAdapters, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, loaded: LoadedAdapters, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = await _answered(shelf, scope, receive)
+            answer = await _answered(loaded, scope, receive)
         except (RouteError, StoreError) as error:
             await problem(error.status, str(error))(scope, receive, send)
         except Exception as error:
@@ -131,30 +129,30 @@ class Adapters:
 def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
     """Of another run's learner: what it asks must change nothing here either."""
     try:
-        engine_state.check_owner(condition_of(engine).owner, scope)
+        engine_state.check_owner(status_of(engine).owner, scope)
     except RouteError as error:
         return problem(error.status, error.message)
     return None
 
 
-async def _answered(shelf: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
+async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
     """Raises `RouteError`, `StoreError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:
         case "GET", False, "":
-            return shelf.state()
+            return loaded.state()
         case "PUT", True, "":
             start, digest = _place(scope)
-            return {"received": shelf.store.append(name, start, await bytes_of(receive), digest)}
+            return {"received": loaded.store.append(name, start, await bytes_of(receive), digest)}
         case "POST", True, "load":
             body = await body_of(receive)
-            return await shelf.load(name, _text(body, "config"), _text(body, "blake3"))
+            return await loaded.load(name, _text(body, "config"), _text(body, "blake3"))
         case "POST", True, "score":
-            return await score(shelf, name, await body_of(receive))
+            return await score(loaded, name, await body_of(receive))
         case "POST", True, "layers":
-            return await layers(shelf, name)
+            return await layers(loaded, name)
         case "POST", True, "serve":
-            return await shelf.serve(name)
+            return await loaded.serve(name)
     raise RouteError(404, f"{scope['method']} {scope['path']} is not a route of Slipstream")
 
 

@@ -1,5 +1,7 @@
-"""What a server serves to others: its staged snapshot, by `GET /slipstream/chunks/<transfer key>`, from vLLM's API
-process, which shares the host and the user with the workers that staged it."""
+"""Serves a server's staged snapshot to other servers: `GET /slipstream/chunks/<transfer key>`.
+
+vLLM's API process answers. It shares the host and the user with the workers that staged the snapshot.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ _throttles: dict[float, Throttle] = {}
 
 
 async def serve_chunks(scope: Scope, send: Send) -> None:
-    """Answer one ASGI request whose path begins with `ranges.PREFIX`: 206 with the bytes asked for, 401 without the
+    """Answer one ASGI request whose path begins with `CHUNKS_PREFIX`: 206 with the bytes asked for, 401 without the
     transfer's secret, 404 where nothing (whole) is staged, 412 where it is another version, 416 for a bad range."""
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     if scope["method"] != "GET":

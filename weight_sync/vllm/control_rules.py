@@ -1,8 +1,7 @@
-"""What vLLM's own control routes may do on a server that publications use.
+"""Rules for vLLM's own control routes, so that a pause always ends and nobody generates from half-loaded weights (I6).
 
-The pause of an in-place transport as a lease: it ends by itself when its owner does not renew it (I6).
-
-It ends by resuming where the live model is whole; else this server answers 503 and ends.
+The pause of an in-place transport is a lease, which ends by itself if its owner does not renew it: by resuming if the
+live model is whole; else this server answers 503 and ends.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from weight_sync.vllm.engine_state import EngineStatus, RouteError, condition_of
+from weight_sync.vllm.engine_state import EngineStatus, RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -23,10 +22,11 @@ OWNER_HEADER = b"slipstream-owner"
 
 # From `/pause` to the first renewal.
 FIRST_LEASE_S = 15.0
-
 MAX_LEASE_S = 600.0
-
 RESUME_TIMEOUT_S = 10.0
+
+# How long a resume waits for a swap that is under way.
+SWAP_WITHIN_S = 5.0
 
 
 async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -34,54 +34,51 @@ async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     owner, seconds = body.get("owner"), body.get("seconds")
     if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
         raise RouteError(400, f'a lease wants {{"owner": text, "seconds": above 0, at most {MAX_LEASE_S:g}}}')
-    condition = condition_of(engine)
-    if condition.lease_owner != owner:
-        raise RouteError(409, f"{owner!r} holds no pause here: it ended, or {condition.lease_owner!r} holds it")
-    _set(engine, condition, owner, seconds)
+    status = status_of(engine)
+    if status.lease_owner != owner:
+        raise RouteError(409, f"{owner!r} holds no pause here: it ended, or {status.lease_owner!r} holds it")
+    _set(engine, status, owner, seconds)
     return {"owner": owner, "seconds": seconds}
 
 
 def grant_pause(engine: Any, owner: str, seconds: float = FIRST_LEASE_S) -> None:
     """`owner` is about to pause the engine. Raises `RouteError` where another holds the pause."""
-    condition = condition_of(engine)
-    if condition.lease_owner not in (None, owner):
-        raise RouteError(409, f"{condition.lease_owner!r} holds the pause of this server")
-    _set(engine, condition, owner, seconds)
+    status = status_of(engine)
+    if status.lease_owner not in (None, owner):
+        raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
+    _set(engine, status, owner, seconds)
 
 
-def release_pause(condition: EngineStatus) -> None:
+def release_pause(status: EngineStatus) -> None:
     """The owner has ended its pause."""
-    if condition.lease_ends is not None:
-        condition.lease_ends.cancel()
-    condition.lease_owner = condition.lease_ends = None
+    if status.lease_ends is not None:
+        status.lease_ends.cancel()
+    status.lease_owner = status.lease_ends = None
 
 
-def _set(engine: Any, condition: EngineStatus, owner: str, seconds: float) -> None:
-    release_pause(condition)
-    condition.lease_owner = owner
-    condition.lease_ends = asyncio.get_running_loop().call_later(seconds, _over, engine, condition)
+def _set(engine: Any, status: EngineStatus, owner: str, seconds: float) -> None:
+    release_pause(status)
+    status.lease_owner = owner
+    status.lease_ends = asyncio.get_running_loop().call_later(seconds, _over, engine, status)
 
 
-def _over(engine: Any, condition: EngineStatus) -> None:
-    owner = condition.lease_owner
-    release_pause(condition)
-    if not condition.whole:
-        condition.break_down(f"{owner} left it half loaded, and did not come back before its lease ended")
-    elif not condition.persons_pause:
+def _over(engine: Any, status: EngineStatus) -> None:
+    owner = status.lease_owner
+    release_pause(status)
+    if not status.whole:
+        status.break_down(f"{owner} left it half loaded, and did not come back before its lease ended")
+    elif not status.user_pause:
         logger.warning("%s did not renew the lease of its pause: resuming", owner)
-        condition.ending = asyncio.ensure_future(_resume(engine, condition, owner))
+        status.ending = asyncio.ensure_future(_resume(engine, status, owner))
 
 
-async def _resume(engine: Any, condition: EngineStatus, owner: str | None) -> None:
+async def _resume(engine: Any, status: EngineStatus, owner: str | None) -> None:
     try:
         async with asyncio.timeout(RESUME_TIMEOUT_S):
             await engine.resume_generation()
     except Exception as error:
-        condition.break_down(f"the pause of {owner} could not be ended: {type(error).__name__}: {error}")
+        status.break_down(f"the pause of {owner} could not be ended: {type(error).__name__}: {error}")
 
-
-# How long a resume waits for a swap that is under way.
-SWAP_WITHIN_S = 5.0
 
 Rule = Callable[[Any, EngineStatus, ASGIApp, Scope, Receive, Send], Awaitable[None]]
 
@@ -104,51 +101,47 @@ def _owner(scope: Scope) -> str | None:
     return owner.decode("latin-1") if owner else None
 
 
-async def pause(engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def pause(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """With the header `slipstream-owner` a lease; without it a person's, which only a person ends."""
     owner = _owner(scope)
     if owner is not None:
         grant_pause(engine, owner)
         await app(scope, receive, send)
     elif await _status_of(app, scope, receive, send) == 200:
-        condition.persons_pause = True
+        status.user_pause = True
 
 
-async def resume(
-    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def resume(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     owner = _owner(scope)
-    if condition.swapped is not None:
-        await _end_of_swap(condition.swapped)
+    if status.swapped is not None:
+        await _end_of_swap(status.swapped)
     if owner is None:
-        condition.persons_pause = False
-        if condition.lease_ends is not None:
+        status.user_pause = False
+        if status.lease_ends is not None:
             raise RouteError(
                 409,
-                f"{condition.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
+                f"{status.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
                 f"nothing else needs to be done",
             )
-    elif condition.lease_owner not in (None, owner):
-        raise RouteError(409, f"{condition.lease_owner!r} holds the pause of this server")
-    if not condition.whole:
+    elif status.lease_owner not in (None, owner):
+        raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
+    if not status.whole:
         raise RouteError(409, "the model is half loaded: publish to this server again, or start it again")
     if owner is not None:
-        release_pause(condition)
-        if condition.persons_pause:
+        release_pause(status)
+        if status.user_pause:
             raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
     await app(scope, receive, send)
 
 
-async def health(
-    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
-) -> None:
+async def health(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     """Within a swap it is not known whether the server goes on: that takes milliseconds."""
-    if condition.swapped is not None:
+    if status.swapped is not None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SWAP_WITHIN_S):
-                await condition.swapped.wait()
-    if condition.broken is not None:
-        raise RouteError(503, condition.broken)
+                await status.swapped.wait()
+    if status.broken is not None:
+        raise RouteError(503, status.broken)
     await app(scope, receive, send)
 
 
@@ -175,24 +168,24 @@ def _stages(engine: Any) -> bool:
 
 
 async def start_update(
-    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """An in-place transport may touch the model from here on."""
     if not _stages(engine):
-        condition.whole = False
+        status.whole = False
     await app(scope, receive, send)
 
 
 async def finish_update(
-    engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     if _stages(engine):
         raise RouteError(409, "this transport stages: the weights go live by POST /slipstream/swap")
     if await _status_of(app, scope, receive, send) == 200:
-        condition.whole = True
+        status.whole = True
 
 
-async def label(engine: Any, condition: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def label(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     raise RouteError(409, "weights are labelled when they go live: by POST /slipstream/swap or /finish_weight_update")
 
 

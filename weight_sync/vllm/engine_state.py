@@ -1,17 +1,11 @@
-"""What vLLM's API process knows of its engine beyond what the engine says: boot, wholeness, leases, and the end.
+"""What vLLM's API process knows of its engine beyond the engine's own answers: owner, pause lease, wholeness, health.
 
-What a route of ours is: a coroutine from the engine's client and the JSON body to the JSON answer.
+A server belongs to one run at a time (I5): from its first control call on, as long as its learner calls, which is every
+two seconds. A run that says goodbye, or is silent for `SILENT_S`, leaves it to the next that calls. Calls without the
+header `slipstream-run` are a person's and own nothing.
 
-Which run a server serves: that of the learner which controls it, and of one learner at a time (I5).
-
-A run owns the server from its first control call on, as long as its learner is heard: it looks every two seconds. One
-that says goodbye, or is silent for `SILENT_S`, leaves it to the next that calls. Calls without the header
-`slipstream-run` are a person's, and own nothing.
-
-Whether the engine lives: asked now and then, so that one that hangs in a collective does not stay behind a server
-that still answers.
-
-Silence is counted in questions, not in time: a process that was stopped and goes on has missed one.
+The engine is asked now and then, so that one that hangs in a collective does not stay behind a server that still
+answers. Silence is counted in questions, not in seconds: a process that was stopped and continued has missed one.
 """
 
 from __future__ import annotations
@@ -35,7 +29,24 @@ from weight_sync.server.answers import serves_another_run
 from weight_sync.transports.http import chunks
 from weight_sync.vllm import guard
 
+logger = logging.getLogger(__name__)
+
 Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
+
+SILENT_S = 30.0
+STATE = "/slipstream/state"
+
+# Between the first refusal and the end of the process, so that whoever asks is told why.
+TELL_S = 3.0
+EXIT_CODE = 70
+ASK_EVERY_S = 5.0
+
+# A dead engine is known without a question. vLLM ends soon after it, and does not say why.
+LOOK_EVERY_S = 0.5
+
+# An engine answers between two steps, and the longest prefill is one step.
+ANSWER_WITHIN_S = 15.0
+QUESTIONS = 8
 
 
 class RouteError(Exception):
@@ -45,11 +56,6 @@ class RouteError(Exception):
         super().__init__(message)
         self.status = status
         self.message = message
-
-
-SILENT_S = 30.0
-
-STATE = "/slipstream/state"
 
 
 @dataclass
@@ -97,14 +103,6 @@ def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
         raise RouteError(409, serves_another_run("this server", owner.run, owner.silent_s(now)))
 
 
-logger = logging.getLogger(__name__)
-
-# Between the first refusal and the end of the process, so that whoever asks is told why.
-TELL_S = 3.0
-
-EXIT_CODE = 70
-
-
 def end_the_process() -> None:
     """End this server at once: its engine may hang, and would hold up any end in order."""
     for child in psutil.Process().children(recursive=True):
@@ -118,7 +116,7 @@ def end_the_process() -> None:
 @dataclass
 class EngineStatus:
     """boot: another after each start. whole: false from the first touch of the live model until it is known to be
-    whole again. broken: why this server must not generate any more; None while it may. persons_pause: whether a
+    whole again. broken: why this server must not generate any more; None while it may. user_pause: whether a
     person paused it. adapter: the label of what serves in place of the base's weights, None for those. lease_owner,
     lease_ends: who holds a pause for a publication, and what ends it; None if nobody. swapped: set at the end of the
     swap that is under way; None where none is. scale_out: whether it generates tokens from tokens. owner: the run
@@ -127,7 +125,7 @@ class EngineStatus:
     boot: str = field(default_factory=lambda: secrets.token_hex(6))
     whole: bool = True
     broken: str | None = None
-    persons_pause: bool = False
+    user_pause: bool = False
     adapter: str | None = None
     scale_out: bool = False
     swapped: asyncio.Event | None = None
@@ -143,7 +141,7 @@ class EngineStatus:
     def pause_owner(self) -> str:
         if self.lease_ends is not None:
             return "publication"
-        return "person" if self.persons_pause else "none"
+        return "person" if self.user_pause else "none"
 
     def break_down(self, reason: str) -> None:
         """Refuse everything from now on, fail what is in flight, and end the process after `TELL_S`."""
@@ -158,41 +156,30 @@ class EngineStatus:
         timer.start()
 
 
-def condition_of(engine: Any) -> EngineStatus:
+def status_of(engine: Any) -> EngineStatus:
     """The one of this engine's client."""
-    found = getattr(engine, "slipstream_condition", None)
+    found = getattr(engine, "slipstream_status", None)
     if found is None:
-        found = engine.slipstream_condition = EngineStatus()
-    condition: EngineStatus = found
-    return condition
+        found = engine.slipstream_status = EngineStatus()
+    status: EngineStatus = found
+    return status
 
 
-ASK_EVERY_S = 5.0
-
-# A dead engine is known without a question. vLLM ends soon after it, and does not say why.
-LOOK_EVERY_S = 0.5
-
-# An engine answers between two steps, and the longest prefill is one step.
-ANSWER_WITHIN_S = 15.0
-
-QUESTIONS = 8
-
-
-async def watch(engine: Any, condition: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
+async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
     """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
 
     While a publication holds the pause its lease counts, not this. `ask(engine, timeout_s)`: None where no answer came.
     """
     silent, asked_at = 0, time.monotonic()
-    while condition.broken is None:
+    while status.broken is None:
         await asyncio.sleep(min(LOOK_EVERY_S, ASK_EVERY_S))
         if (why := how_it_died(engine)) is not None:
-            condition.break_down(why)
+            status.break_down(why)
             return
         if time.monotonic() - asked_at < ASK_EVERY_S:
             continue
         if getattr(engine, "errored", False):
-            condition.break_down("the engine died")
+            status.break_down("the engine died")
             return
         try:
             answered = await ask(engine, ANSWER_WITHIN_S) is not None
@@ -200,9 +187,9 @@ async def watch(engine: Any, condition: EngineStatus, ask: Callable[[Any, float]
             logger.warning("the engine could not be asked: %s", error)
             answered = False
         asked_at = time.monotonic()
-        silent = 0 if answered or condition.lease_ends is not None else silent + 1
+        silent = 0 if answered or status.lease_ends is not None else silent + 1
         if silent >= QUESTIONS:
-            condition.break_down(f"the engine did not answer {QUESTIONS} times in a row, {ANSWER_WITHIN_S:g} s each")
+            status.break_down(f"the engine did not answer {QUESTIONS} times in a row, {ANSWER_WITHIN_S:g} s each")
 
 
 def how_it_died(engine: Any) -> str | None:

@@ -16,7 +16,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 
 from protocol.versions import label_in
 from weight_sync.vllm.adapter_store import AdapterStore
-from weight_sync.vllm.engine_state import RouteError, condition_of
+from weight_sync.vllm.engine_state import RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class LoadedAdapters:
     def _name(self, served: str | None) -> None:
         """To workers, and as the label of what this server holds."""
         self.served = served
-        condition_of(self.engine).adapter = None if served is None else str(label_in(served))
+        status_of(self.engine).adapter = None if served is None else str(label_in(served))
 
     def _loaded(self) -> list[str]:
         """Of ours; a person may have loaded others."""

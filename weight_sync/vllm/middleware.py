@@ -18,8 +18,8 @@ from weight_sync.transports.http import chunks
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
-from weight_sync.vllm.engine_state import EngineStatus, RouteError, condition_of, how_it_died, watch
-from weight_sync.vllm.routes import ROUTES, engine_says
+from weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
+from weight_sync.vllm.routes import ROUTES, ask_engine
 
 logger = logging.getLogger(__name__)
 
@@ -42,12 +42,12 @@ class Slipstream:
         if scope["type"] != "http" or engine is None:
             await self._app(scope, receive, send)
             return
-        condition = condition_of(engine)
-        if condition.heartbeat is None:
-            condition.scale_out = _generates(scope)
-            condition.heartbeat = asyncio.create_task(watch(engine, condition, engine_says))
+        status = status_of(engine)
+        if status.heartbeat is None:
+            status.scale_out = _generates(scope)
+            status.heartbeat = asyncio.create_task(watch(engine, status, ask_engine))
         try:
-            engine_state.check_owner(condition.owner, scope)
+            engine_state.check_owner(status.owner, scope)
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
             return
@@ -56,24 +56,22 @@ class Slipstream:
         elif scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)
         else:
-            await self._passed_on(engine, condition, scope, receive, send)
+            await self._passed_on(engine, status, scope, receive, send)
 
-    async def _passed_on(
-        self, engine: Any, condition: EngineStatus, scope: Scope, receive: Receive, send: Send
-    ) -> None:
-        if condition.broken is not None:
-            await _refuse(condition, scope, receive, send)
+    async def _passed_on(self, engine: Any, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+        if status.broken is not None:
+            await _refuse(status, scope, receive, send)
             return
         rule = RULES.get((scope["method"], scope["path"]))
         try:
             if rule is not None:
-                await rule(engine, condition, self._app, scope, receive, send)
+                await rule(engine, status, self._app, scope, receive, send)
             else:
-                await self._while_whole(condition, scope, receive, send)
+                await self._while_whole(status, scope, receive, send)
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
 
-    async def _while_whole(self, condition: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _while_whole(self, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         begun = False
@@ -83,17 +81,17 @@ class Slipstream:
             begun = True
             await send(message)
 
-        condition.running.add(task)
+        status.running.add(task)
         try:
             await self._app(scope, receive, noting)
         except asyncio.CancelledError:
-            if condition.broken is None:
+            if status.broken is None:
                 raise
             if begun:
-                raise ConnectionAbortedError(condition.broken) from None
-            await _refuse(condition, scope, receive, send)
+                raise ConnectionAbortedError(status.broken) from None
+            await _refuse(status, scope, receive, send)
         finally:
-            condition.running.discard(task)
+            status.running.discard(task)
 
 
 def _engine_of(scope: Scope) -> Any:
@@ -109,7 +107,7 @@ def _generates(scope: Scope) -> bool:
 def _tell_last_words(scope: Scope) -> None:
     """The server ends: if because of its engine, that is the cause, and not the requests that failed by it."""
     engine = _engine_of(scope)
-    if engine is not None and condition_of(engine).broken is None and (why := how_it_died(engine)) is not None:
+    if engine is not None and status_of(engine).broken is None and (why := how_it_died(engine)) is not None:
         logger.error("this server ends: %s", why)
 
 
@@ -154,8 +152,8 @@ async def body_of(receive: Receive) -> dict[str, Any]:
     return body
 
 
-async def _refuse(condition: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
-    await problem(503, condition.broken or "")(scope, receive, send)
+async def _refuse(status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+    await problem(503, status.broken or "")(scope, receive, send)
 
 
 def problem(status: int, message: str) -> JSONResponse:

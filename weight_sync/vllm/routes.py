@@ -1,8 +1,6 @@
-"""All routes that we add to vLLM's server, by method and path.
+"""The routes that Slipstream adds to vLLM's server, by method and path: state, staging, swap, lease, and the proof.
 
-The proof's routes: what the server's log-probs are, and what its layers hold.
-
-The routes of the server's state, of staging, swap and lease.
+A handler takes the engine's client and the JSON body, and returns the JSON answer.
 """
 
 from __future__ import annotations
@@ -14,15 +12,21 @@ from typing import Any
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import NO_ANSWER
 from weight_sync.vllm import control_rules
-from weight_sync.vllm.engine_state import Handler, RouteError, condition_of
+from weight_sync.vllm.engine_state import Handler, RouteError, status_of
 
 # Far more than a probe has.
 MAX_SEQUENCES = 64
 
 # How often to look whether the layers are read: 38 M parameters take 10 ms.
 PROOF_POLL_S = 0.02
-
 LAYERS_TIMEOUT_S = 120.0
+
+# An engine answers between two steps; one that takes longer is not alive to whoever waits.
+LOOK_TIMEOUT_S = 4.0
+
+# How often the workers are asked how far they are, at first and at last.
+SERVER_POLL_S = (0.01, 0.1)
+MAX_WAIT_S = 60.0
 
 
 async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
@@ -102,17 +106,9 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
     ("POST", "/slipstream/layers"): layers,
 }
 
-# An engine answers between two steps; one that takes longer is not alive to whoever waits.
-LOOK_TIMEOUT_S = 4.0
 
-# How often the workers are asked how far they are, at first and at last.
-SERVER_POLL_S = (0.01, 0.1)
-
-MAX_WAIT_S = 60.0
-
-
-async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
-    """`engine_swap.state` of the engine; None if it does not answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
+async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
+    """`engine_core.state` of the engine; None if it does not answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
@@ -127,19 +123,19 @@ async def engine_says(engine: Any, timeout_s: float | None = None) -> dict[str, 
 
 
 async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    condition = condition_of(engine)
-    said = await engine_says(engine) if condition.broken is None else None
-    reason = condition.broken or (None if said else NO_ANSWER)
+    status = status_of(engine)
+    said = await ask_engine(engine) if status.broken is None else None
+    reason = status.broken or (None if said else NO_ANSWER)
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
-    owner, now = condition.owner, time.monotonic()
+    owner, now = status.owner, time.monotonic()
     return {
-        "boot": f"{condition.boot}-{said['boot']}" if said else condition.boot,
-        "label": (condition.adapter or said["label"]) if said else "",
+        "boot": f"{status.boot}-{said['boot']}" if said else status.boot,
+        "label": (status.adapter or said["label"]) if said else "",
         "paused": said["paused"] if said else True,
-        "whole": condition.whole,
+        "whole": status.whole,
         "alive": said is not None,
-        "pause_owner": condition.pause_owner if said is None or said["paused"] else "none",
+        "pause_owner": status.pause_owner if said is None or said["paused"] else "none",
         "workers": parallel.world_size_across_dp,
         "transport": transfer.backend if transfer is not None else "none",
         "reason": reason,
@@ -159,7 +155,7 @@ async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
         "dtype": str(model.dtype).removeprefix("torch."),
         "max_model_len": model.max_model_len,
         "transport": transfer.backend if transfer is not None else None,
-        "scale_out": condition_of(engine).scale_out,
+        "scale_out": status_of(engine).scale_out,
         "quantization": model.quantization,
     }
 
@@ -169,7 +165,7 @@ async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     run = body.get("run")
     if not isinstance(run, str):
         raise RouteError(400, 'a goodbye wants {"run": text}')
-    condition_of(engine).owner.leaves(run)
+    status_of(engine).owner.leaves(run)
     return {}
 
 
@@ -209,24 +205,24 @@ async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
-    condition = condition_of(engine)
-    if not condition.whole:
+    status = status_of(engine)
+    if not status.whole:
         raise RouteError(409, "another swap is under way")
-    condition.whole = False
-    condition.swapped = ended = asyncio.Event()
+    status.whole = False
+    status.swapped = ended = asyncio.Event()
     try:
         result = await _exchanged(engine, label, clear_cache)
     except Exception as error:
-        condition.break_down(f"the swap to {label} failed: {error}")
-        raise RouteError(503, condition.broken or "") from error
+        status.break_down(f"the swap to {label} failed: {error}")
+        raise RouteError(503, status.broken or "") from error
     finally:
         # Whoever waits for it goes on only after this call has said what came of it.
-        condition.swapped = None
+        status.swapped = None
         ended.set()
     if not result["whole"]:
-        condition.break_down(f"the swap to {label} failed half-way: {result['error']}")
-        raise RouteError(503, condition.broken or "")
-    condition.whole = True
+        status.break_down(f"the swap to {label} failed half-way: {result['error']}")
+        raise RouteError(503, status.broken or "")
+    status.whole = True
     if result["error"]:
         raise RouteError(409, result["error"])
     return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}

@@ -1,11 +1,7 @@
-"""What is added to each of vLLM's workers: `--worker-extension-cls weight_sync.vllm.worker.SlipstreamWorker`.
+"""Adds methods to each of vLLM's workers: `--worker-extension-cls weight_sync.vllm.worker.SlipstreamWorker`.
 
-Called by `engine.collective_rpc("slipstream_...")`. vLLM refuses an extension that has an attribute of the worker's
-name, so every name begins with `slipstream_`.
-
-The worker's side of the proof; a part of `weight_sync.vllm.worker.SlipstreamWorker`.
-
-The worker's side of a swap.
+`engine.collective_rpc("slipstream_...")` calls them, on the worker's own thread between two steps of the engine. vLLM
+refuses an extension with an attribute that the worker has, so every name begins with `slipstream_`.
 """
 
 from __future__ import annotations
@@ -13,14 +9,13 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from weight_sync.vllm.engine import layer_proof, score_proof
 from weight_sync.vllm.engine.layer_proof import Reading
 from weight_sync.vllm.engine.score_proof import put_under
 
-if TYPE_CHECKING:
-    pass
+logger = logging.getLogger(__name__)
 
 
 class AdapterMixin:
@@ -83,12 +78,9 @@ class ProofMixin:
         return {}
 
     def slipstream_layers(self) -> dict[str, Any]:
-        """What was read, if it is done: `checked`, `wrong` and `unread`, see `proof_layers.Difference`."""
+        """What was read, if it is done: `checked`, `wrong` and `unread`, see `layer_proof.Difference`."""
         reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()
-
-
-logger = logging.getLogger(__name__)
 
 
 class StagingMixin:

@@ -1,8 +1,4 @@
-"""What the learner remembers so that it can say how a server's weights differ from the newest: one copy of the newest
-bytes, and the steps that led there.
-
-What a connection brought to its server last, and so what a delta over it may be laid on.
-"""
+"""Remembers what deltas need: the newest bytes and the steps that led there, and what each connection brought last."""
 
 from __future__ import annotations
 
@@ -17,15 +13,17 @@ from weight_sync.weights.delta_codec import Delta, apply, encode_delta
 from weight_sync.weights.flat_buffer import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
-# Versions that a server may lie behind and still be helped by deltas.
+# Versions that a server may be behind and still get deltas.
 STEPS_KEPT = 8
 
 
 @dataclass(frozen=True)
 class DeltaPath:
-    """How to get from one version to another: payloads (uint8) to lay on in their order.
+    """The deltas that lead from one version to another.
 
-    share: elements that differ, 0 to 1; over several steps the sum, which is at least what differs in the end.
+    Attributes:
+        payloads: uint8 tensors, to be applied in this order.
+        share: Share of elements that differ, 0 to 1. Over several steps it is the sum, an upper bound.
     """
 
     payloads: list[torch.Tensor]
@@ -33,11 +31,12 @@ class DeltaPath:
 
     @cached_property
     def joined(self) -> torch.Tensor:
-        """The payloads one behind the other."""
+        """All payloads in one uint8 tensor."""
         return self.payloads[0] if len(self.payloads) == 1 else torch.cat(self.payloads)
 
     @property
     def total_bytes(self) -> int:
+        """Bytes of all payloads."""
         return sum(payload.numel() for payload in self.payloads)
 
 
@@ -49,10 +48,10 @@ class _Step:
 
 
 class DeltaHistory:
-    """Deltas between the snapshots of one learner, each worked out once for all servers. May be used from any thread.
+    """The deltas between a learner's snapshots, each computed once for all servers. May be used from any thread.
 
-    It holds a copy of the newest snapshot that it was asked for, since a snapshot's own buffer is filled again. A step
-    to an older snapshot is not kept: that server gets everything.
+    It keeps a copy of the newest snapshot that it was asked for, as a snapshot's own buffer is filled again. Steps to
+    older snapshots are not kept: a server that needs one gets the whole snapshot.
     """
 
     def __init__(self) -> None:
@@ -62,11 +61,11 @@ class DeltaHistory:
         self._version = -1
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
 
-    def way(self, base: str | None, snapshot: Snapshot) -> DeltaPath | None:
-        """From the version labelled `base` to `snapshot`; None where it is not known or not smaller than everything.
+    def find_path(self, base: str | None, snapshot: Snapshot) -> DeltaPath | None:
+        """Returns the deltas from the version `base` to `snapshot`; None if unknown, or not smaller than the whole.
 
-        Blocks while it compares, for about as long as it takes to copy a snapshot. `snapshot` is remembered, so that
-        the next one can be reached from it.
+        Blocks while it compares, for about as long as a copy of a snapshot takes. `snapshot` is remembered, so that the
+        next one can be reached from it.
         """
         with self._lock:
             self._turn_to(snapshot)
@@ -75,8 +74,8 @@ class DeltaHistory:
             steps = self._steps_from(base)
         if not steps:
             return None
-        way = DeltaPath([step.delta.payload for step in steps], min(1.0, sum(step.delta.share for step in steps)))
-        return way if way.total_bytes < snapshot.manifest.total_bytes() else None
+        path = DeltaPath([step.delta.payload for step in steps], min(1.0, sum(step.delta.share for step in steps)))
+        return path if path.total_bytes < snapshot.manifest.total_bytes() else None
 
     def _turn_to(self, snapshot: Snapshot) -> None:
         if snapshot.version <= self._version and snapshot.manifest == self._manifest:
@@ -99,9 +98,9 @@ class DeltaHistory:
 
 
 class DeltaBase:
-    """One connection's: the version that it brought last, by its label and a name of its bytes (`root`).
+    """What one connection brought to its server last, so what a delta over it can start from.
 
-    That version is proven: the fleet publishes again over a connection only after the proof, and every failure ends it.
+    That version is proven: the fleet publishes again over a connection only after the proof, and a failure ends it.
     """
 
     def __init__(self, full_every: int) -> None:
@@ -109,38 +108,41 @@ class DeltaBase:
         self._base: tuple[str, str] | None = None
         self._since_full = 0
 
-    def way(self, book: DeltaHistory, snapshot: Snapshot) -> tuple[DeltaPath, str] | None:
-        """A delta to `snapshot`, and the root of what it is to be laid on; None where everything is to be sent.
+    def find_path(self, history: DeltaHistory, snapshot: Snapshot) -> tuple[DeltaPath, str] | None:
+        """Returns the deltas to `snapshot` and the digest of what to apply them to; None to send the whole snapshot.
 
-        Blocks, see `Book.way`. Nothing is held any more until `arrived`: what broke off half-way holds nothing.
+        Blocks, see `DeltaHistory.find_path`. From now on nothing counts as brought until `arrived` is called, as a
+        transfer that breaks off leaves neither version whole.
         """
         base, self._base = self._base, None
         due = self._since_full >= self._full_every
-        # Also asked where everything is sent: the book remembers the snapshot for the next delta.
-        way = book.way(None if base is None or due else base[0], snapshot)
-        return None if way is None or base is None else (way, base[1])
+        # Asked even if everything is sent: the history must remember the snapshot for the next delta.
+        path = history.find_path(None if base is None or due else base[0], snapshot)
+        return None if path is None or base is None else (path, base[1])
 
     def arrived(self, snapshot: Snapshot, root: str, by_delta: bool) -> None:
+        """Notes that `snapshot`, whose bytes have the digest `root`, is on the server."""
         self._base = (snapshot.label, root)
         self._since_full = self._since_full + 1 if by_delta else 1
 
 
-class SharedBook:
-    """One book for all connections of this process, while there are any. May be used from any thread."""
+class SharedHistory:
+    """Shares one history among the connections of this process, while there are any. May be used from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._book = DeltaHistory()
+        self._history = DeltaHistory()
         self._holders = 0
 
     def take(self) -> DeltaHistory:
+        """Returns the history, for a connection that will `leave` it."""
         with self._lock:
             self._holders += 1
-            return self._book
+            return self._history
 
     def leave(self) -> None:
-        """The last one takes the copy of the weights with it."""
+        """Gives the history back. The last connection that does frees its copy of the weights."""
         with self._lock:
             self._holders -= 1
             if not self._holders:
-                self._book = DeltaHistory()
+                self._history = DeltaHistory()

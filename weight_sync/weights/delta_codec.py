@@ -31,9 +31,7 @@ from weight_sync.weights.flat_buffer import Manifest
 Array = npt.NDArray[Any]
 
 PIECE_BYTES = 4 * 1024**2
-
 FIELDS = 4
-
 GAP_IN_FULL = 255
 
 # In place of the number of gaps in full: the piece has a step for every element.

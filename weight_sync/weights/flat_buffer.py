@@ -1,11 +1,8 @@
-"""Host memory for whole models: in huge pages, made once and used again.
+"""Host memory for whole models, and where each tensor lies in the one flat buffer that travels.
 
-A fresh page costs more than copying into it: the kernel clears it first, 4 KiB at a time. Huge pages take most of that
-away, a buffer that is used again the rest.
-
-Where each tensor lies in the one flat buffer that travels. Learner and server compute the same layout from it.
-
-Names of weights as a checkpoint has them, whatever wraps the module that they are taken from.
+A fresh page costs more than copying into it, as the kernel clears it first, 4 KiB at a time. Huge pages avoid most of
+that cost, a buffer that is used again the rest. Learner and server compute the same layout from one `Manifest`; its
+names are a checkpoint's, whatever wraps the module that the tensors are taken from.
 """
 
 from __future__ import annotations
@@ -23,11 +20,17 @@ import torch
 
 # A smaller buffer fits no huge page.
 HUGE = 2 * 2**20
-
 PAGE = 4096
 
 # The pages of a model that fills a machine are taken in less.
 MAX_WAIT_S = 30.0
+ALIGNMENT = 64
+
+# torch.compile, FSDP, activation checkpointing, and peft around a layer: anywhere in a name.
+_AROUND = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
+
+# DDP and peft around a model: at its beginning.
+_BEFORE = (["module"], ["base_model", "model"])
 
 
 def fresh(size: int) -> torch.Tensor:
@@ -155,9 +158,6 @@ def _advised(memory: mmap.mmap) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-ALIGNMENT = 64
-
-
 @dataclass(frozen=True)
 class Manifest:
     """Names (as in a Hugging Face checkpoint), torch's dtypes by name ("float32") and shapes of n tensors, in their
@@ -227,13 +227,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{name} is not a dtype of torch")
     return dtype
-
-
-# torch.compile, FSDP, activation checkpointing, and peft around a layer: anywhere in a name.
-_AROUND = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
-
-# DDP and peft around a model: at its beginning.
-_BEFORE = (["module"], ["base_model", "model"])
 
 
 def unwrapped(name: str) -> str:

@@ -1,12 +1,9 @@
-"""One version of the weights, copied out of the learner's way: a flat buffer on the host, its manifest and digest.
+"""Copies one version of the weights out of the learner's way, with the probe that proves it.
 
-What travels of an adapter: a safetensors file and its configuration, under a name that their digest is a part of.
-
-The probe of a publication: ids that move over the vocabulary, and the learner's log-probs of them.
-
-A digest proves that bytes arrived. Only log-probs prove that the server computes with them: on a CPU, vLLM computes
-with packed copies, which a reload may miss. A probe sees the rows of the embedding and of the head that it touches, so
-each publication has another one, and together they touch all rows.
+A digest proves that the bytes arrived. Only log-probs prove that the server computes with them: on a CPU vLLM computes
+with packed copies, which a reload may miss. A probe shows only those rows of embedding and head that its tokens touch,
+so each publication has another one, and together they touch all rows. An adapter alone travels as a safetensors file
+and its configuration, under a name that includes their digest.
 """
 
 from __future__ import annotations
@@ -26,6 +23,9 @@ from xxhash import xxh3_128_digest
 
 from protocol.versions import label_of, name_of
 from weight_sync.weights.flat_buffer import HUGE, Manifest, Reserve, check_distinct, unwrapped
+
+LENGTH = 64
+WORDS = 2**16
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,6 @@ class AdapterPayload:
 def adapter_digest(file: bytes, config: str) -> str:
     """BLAKE3 over both, hexadecimal."""
     return blake3(file).update(config.encode()).hexdigest()
-
-
-LENGTH = 64
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,6 @@ def rounds(vocab_size: int, length: int = LENGTH) -> int:
     """Publications in a row that touch every id."""
     return max(1, -(-vocab_size // (length - 1)))
 
-
-WORDS = 2**16
 
 # Memory of this process's snapshots: one that is on its way to the servers, and one that is filled.
 _reserve = Reserve(most=2)

@@ -1,17 +1,12 @@
-"""A gloo process group of our own, apart from the default one; used by both ends.
+"""A gloo process group apart from torch's default one. Rank 0 is the learner, ranks 1..n are a server's workers.
 
-Rank 0 is the learner, ranks 1..n are the workers of one server.
+When it is made, each pair of ranks authenticates over gloo itself, before a byte of weights travels (I8): gloo's
+sockets take whoever connects first for the expected rank. Each rank sends every other one a nonce and answers with an
+HMAC over both nonces and both ranks. A rank whose place a stranger took cannot be reached by that stranger, so nobody
+can answer for it.
 
-Which workers can map each other's memory, so that the bytes travel to one of them.
-
-Found by trying: each worker lays out a few random bytes, and reads those of the others. Containers, users and hosts
-that keep processes apart need no rule of their own.
-
-Each pair of ranks proves over gloo itself that both hold the group's secret, before a byte of weights travels (I8).
-
-gloo's own sockets know no authentication: who connects first to a rank's port, with the number that gloo expects there,
-is taken for the other rank. So each rank sends each other one a nonce, and answers with an HMAC over both nonces and
-both ranks. The rank whose place a stranger took cannot be reached by it any more, so there is nobody to answer for it.
+Then workers find out by trying whose memory they can map, so that the bytes travel to one of them only. This needs no
+rule for containers, users and hosts.
 """
 
 from __future__ import annotations
@@ -30,9 +25,9 @@ import torch
 
 from weight_sync.transports.gloo import rendezvous
 from weight_sync.transports.gloo.rendezvous import (
-    NotProven,
+    AuthenticationError,
     dist,  # re-exported
-    proof,
+    mac_of,
 )
 from weight_sync.weights.flat_buffer import Staging, mapped
 
@@ -40,14 +35,30 @@ _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 
 # Process id, file descriptor and the bytes laid out, as int64.
 _WORDS = 6
-
 _BYTES = 8 * (_WORDS - 2)
+
+# How long a peer may take to answer, at most.
+AUTHENTICATION_S = 15.0
+_NONCE_TAG, _ANSWER_TAG = 1_000_001, 1_000_002
+
+# What a worker says of the bytes.
+OK = 1
+BAD_DIGEST = 2
+NOT_MAPPED = 3
+
+# Buckets that travel while one is hashed.
+AHEAD = 2
+_BUCKET_TAG = 2_000_000
 
 
 def leaders(group: Any, rank: int, size: int, timeout: timedelta) -> list[int]:
-    """By rank, the one that receives for it: the lowest worker whose memory it can map, often itself; 0 for 0.
+    """Finds for each rank the one that receives for it. All ranks of the process group call it at once.
 
-    All ranks of the process group call it at once. Raises RuntimeError where one does not answer in time.
+    Returns:
+        By rank: the lowest worker whose memory the rank can map, often itself; 0 for the learner.
+
+    Raises:
+        RuntimeError: A rank does not answer in time.
     """
     if size <= 2:
         return list(range(size))
@@ -93,31 +104,31 @@ def _readable(offer: torch.Tensor) -> bool:
         return False
 
 
-# How long a peer may take to answer, at most.
-PROOF_S = 15.0
+def authenticate_peers(group: Any, rank: int, size: int, secret: bytes, timeout_s: float) -> None:
+    """Blocks until every other rank of the process group has shown that it holds the group's secret.
 
-_NONCE_TAG, _PROOF_TAG = 1_000_001, 1_000_002
-
-
-def prove_peers(group: Any, rank: int, size: int, secret: bytes, timeout_s: float) -> None:
-    """Blocks until every other rank of the process group has proved itself. Raises `NotProven`, or RuntimeError where
-    one does not answer."""
+    Raises:
+        AuthenticationError: A rank does not hold it.
+        RuntimeError: A rank does not answer.
+    """
     peers = [peer for peer in range(size) if peer != rank]
     ours = {peer: secrets.token_bytes(32) for peer in peers}
     theirs = _exchanged(group, rank, ours, _NONCE_TAG, timeout_s)
     answers = {peer: _answer(secret, rank, peer, ours[peer], theirs[peer]) for peer in peers}
-    for peer, answer in _exchanged(group, rank, answers, _PROOF_TAG, timeout_s).items():
+    for peer, answer in _exchanged(group, rank, answers, _ANSWER_TAG, timeout_s).items():
         if not hmac.compare_digest(answer, _answer(secret, peer, rank, theirs[peer], ours[peer])):
-            raise NotProven(f"rank {peer} of the transfer does not hold its secret: a stranger took its place")
+            raise AuthenticationError(
+                f"rank {peer} of the transfer does not hold its secret: a stranger took its place"
+            )
 
 
 def _answer(secret: bytes, sender: int, to: int, senders_nonce: bytes, receivers_nonce: bytes) -> bytes:
-    return proof(secret, b"gloo", sender.to_bytes(4), to.to_bytes(4), senders_nonce, receivers_nonce)
+    return mac_of(secret, b"gloo", sender.to_bytes(4), to.to_bytes(4), senders_nonce, receivers_nonce)
 
 
 def _exchanged(group: Any, rank: int, messages: dict[int, bytes], tag: int, timeout_s: float) -> dict[int, bytes]:
     """What each peer sent, 32 bytes, while `messages` went to them."""
-    timeout = timedelta(seconds=min(timeout_s, PROOF_S))
+    timeout = timedelta(seconds=min(timeout_s, AUTHENTICATION_S))
     out = {peer: torch.frombuffer(bytearray(message), dtype=torch.uint8) for peer, message in messages.items()}
     into = {peer: torch.zeros(32, dtype=torch.uint8) for peer in messages}
     sent = [group.send([tensor], peer, tag) for peer, tensor in out.items()]
@@ -132,25 +143,15 @@ def _exchanged(group: Any, rank: int, messages: dict[int, bytes], tag: int, time
     return {peer: tensor.numpy().tobytes() for peer, tensor in into.items()}
 
 
-# What a worker says of the bytes.
-OK = 1
-
-BAD_DIGEST = 2
-
-NOT_MAPPED = 3
-
-# Buckets that travel while one is hashed.
-AHEAD = 2
-
-_BUCKET_TAG = 2_000_000
-
-
 @dataclass(frozen=True)
 class GlooInitInfo:
     """Body of `/init_weight_transfer_engine`: where the learner listens, and how it sends.
 
-    world_size: the learner and all workers. bucket_bytes: bytes of one broadcast. timeout_s: bounds every wait. secret:
-    of this group alone, random, in hex digits; this body travels over a route that wants the learner's token.
+    Attributes:
+        world_size: Number of ranks: the learner and all workers.
+        bucket_bytes: Bytes of one broadcast.
+        timeout_s: Bound on every wait, in seconds.
+        secret: Random, of this group only, in hex. This body travels over a route that wants the learner's token.
     """
 
     master_address: str
@@ -166,14 +167,17 @@ class GlooInitInfo:
 
 
 class GlooGroup:
-    """Bytes from the learner to its workers and a status back, each wait bounded by the group's time-out.
+    """Moves bytes from the learner to its workers and a status back. Each wait is bounded by the group's time-out.
 
-    Every call raises RuntimeError when the peer is gone or late; the group is of no use after that.
+    Every call raises RuntimeError if the peer is gone or late. The group cannot be used after that.
     """
 
     def __init__(self, store: Any, rank: int, info: GlooInitInfo, local_host: str) -> None:
-        """Blocks until all `info.world_size` ranks have come to `store`, and each has proved to each other that it
-        holds the group's secret. `local_host`: this end's own address."""
+        """Blocks until all `info.world_size` ranks have come to `store` and authenticated each other.
+
+        Args:
+            local_host: This end's own address.
+        """
         self._timeout = timedelta(seconds=info.timeout_s)
         options = dist.ProcessGroupGloo._Options()
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=local_host)]
@@ -183,14 +187,14 @@ class GlooGroup:
         self.size = info.world_size
         self._bucket_bytes = info.bucket_bytes
         self._group = dist.ProcessGroupGloo(store, rank, self.size, options)
-        prove_peers(self._group, rank, self.size, info.key, info.timeout_s)
+        authenticate_peers(self._group, rank, self.size, info.key, info.timeout_s)
         self._leaders = leaders(self._group, rank, self.size, self._timeout)
 
     @classmethod
     def join(cls, info: GlooInitInfo, rank: int) -> GlooGroup:
-        """A worker's place in the group of the learner that `info` names; blocks until all are there."""
-        store, line = rendezvous.come(info.master_address, info.master_port, info.key, rank, info.timeout_s)
-        with closing(line):
+        """Joins the group of the learner that `info` names, as a worker. Blocks until all ranks have come."""
+        store, channel = rendezvous.join(info.master_address, info.master_port, info.key, rank, info.timeout_s)
+        with closing(channel):
             return cls(store, rank, info, local_host_towards(info.master_address))
 
     @property
@@ -209,9 +213,10 @@ class GlooGroup:
         return self._leaders[self.rank]
 
     def buckets(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """`flat`, uint8, from the learner to all `receivers`, in place: called by each of them, and gone through.
+        """Sends `flat` (uint8) from the learner to all `receivers`, in place. Each of them iterates over it to the end.
 
-        Yields each bucket when it is through; the next `AHEAD` travel beside whatever the caller does with it.
+        Yields:
+            Each bucket once it has travelled. The next `AHEAD` travel while the caller works on it.
         """
         move = self._group.send if self.rank == 0 else self._group.recv
         peers = self.receivers if self.rank == 0 else [0]
@@ -224,11 +229,11 @@ class GlooGroup:
             yield self._through(*under_way.popleft())
 
     def tell(self, rank: int, *words: int) -> None:
-        """A few numbers to another rank."""
+        """Sends a few numbers to another rank."""
         self._group.send([torch.tensor(words)], rank, self.rank).wait(self._timeout)
 
     def hear(self, rank: int, count: int = 1) -> list[int]:
-        """What `rank` tells this one: `count` numbers."""
+        """Receives `count` numbers from `rank`."""
         words = torch.zeros(count, dtype=torch.int64)
         self._group.recv([words], rank, rank).wait(self._timeout)
         return [int(word) for word in words]
@@ -240,7 +245,7 @@ class GlooGroup:
 
 
 def local_host_towards(host: str) -> str:
-    """This machine's address as `host` sees it, so that gloo binds the right interface."""
+    """Returns this machine's address as `host` sees it, so that gloo binds the right interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

@@ -1,8 +1,8 @@
-"""A worker's reception of one snapshot over gloo, verified.
+"""A worker's end of the gloo transport: receives and verifies one snapshot at a time.
 
-Workers that can map each other's memory receive once: the first of them (`GlooGroup.leader`) tells the others where.
-A delta is laid on what the snapshot before left in the buffer; where that does not give the new snapshot, bit for bit,
-at every worker that receives, everything is sent after it.
+Workers that can map each other's memory receive once: the first of them (`GlooGroup.leader`) tells the others where it
+is. A delta is applied to the snapshot before, which the buffer still holds. If that does not give the new snapshot, bit
+for bit, at every worker that receives, the whole snapshot is sent after it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Where the ranks of one gloo group meet, which answers only who holds the group's secret (I8).
+"""Lets the ranks of one gloo group meet, and answers only those that hold the group's secret (I8).
 
-The secret is random, made for one group, and handed to the workers over the server's route, which wants the learner's
-token. torch's TCPStore answers whoever connects, so gloo's addresses are exchanged here: both ends prove that they hold
-the secret, each by an HMAC over both ends' nonces, and every message after that carries an HMAC with its number.
+The secret is random, made for one group, and sent to the workers over a server's route that wants the learner's token.
+torch's TCPStore answers whoever connects, so gloo's addresses are exchanged here instead: both ends show that they hold
+the secret, by an HMAC over both ends' nonces, and every later message carries an HMAC with its number.
 
-A stranger's connection costs a thread for `GREETING_S` at most, and `MAX_STRANGERS` such connections are held at a
-time, the oldest being cut for a new one; none of them delays a rank that has the secret.
+A stranger's connection costs a thread for `GREETING_S` at most, and at most `MAX_STRANGERS` are held at a time: a new
+one replaces the oldest. None of them delays a rank that has the secret.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ dist: Any = torch.distributed
 GREETING_S = 5.0
 MAX_STRANGERS = 32
 _AGAIN_S = 0.2
-
 _MAGIC = b"slipgloo"
 _HELLO = struct.Struct("!8sI32s")  # magic, rank, the worker's nonce
 _LENGTH = struct.Struct("!I")
@@ -40,11 +39,11 @@ _MAC_BYTES = 32
 _MAX_BYTES = 4 * 1024 * 1024
 
 
-class NotProven(RuntimeError):
+class AuthenticationError(RuntimeError):
     """The other end does not hold the group's secret."""
 
 
-class Line:
+class Channel:
     """One proven connection: frames of bytes, each with the HMAC of its direction, number and text."""
 
     def __init__(self, connection: socket.socket, key: bytes, ours: bytes, theirs: bytes) -> None:
@@ -59,15 +58,20 @@ class Line:
         self._connection.sendall(_LENGTH.pack(len(payload)) + payload + mac)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Raises OSError where nothing whole comes in time, `NotProven` for a frame that is not the other end's."""
+        """Returns the next message.
+
+        Raises:
+            OSError: No whole message came in time.
+            AuthenticationError: The message is not the other end's.
+        """
         deadline = time.monotonic() + timeout_s
         (size,) = _LENGTH.unpack(_read(self._connection, _LENGTH.size, deadline))
         if size > _MAX_BYTES:
-            raise NotProven(f"a message of {size} bytes: more than {_MAX_BYTES}")
+            raise AuthenticationError(f"a message of {size} bytes: more than {_MAX_BYTES}")
         payload = _read(self._connection, size, deadline)
         mac = _read(self._connection, _MAC_BYTES, deadline)
         if not hmac.compare_digest(mac, self._mac(self._theirs, self._received, payload)):
-            raise NotProven("a message with another key")
+            raise AuthenticationError("a message with another key")
         self._received += 1
         return payload
 
@@ -93,7 +97,7 @@ class Rendezvous:
         self._values: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._strangers: OrderedDict[socket.socket, None] = OrderedDict()
-        self._seated: dict[int, Line] = {}
+        self._seated: dict[int, Channel] = {}
         self._closed = False
         self._listener = socket.create_server((host, 0))
         self.port = int(self._listener.getsockname()[1])
@@ -105,7 +109,7 @@ class Rendezvous:
         with self._changed:
             self._closed = True
             left = [*self._strangers]
-            lines = [*self._seated.values()]
+            channels = [*self._seated.values()]
             self._changed.notify_all()
         # A thread in `accept` is woken by this, not by `close` alone.
         with contextlib.suppress(OSError):
@@ -113,8 +117,8 @@ class Rendezvous:
         self._listener.close()
         for connection in left:
             _cut(connection)
-        for line in lines:
-            line.close()
+        for channel in channels:
+            channel.close()
 
     def _accept(self) -> None:
         while True:
@@ -137,8 +141,8 @@ class Rendezvous:
 
     def _greet(self, connection: socket.socket) -> None:
         try:
-            rank, line = _accepted(connection, self._secret, self._size)
-        except (OSError, NotProven):
+            rank, channel = _accepted(connection, self._secret, self._size)
+        except (OSError, AuthenticationError):
             with self._changed:
                 self.turned_away += 1
                 self._strangers.pop(connection, None)
@@ -148,22 +152,22 @@ class Rendezvous:
             self._strangers.pop(connection, None)
             taken = self._closed or rank in self._seated
             if not taken:
-                self._seated[rank] = line
+                self._seated[rank] = channel
         if taken:
-            line.close()
+            channel.close()
             return
-        with contextlib.suppress(OSError, NotProven, ValueError, RuntimeError, msgspec.MsgspecError):
-            self._serve(line)
-        line.close()
+        with contextlib.suppress(OSError, AuthenticationError, ValueError, RuntimeError, msgspec.MsgspecError):
+            self._serve(channel)
+        channel.close()
 
-    def _serve(self, line: Line) -> None:
+    def _serve(self, channel: Channel) -> None:
         while True:
-            asked, key, value = msgspec.msgpack.decode(line.receive(self._timeout_s), type=tuple[str, str, bytes])
+            asked, key, value = msgspec.msgpack.decode(channel.receive(self._timeout_s), type=tuple[str, str, bytes])
             if asked == "set":
                 self._set(key, value)
-                line.send(b"")
+                channel.send(b"")
             else:
-                line.send(self._get(key, self._timeout_s))
+                channel.send(self._get(key, self._timeout_s))
 
     def _set(self, key: str, value: bytes) -> None:
         with self._changed:
@@ -181,7 +185,7 @@ class Rendezvous:
         )
 
 
-def come(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tuple[KeyStore, Line]:
+def join(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tuple[KeyStore, Channel]:
     """A worker's store in the rendezvous at `host:port`, and the connection to close once the group stands.
 
     Raises RuntimeError: nobody answers there in time, or who answers does not hold the secret.
@@ -189,7 +193,7 @@ def come(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tu
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            line = _joined(host, port, secret, rank, deadline)
+            channel = _joined(host, port, secret, rank, deadline)
             break
         except OSError as error:
             if time.monotonic() + _AGAIN_S > deadline:
@@ -200,8 +204,8 @@ def come(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tu
     def ask(asked: str, key: str, value: bytes, wait_s: float) -> bytes:
         with turn:
             try:
-                line.send(msgspec.msgpack.encode((asked, key, value)))
-                return line.receive(wait_s)
+                channel.send(msgspec.msgpack.encode((asked, key, value)))
+                return channel.receive(wait_s)
             except OSError as error:
                 raise RuntimeError(f"the learner's rendezvous at {host}:{port} is gone: {error}") from error
 
@@ -211,7 +215,7 @@ def come(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tu
     def get(key: str, wait_s: float | None) -> bytes:
         return ask("get", key, b"", timeout_s if wait_s is None else min(wait_s, timeout_s))
 
-    return KeyStore(set_, get), line
+    return KeyStore(set_, get), channel
 
 
 class KeyStore(dist.Store):  # type: ignore[misc]
@@ -232,12 +236,12 @@ class KeyStore(dist.Store):  # type: ignore[misc]
             self._get(key, None if timeout is None else timeout.total_seconds())
 
 
-def proof(secret: bytes, *parts: bytes) -> bytes:
+def mac_of(secret: bytes, *parts: bytes) -> bytes:
     """HMAC-SHA256 over the parts, each with its length."""
     return hmac.digest(secret, b"".join(_LENGTH.pack(len(part)) + part for part in parts), "sha256")
 
 
-def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> Line:
+def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> Channel:
     """The worker's side of the greeting."""
     connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
     try:
@@ -246,27 +250,29 @@ def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> 
         until = min(deadline, time.monotonic() + 2 * GREETING_S)
         theirs, answer = _read(connection, 32, until), _read(connection, _MAC_BYTES, until)
         about = (rank.to_bytes(4), nonce, theirs)
-        if not hmac.compare_digest(answer, proof(secret, b"learner", *about)):
-            raise NotProven(f"who listens at {host}:{port} does not hold the secret of the transfer: not the learner")
-        connection.sendall(proof(secret, b"worker", *about))
-        return Line(connection, proof(secret, b"line", *about), b"w", b"l")
+        if not hmac.compare_digest(answer, mac_of(secret, b"learner", *about)):
+            raise AuthenticationError(
+                f"who listens at {host}:{port} does not hold the secret of the transfer: not the learner"
+            )
+        connection.sendall(mac_of(secret, b"worker", *about))
+        return Channel(connection, mac_of(secret, b"line", *about), b"w", b"l")
     except BaseException:
         _cut(connection)
         raise
 
 
-def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int, Line]:
+def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int, Channel]:
     """The learner's side of the greeting, bounded in time and bytes."""
     deadline = time.monotonic() + GREETING_S
     magic, rank, theirs = _HELLO.unpack(_read(connection, _HELLO.size, deadline))
     if magic != _MAGIC or not 1 <= rank < size:
-        raise NotProven("not a worker of the group")
+        raise AuthenticationError("not a worker of the group")
     nonce = secrets.token_bytes(32)
     about = (rank.to_bytes(4), theirs, nonce)
-    connection.sendall(nonce + proof(secret, b"learner", *about))
-    if not hmac.compare_digest(_read(connection, _MAC_BYTES, deadline), proof(secret, b"worker", *about)):
-        raise NotProven("another secret")
-    return rank, Line(connection, proof(secret, b"line", *about), b"l", b"w")
+    connection.sendall(nonce + mac_of(secret, b"learner", *about))
+    if not hmac.compare_digest(_read(connection, _MAC_BYTES, deadline), mac_of(secret, b"worker", *about)):
+        raise AuthenticationError("another secret")
+    return rank, Channel(connection, mac_of(secret, b"line", *about), b"l", b"w")
 
 
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:

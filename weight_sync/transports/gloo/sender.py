@@ -1,4 +1,4 @@
-"""The learner's end of the gloo transport; `engine` is vLLM's."""
+"""The learner's end of the gloo transport, over plain TCP."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from weight_sync.transports.base import Sent, StagedTransport, TransferError
 from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.receiver import DeltaInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
-from weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedBook
+from weight_sync.weights.delta_base import DeltaBase, DeltaHistory, DeltaPath, SharedHistory
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-BOOK = SharedBook()
+HISTORY = SharedHistory()
 
 
 class GlooTransport(StagedTransport):
@@ -34,8 +34,8 @@ class GlooTransport(StagedTransport):
         super().__init__(section)
         self._rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
-        self._held = DeltaBase(section.full_every)
-        self._book: DeltaHistory | None = None
+        self._base = DeltaBase(section.full_every)
+        self._history: DeltaHistory | None = None
 
     @property
     def connected(self) -> bool:
@@ -43,25 +43,25 @@ class GlooTransport(StagedTransport):
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
-        if self._section.delta and self._book is None:
-            self._book = BOOK.take()
-        self._held = DeltaBase(self._section.full_every)
+        if self._section.delta and self._history is None:
+            self._history = HISTORY.take()
+        self._base = DeltaBase(self._section.full_every)
         info = await on_thread(self._listen, workers)
         await gather(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
-        group, book = self._group, self._book
+        group, history = self._group, self._history
         if group is None:
             raise TransferError("the transport is not connected")
-        found = await on_thread(self._held.way, book, snapshot) if book is not None else None
-        way, delta = None, None
+        found = await on_thread(self._base.find_path, history, snapshot) if history is not None else None
+        path, delta = None, None
         if found is not None:
-            way = found[0]
-            delta = asdict(DeltaInfo(found[1], [len(part) for part in way.payloads]))
+            path = found[0]
+            delta = asdict(DeltaInfo(found[1], [len(part) for part in path.payloads]))
         await server.update(snapshot.manifest.as_dict() | {"delta": delta})
-        self.sent = await on_thread(self._send, group, snapshot, way)
+        self.sent = await on_thread(self._send, group, snapshot, path)
         await self._until_staged(server)
-        self._held.arrived(snapshot, snapshot.digest.hex(), by_delta=self.sent.share_changed is not None)
+        self._base.arrived(snapshot, snapshot.digest.hex(), by_delta=self.sent.share_changed is not None)
 
     async def close(self) -> None:
         await on_thread(self._let_go)
@@ -93,14 +93,14 @@ class GlooTransport(StagedTransport):
         finally:
             rendezvous.close()  # all are there, or nobody is waited for
 
-    def _send(self, group: GlooGroup, snapshot: Snapshot, way: DeltaPath | None) -> Sent:
+    def _send(self, group: GlooGroup, snapshot: Snapshot, path: DeltaPath | None) -> Sent:
         """Returns when every worker has the snapshot staged and its digest agrees."""
         try:
-            sent = Sent.of(snapshot, way)
-            if way is None:
+            sent = Sent.of(snapshot, path)
+            if path is None:
                 self._send_bytes(group, snapshot, snapshot.flat)
             else:
-                self._send_bytes(group, snapshot, way.joined)
+                self._send_bytes(group, snapshot, path.joined)
                 said = [group.hear(rank)[0] for rank in group.receivers]
                 fits = set(said) == {OK}
                 for rank in group.receivers:
@@ -108,7 +108,7 @@ class GlooTransport(StagedTransport):
                 if not fits:
                     logger.warning("version %s: the delta did not fit, everything is sent", snapshot.version)
                     self._send_bytes(group, snapshot, snapshot.flat)
-                    sent = Sent(way.total_bytes + sent.whole_bytes, sent.whole_bytes)
+                    sent = Sent(path.total_bytes + sent.whole_bytes, sent.whole_bytes)
             statuses = [group.hear(rank)[0] for rank in range(1, group.size)]
         except RuntimeError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
@@ -128,9 +128,9 @@ class GlooTransport(StagedTransport):
         if rendezvous is not None:
             rendezvous.close()
         self._group = None  # blocks until gloo's threads have ended
-        if self._book is not None:
-            self._book = None
-            BOOK.leave()
+        if self._history is not None:
+            self._history = None
+            HISTORY.leave()
 
 
 def _check(statuses: list[int]) -> None:

@@ -1,8 +1,4 @@
-"""Weights from the learner to a server on the same GPU: the server opens the learner's memory and copies from it.
-
-Weights over NCCL into vLLM's own engine, which loads them in place, under the pause.
-
-Weights over NCCL into staging beside generation, and from device to device into the model under the pause.
-"""
+"""Transports between GPUs: `nccl` loads in place under the pause, `nccl_staged` stages over NCCL, `ipc` copies within
+one GPU that learner and server share."""
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A group of one learner (rank 0) and one server's workers, each of whose waits has a deadline.
+"""A NCCL group of one learner (rank 0) and one server's workers, in which every wait has a deadline.
 
-NCCL sets none, and a collective whose peer has died never comes back (trl#6796). So each call is begun, and asked
-about, until it is done, has failed, is aborted or takes too long; in the last three cases the group is aborted.
-
-Where the bytes of an NCCL transport lie and on which stream they move: a GPU's, or a stand-in's in the tests.
+NCCL sets none, and a collective whose peer has died never returns (trl#6796). So each call is started and then asked
+about until it is done, has failed, is aborted or takes too long; in the last three cases the group is aborted. Bytes
+move on a stream of their own, on a GPU or on a stand-in's in the tests.
 """
 
 from __future__ import annotations
@@ -20,6 +19,12 @@ from typing import Any, Protocol
 import torch
 
 from weight_sync.transports.gpu.nccl_library import Library, Nccl, NcclError, Result
+
+# Between two looks at a call that is under way, in seconds: grows to the second.
+FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3
+
+# How long `abort` waits for the thread that is in a call before it takes the group from under it.
+ABORT_WAIT_S = 1.0
 
 
 class Stream(Protocol):
@@ -76,13 +81,6 @@ def own_gpu(device: torch.device | None = None) -> Gpu:
     device = device or torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     return Gpu(Nccl(), device, uuid, lambda: CudaStream(device))
-
-
-# Between two looks at a call that is under way, in seconds: grows to the second.
-FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3
-
-# How long `abort` waits for the thread that is in a call before it takes the group from under it.
-ABORT_WAIT_S = 1.0
 
 
 class Communicator:

@@ -1,8 +1,6 @@
-"""The learner's end of the IPC transport: a buffer on its GPU, which the server opens.
+"""The ipc transport: a buffer on the learner's GPU, which the one worker of a server on the same GPU opens and copies.
 
-A tensor's memory on a GPU, named so that another process can open it: plain values, nothing pickled (I8).
-
-A worker's end: it copies from the learner's memory into its own, verified.
+The buffer is named by plain values, so nothing is pickled (I8). A checksum verifies each copy.
 """
 
 from __future__ import annotations

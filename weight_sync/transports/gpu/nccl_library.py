@@ -1,7 +1,7 @@
-"""NVIDIA's NCCL by ctypes: the few calls that a broadcast group takes, so that a learner needs no vLLM beside it.
+"""Calls NVIDIA's NCCL by ctypes, as far as a broadcast group needs it, so that a learner needs no vLLM beside it.
 
-Communicators are made non-blocking: each call comes back at once, and its end is asked for. A blocking one cannot be
-interrupted when its peer has died.
+Communicators are non-blocking: each call returns at once and its end is asked for. A blocking one cannot be interrupted
+when its peer has died.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ UNIQUE_ID_BYTES = 128
 
 # What may be broadcast by our own streams of generation: few blocks, so that the sampler's kernels find room beside.
 MAX_BLOCKS = 4
-
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
-
 _MAGIC = 0xCAFEBEEF
 
 # The release whose layout `_Config` has; later ones read it by this number.

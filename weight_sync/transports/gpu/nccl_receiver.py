@@ -1,12 +1,9 @@
-"""A worker's end: it joins the learner's group and receives on a stream and a thread of its own, beside generation.
+"""A worker's end of the staged NCCL transport, and the layouts that both NCCL transports share.
 
-A checksum of bytes where they lie, which may be a GPU: against damage, not against anyone who means harm.
-
-Two sums over 64-bit words, one of them of mixed words times odd weights: it tells changed and exchanged words.
-
-The wire of vLLM's NCCL engine, packed: tensors one behind the other, cut where a chunk passes a size.
-
-Both ends cut by themselves, so order, types and shapes must be the same (vllm 0.32, `packed_tensor.py`).
+A worker joins the learner's group and receives on a stream and a thread of its own, beside generation. A checksum,
+computed where the bytes lie, finds damage; it is no defence against anyone who means harm. `chunks` cuts tensors as
+vLLM's own NCCL engine does (vllm 0.32, `packed_tensor.py`): both ends cut by themselves, so order, types and shapes
+must be the same.
 """
 
 from __future__ import annotations
@@ -26,7 +23,6 @@ from weight_sync.weights.flat_buffer import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 SIZE = 16
-
 _MIX = -7046029254386353131  # 0x9E3779B97F4A7C15: odd, so that no word is lost
 
 # Words at a time: bounds the memory that the weights take.

@@ -1,14 +1,10 @@
-"""The learner's place in the group of one server, and collectives beside the HTTP call that has the server take part.
+"""The learner's end of the NCCL transports: `NcclTransport` for vLLM's own engine, in place; `NcclStagedTransport` for
+ours, beside generation.
 
-The collective runs on a thread of its own; the call keeps the deadline. Where either fails, the group is aborted at
-once, so that the other does not wait for what cannot come (trl#6796, trl#6797).
-
-The learner's end of the NCCL transport; `engine` is vLLM's own `NCCLWeightTransferEngine`, and an account of it.
-
-vLLM's order of calls, with a control plane of ours: its HTTP client sends no token, and its trainer's end waits without
-a deadline. The engine checks no digest of what was sent: what arrived damaged is found by the log-probs of the proof.
-
-The learner's end of the staged NCCL transport.
+A collective runs on a thread while the server answers the HTTP call that has its workers take part. If either fails the
+group is aborted at once, so that the other does not wait for what cannot come (trl#6796, trl#6797). vLLM's HTTP client
+is not used: it sends no token, and its trainer's end waits without a deadline. vLLM's engine checks no digest, so only
+the proof finds what arrived damaged there.
 """
 
 from __future__ import annotations
@@ -29,6 +25,9 @@ from weight_sync.transports.gpu.communicator import Communicator, Gpu
 from weight_sync.transports.gpu.nccl_library import NcclError
 from weight_sync.transports.gpu.nccl_receiver import SIZE, buckets, checksum, chunks, fill, wire_order
 from weight_sync.weights.snapshot import Snapshot
+
+# Between two looks at whether the workers still receive.
+WATCH_EVERY_S = 1.0
 
 
 class Link:
@@ -156,10 +155,6 @@ class NcclTransport:
                 # The stream keeps the order: a chunk is filled after the one before has gone.
                 group.broadcast(fill(self._buffer, chunk, snapshot))
             group.wait("the last broadcast")
-
-
-# Between two looks at whether the workers still receive.
-WATCH_EVERY_S = 1.0
 
 
 class NcclStagedTransport(StagedTransport):

@@ -1,12 +1,11 @@
-"""What the learner serves: bytes in ranges, from a small HTTP server on a thread of its own.
+"""Serves bytes in ranges from the learner, by HTTP on a thread, and decides which server pulls from whom.
 
-A blob is known by a random key, and every request must bring the depot's random secret; servers learn both over the
-control plane. Nothing is read but a path, a range and a secret, so nothing that a stranger sends is ever decoded.
-
-Who pulls a version from whom, so that the learner sends about as much to many servers as to a few.
+A blob is known by a random key, and every request must bring the blob server's random secret; servers learn both over
+the control plane. Only a path, a range and a secret are read, so nothing that a stranger sends is ever decoded.
 
 The first `LEARNER_SEATS` servers pull from the learner; each that has the version passes it on to `PEER_SEATS` others
-at a time. Nobody waits long for a seat: a server that has waited twice as long as a pull takes asks the learner.
+at a time, so that the learner sends about as much to many servers as to a few. A server that has waited twice as long
+as a pull takes asks the learner.
 """
 
 from __future__ import annotations
@@ -35,16 +34,26 @@ from weight_sync.transports.http.listener import Listener, Throttle, admit, list
 from weight_sync.weights.delta_base import DeltaHistory
 from weight_sync.weights.snapshot import Snapshot
 
+logger = logging.getLogger(__name__)
+
 LEARNER_SEATS = 2
-
 PEER_SEATS = 2
-
 PATIENCE_S = 5.0
+START_TIMEOUT_S = 10.0
+
+# A receiver that takes nothing for so long is stopped, or gone without a word.
+STALL_TIMEOUT_S = 60.0
 
 
 @dataclass
 class Host:
-    """One who serves a version: the URL of its bytes, and how many pull from it."""
+    """A process that serves a version.
+
+    Attributes:
+        url: Where its bytes are.
+        seats: How many servers may pull from it at once.
+        taken: How many do.
+    """
 
     url: str
     seats: int
@@ -52,7 +61,7 @@ class Host:
 
 
 class Serves(Protocol):
-    """What a depot does, as far as offers need it."""
+    """The part of `BlobServer` that `Offers` needs."""
 
     def put(self, flat: torch.Tensor) -> str: ...
 
@@ -62,7 +71,13 @@ class Serves(Protocol):
 
 
 class Offer:
-    """One snapshot that the depot serves at `url`, and the servers that can pass it on. For use on one event loop."""
+    """One snapshot that the blob server serves, and the servers that can pass it on. For use on one event loop.
+
+    Attributes:
+        key: The blob's key.
+        chunks: Its chunks and their digests.
+        holders: Transports that have it open.
+    """
 
     def __init__(self, key: str, url: str, chunks: ChunkList) -> None:
         self.key = key
@@ -75,8 +90,14 @@ class Offer:
 
     @asynccontextmanager
     async def seat(self, own_url: str | None) -> AsyncIterator[list[str]]:
-        """Inside, the caller's server may pull from the URLs, asked in their order; the last is the learner's. Leaving
-        it without an error makes `own_url` (where that server serves the bytes; None: nowhere) a host for others."""
+        """Holds a seat for the caller's server. Leaving without an error makes that server a host for others.
+
+        Args:
+            own_url: Where the server will serve the bytes, None if nowhere.
+
+        Yields:
+            URLs to pull from, in the order to ask; the last is the learner's.
+        """
         host = await self._take()
         began = time.monotonic()
         whole = False
@@ -91,12 +112,12 @@ class Offer:
                     self.add_peer(own_url)
             elif host in self._peers:
                 self._peers.remove(host)
-            # Also when cancelled: nothing is awaited but the lock, which nobody keeps.
+            # Safe when cancelled: only the lock is awaited, and nobody keeps it.
             async with self._changed:
                 self._changed.notify_all()
 
     def add_peer(self, url: str) -> None:
-        """A server now serves the bytes there."""
+        """Notes that a server now serves the bytes at `url`."""
         self._peers.append(Host(url, PEER_SEATS))
 
     async def _take(self) -> Host:
@@ -117,60 +138,64 @@ class Offer:
 
 
 class Offers:
-    """The snapshots that a depot serves, each while some transport brings it to a server. May be used from any thread.
+    """The snapshots that a blob server serves, each while a transport has it open. May be used from any thread.
 
-    `book`: the deltas between them.
+    Attributes:
+        history: The deltas between them.
     """
 
     chunk_bytes = CHUNK_BYTES
 
-    def __init__(self, depot: Serves) -> None:
-        self.book = DeltaHistory()
-        self._depot = depot
+    def __init__(self, blob_server: Serves) -> None:
+        self.history = DeltaHistory()
+        self._blob_server = blob_server
         self._lock = threading.Lock()
         self._open: dict[Snapshot, Offer] = {}
         self._chunks: WeakKeyDictionary[Snapshot, ChunkList] = WeakKeyDictionary()
 
     def open(self, snapshot: Snapshot, chunk_bytes: int = CHUNK_BYTES) -> Offer:
-        """The offer of `snapshot`, which must not change until all who opened it have closed it. Blocks while it is
-        hashed, once."""
+        """Returns the offer of `snapshot`, which must not change until all who opened it have closed it.
+
+        Blocks while it is hashed, once for each snapshot.
+        """
         with self._lock:
             offer = self._open.get(snapshot)
             if offer is None:
                 chunks = self._chunks.get(snapshot)
                 if chunks is None or chunks.chunk_bytes != chunk_bytes:
                     chunks = self._chunks[snapshot] = ChunkList.of(snapshot.flat, chunk_bytes)
-                key = self._depot.put(snapshot.flat)
-                offer = self._open[snapshot] = Offer(key, self._depot.url_of(key), chunks)
+                key = self._blob_server.put(snapshot.flat)
+                offer = self._open[snapshot] = Offer(key, self._blob_server.url_of(key), chunks)
             offer.holders += 1
             return offer
 
     def close(self, offer: Offer) -> None:
-        """Stops serving it with its last holder."""
+        """Gives an offer back. It is served until its last holder has."""
         with self._lock:
             offer.holders -= 1
             if offer.holders:
                 return
-            self._depot.drop(offer.key)
+            self._blob_server.drop(offer.key)
             self._open = {snapshot: other for snapshot, other in self._open.items() if other is not offer}
 
 
-logger = logging.getLogger(__name__)
-
-START_TIMEOUT_S = 10.0
-
-# A receiver that takes nothing for so long is stopped, or gone without a word.
-STALL_TIMEOUT_S = 60.0
-
-
 class BlobServer:
-    """Serves what is `put`, until it is dropped. `put` and `drop` may be called from any thread.
+    """Serves blobs from `put` to `drop`, both of which may be called from any thread.
 
-    `host` and `port`: where it listens (0: a free port). `mbytes_per_s`: bound over all who pull (0: none).
-    `served`: bytes handed out so far. `offers`: the snapshots among what it serves.
+    Attributes:
+        secret: To be brought with every request, in hex.
+        served: Bytes sent so far.
+        offers: The snapshots among its blobs.
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
+        """Takes where to listen.
+
+        Args:
+            host: Name or address to listen at.
+            port: Port to listen at, 0 for a free one.
+            mbytes_per_s: Bound over all who pull, in 10**6 bytes per second; 0 for none.
+        """
         self.secret = secrets.token_hex(16)
         self.served = 0
         self._host, self._port = host, port
@@ -179,18 +204,19 @@ class BlobServer:
         self._asked: set[str] = set()
         self.offers = Offers(self)
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-depot", daemon=True)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="weight-blobs", daemon=True)
         self._runner: web.ServerRunner | None = None
-        self._door: Listener | None = None
-        self._listeners: list[socket.socket] = []
+        self._listener: Listener | None = None
+        self._sockets: list[socket.socket] = []
         self._admitting: list[asyncio.Task[None]] = []
 
     @property
     def url(self) -> str:
+        """Where it listens."""
         return url_of(self._host, self._port)
 
     def start(self) -> None:
-        """Raises `TransferError` if it cannot listen."""
+        """Starts to listen. Raises `TransferError` if it cannot."""
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_TIMEOUT_S)
@@ -202,7 +228,7 @@ class BlobServer:
             ) from error
 
     def stop(self) -> None:
-        """Requests that are running are cut off."""
+        """Stops to listen and cuts running requests off."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)
@@ -218,7 +244,7 @@ class BlobServer:
         self.stop()
 
     def put(self, flat: torch.Tensor) -> str:
-        """Serve a uint8 tensor on the host; returns its key. The tensor must not change until the key is dropped."""
+        """Serves a uint8 tensor on the host, which must not change until its key is dropped. Returns the key."""
         key = secrets.token_hex(8)
         self._blobs[key] = bytes_of(flat)
         return key
@@ -231,23 +257,23 @@ class BlobServer:
         self._asked.discard(key)
 
     def asked(self, key: str) -> bool:
-        """Whether somebody has asked for a part of it."""
+        """Returns whether anyone has asked for a part of the blob `key`."""
         return key in self._asked
 
     async def _listen(self) -> None:
-        self._listeners = listen(self._host, self._port)
-        self._port = self._listeners[0].getsockname()[1]
-        self._door = Listener(self._answer)
-        self._runner = web.ServerRunner(self._door, shutdown_timeout=0.5)
+        self._sockets = listen(self._host, self._port)
+        self._port = self._sockets[0].getsockname()[1]
+        self._listener = Listener(self._answer)
+        self._runner = web.ServerRunner(self._listener, shutdown_timeout=0.5)
         await self._runner.setup()
-        self._admitting = [self._loop.create_task(admit(self._door, listener)) for listener in self._listeners]
+        self._admitting = [self._loop.create_task(admit(self._listener, socket_)) for socket_ in self._sockets]
 
     async def _end(self) -> None:
         for task in self._admitting:
             task.cancel()
         await asyncio.gather(*self._admitting, return_exceptions=True)
-        for listener in self._listeners:
-            listener.close()
+        for socket_ in self._sockets:
+            socket_.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -257,15 +283,15 @@ class BlobServer:
             return _closing(web.Response(status=401, text="the transfer's secret is needed"))
         if request.method != "GET" or not request.path.startswith(chunks.CHUNKS_PREFIX):
             return _closing(web.Response(status=404, text=f"there is only GET {chunks.CHUNKS_PREFIX}<key> here"))
-        assert self._door is not None
-        if transport is None or not self._door.prove(transport):
+        assert self._listener is not None
+        if transport is None or not self._listener.authenticate(transport):
             if transport is not None:
                 transport.abort()
             return web.Response(status=503)  # goes nowhere
         try:
             return await self._chunk(request, request.path.removeprefix(chunks.CHUNKS_PREFIX))
         finally:
-            self._door.rest(transport)
+            self._listener.finish(transport)
 
     async def _chunk(self, request: web.BaseRequest, key: str) -> web.StreamResponse:
         blob = self._blobs.get(key)
@@ -286,12 +312,12 @@ class BlobServer:
         return response
 
     async def _send(self, request: web.BaseRequest, response: web.StreamResponse, key: str, part: memoryview) -> None:
-        """Raises ConnectionError where the receiver goes away."""
+        """Sends `part` in slices, within the bound on bytes. Raises ConnectionError if the receiver disconnects."""
         for at in range(0, len(part), chunks.SLICE_BYTES):
             piece = part[at : at + chunks.SLICE_BYTES]
             await self._throttle.pass_on(len(piece))
             if key not in self._blobs:
-                # The buffer may be filled with another version by now: better nothing than that.
+                # The buffer may hold another version by now, so nothing more of it is sent.
                 if request.transport is not None:
                     request.transport.close()
                 return
@@ -307,13 +333,13 @@ class BlobServer:
 
 
 def _closing(response: web.Response) -> web.Response:
-    """The connection ends behind it: who is refused holds none."""
+    """Has the connection closed after the response, so that a refused client holds none."""
     response.force_close()
     return response
 
 
-class SharedDepots:
-    """One depot an address in this process, while anyone holds it. May be used from any thread."""
+class SharedBlobServers:
+    """Keeps one blob server for each address in this process, while anyone holds it. May be used from any thread."""
 
     def __init__(self, make: Callable[[str, int, float], BlobServer] = BlobServer) -> None:
         self._make = make
@@ -321,21 +347,21 @@ class SharedDepots:
         self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
 
     def take(self, host: str, port: int, mbytes_per_s: float) -> BlobServer:
-        """The depot, started if nobody holds it. Raises `TransferError`."""
+        """Returns the blob server of an address, started if nobody holds it. Raises `TransferError`."""
         place = (host, port, mbytes_per_s)
         with self._lock:
-            depot, holders = self._held.get(place, (None, 0))
-            if depot is None:
-                depot = self._make(*place)
-                depot.start()
-            self._held[place] = (depot, holders + 1)
-            return depot
+            blob_server, holders = self._held.get(place, (None, 0))
+            if blob_server is None:
+                blob_server = self._make(*place)
+                blob_server.start()
+            self._held[place] = (blob_server, holders + 1)
+            return blob_server
 
-    def leave(self, depot: BlobServer) -> None:
-        """Stops the depot with its last holder."""
+    def leave(self, blob_server: BlobServer) -> None:
+        """Gives a blob server back. It stops with its last holder."""
         with self._lock:
             for place, (held, holders) in self._held.items():
-                if held is depot:
+                if held is blob_server:
                     if holders > 1:
                         self._held[place] = (held, holders - 1)
                         return
@@ -343,4 +369,4 @@ class SharedDepots:
                     break
             else:
                 return
-        depot.stop()
+        blob_server.stop()

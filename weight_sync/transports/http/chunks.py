@@ -1,6 +1,6 @@
-"""The pieces in which bytes are pulled, each with its digest.
+"""The wire of the http transport: chunks with digests, and what a request for a range of bytes must look like.
 
-What a request for a part of the weights must look like; the same at the learner and at a server that passes on.
+The learner and a server that passes bytes on share it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ from blake3 import blake3
 
 # Large enough that requests do not count, small enough that little is fetched again after damage.
 CHUNK_BYTES = 8 * 1024**2
-
 THREADS = 2
+CHUNKS_PREFIX = "/slipstream/chunks/"
+
+# Bytes that are handed to a connection at one time.
+SLICE_BYTES = 256 * 1024
+_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
@@ -75,14 +79,6 @@ def bytes_of(flat: torch.Tensor) -> memoryview:
 def digest_of(data: memoryview) -> str:
     """BLAKE3 in hex: 64 characters."""
     return blake3(data).hexdigest()
-
-
-CHUNKS_PREFIX = "/slipstream/chunks/"
-
-# Bytes that are handed to a connection at one time.
-SLICE_BYTES = 256 * 1024
-
-_RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 def is_authorized(authorization: str, secret: str) -> bool:

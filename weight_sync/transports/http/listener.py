@@ -1,10 +1,8 @@
-"""Who may hold a connection to the learner's port: few strangers, shortly; servers, as many as there may be.
+"""Bounds the connections to the learner's port, and the bytes sent per second.
 
-A connection is a stranger's until a request on it has brought the secret. Where there are too many strangers, the one
-that came first makes room: a server proves itself at once, so a flood cannot keep it out. A connection on which nothing
-is served is closed after a few seconds, whoever holds it.
-
-A bound on the bytes that are sent a second, over all who send.
+A connection is a stranger's until a request on it has brought the secret. There are few of those: when there are too
+many, the oldest makes room. A server authenticates at once, so a flood cannot keep it out. A connection on which
+nothing is served is closed after a few seconds, whoever holds it.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ logger = logging.getLogger(__name__)
 MAX_STRANGERS = 128
 
 # Connections that have: a server has four, so far more servers than one learner trains with.
-MAX_PROVEN = 2048
+MAX_AUTHENTICATED = 2048
 
 # Without a request that is served.
 IDLE_S = 5.0
 
 # Out of file descriptors: what ends it is outside this port.
 ACCEPT_AGAIN_S = 0.2
-
 BACKLOG = 1024
 
 
@@ -43,12 +40,14 @@ class Listener(web.Server):
     def __init__(self, handler: Any) -> None:
         super().__init__(handler, access_log=None, keepalive_timeout=IDLE_S, lingering_time=0)
         self._strangers: dict[asyncio.Transport, None] = {}
-        self._proven: dict[asyncio.Transport, None] = {}
+        self._authenticated: dict[asyncio.Transport, None] = {}
         # Those on which nothing is served, the one idle for longest first.
         self._idle: dict[asyncio.Transport, asyncio.TimerHandle] = {}
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # The learner's own files (checkpoints, queue, logs) need the rest.
-        self._most_proven = MAX_PROVEN if files == resource.RLIM_INFINITY else min(MAX_PROVEN, files // 2)
+        self._max_authenticated = (
+            MAX_AUTHENTICATED if files == resource.RLIM_INFINITY else min(MAX_AUTHENTICATED, files // 2)
+        )
 
     def connection_made(self, handler: Any, transport: asyncio.Transport) -> None:
         super().connection_made(handler, transport)
@@ -63,32 +62,32 @@ class Listener(web.Server):
             self._forget(transport)
         super().connection_lost(handler, exc)
 
-    def prove(self, transport: asyncio.Transport) -> bool:
-        """The secret came on this connection, and a request is served on it until `rest`. False where there is no
+    def authenticate(self, transport: asyncio.Transport) -> bool:
+        """The secret came on this connection, and a request is served on it until `finish`. False where there is no
         room for it: every proven one is busy."""
-        if transport not in self._strangers and transport not in self._proven:
+        if transport not in self._strangers and transport not in self._authenticated:
             return False  # it made room meanwhile
-        if transport in self._strangers and len(self._proven) >= self._most_proven:
-            oldest = next((other for other in self._idle if other in self._proven), None)
+        if transport in self._strangers and len(self._authenticated) >= self._max_authenticated:
+            oldest = next((other for other in self._idle if other in self._authenticated), None)
             if oldest is None:
                 return False
             self._end(oldest)
         self._strangers.pop(transport, None)
-        self._proven[transport] = None
+        self._authenticated[transport] = None
         if (timer := self._idle.pop(transport, None)) is not None:
             timer.cancel()
         return True
 
-    def rest(self, transport: asyncio.Transport) -> None:
+    def finish(self, transport: asyncio.Transport) -> None:
         """The request is answered."""
-        if transport in self._proven:
+        if transport in self._authenticated:
             self._time(transport)
 
     def _time(self, transport: asyncio.Transport) -> None:
         self._idle[transport] = self._loop.call_later(IDLE_S, self._expire, transport)
 
     def _expire(self, transport: asyncio.Transport) -> None:
-        if transport in self._proven and transport.get_write_buffer_size():
+        if transport in self._authenticated and transport.get_write_buffer_size():
             self._time(transport)  # a slow receiver has not read the answer's end
         else:
             self._end(transport)
@@ -99,7 +98,7 @@ class Listener(web.Server):
 
     def _forget(self, transport: asyncio.Transport) -> None:
         self._strangers.pop(transport, None)
-        self._proven.pop(transport, None)
+        self._authenticated.pop(transport, None)
         if (timer := self._idle.pop(transport, None)) is not None:
             timer.cancel()
 
@@ -126,15 +125,15 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return found
 
 
-async def admit(door: Listener, listener: socket.socket) -> None:
+async def admit(listener: Listener, open_socket: socket.socket) -> None:
     """Accept connections, until it is cancelled. One each turn of the loop: what a server has sent is read before the
     next hundred strangers push it out."""
     loop = asyncio.get_running_loop()
     told = False
     while True:
         try:
-            connection, _ = await loop.sock_accept(listener)
-            await loop.connect_accepted_socket(door, connection)
+            connection, _ = await loop.sock_accept(open_socket)
+            await loop.connect_accepted_socket(listener, connection)
         except OSError as error:
             if not told:
                 logger.warning("a connection to the weights' port could not be taken: %s", error)

@@ -1,7 +1,7 @@
-"""A server's pull of one blob: several chunks at once into one buffer, each verified, from whoever has them.
+"""Pulls one blob to a server: several chunks at once into one buffer, each verified.
 
-What broke off goes on at the byte where it did. A source that fails or trickles steps back behind the others; one whose
-bytes are wrong is not asked again, unless it is the last (the learner). Needs no vLLM.
+A chunk that broke off continues at the byte where it did. A source that fails or is slow moves behind the others; one
+whose bytes are wrong is not asked again, unless it is the last (the learner). Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from weight_sync.transports.http.chunks import ChunkList, digest_of
 from weight_sync.transports.http.pull_sources import (
     CONNECT_TIMEOUT_S,
     FAILURES,
-    REFUSED_MAX_S,
+    MAX_REFUSED_S,
     Attempt,
     GoneError,
     PullSource,
@@ -30,18 +30,24 @@ logger = logging.getLogger(__name__)
 
 # Connections of one pull.
 LANES = 4
-# How often the pace of the connections is looked at.
+# How often the speed of the connections is checked.
 LOOK_EVERY_S = 0.25
-# A lane whose connection was ended is gone after that; only one that is connecting takes long.
+# After this a lane whose connection was ended has ended too; only one that is connecting takes so long.
 END_S = CONNECT_TIMEOUT_S + 2
-# A chunk that arrives damaged from the last source so often is damaged there.
-DAMAGED_MOST = 3
+# After so many damaged arrivals from the last source the chunk is damaged there.
+MAX_DAMAGED = 3
 
 
 @dataclass
 class PullReport:
-    """bytes_pulled: over the network, repeated ones included. by_source: of them, by URL. resumed: chunks that went on
-    where they had broken off. kept: chunks that the buffer held already."""
+    """What a pull took.
+
+    Attributes:
+        bytes_pulled: Bytes over the network, repeated ones included.
+        by_source: Of these, by URL.
+        resumed: How often a chunk continued where it had broken off.
+        kept: Chunks that the buffer held already.
+    """
 
     bytes_pulled: int = 0
     by_source: dict[str, int] = field(default_factory=dict)
@@ -52,18 +58,23 @@ class PullReport:
 
 @dataclass(frozen=True)
 class World:
-    """What a pull does outside itself. clock: seconds, steadily. wire: makes a connection, of the headers of every
-    request."""
+    """The clock and the network of a pull, which tests replace.
+
+    Attributes:
+        clock: Returns seconds on a steady clock.
+        wire: Makes a connection, given the headers of every request.
+    """
 
     clock: Callable[[], float] = time.monotonic
     wire: Callable[[dict[str, str]], Wire] = Wire
 
 
 class Pull:
-    """Fills `into` (writable, of `chunks.total_bytes`) with what `chunks` describes.
+    """One pull into one buffer.
 
-    sources: URLs of the bytes, in the order in which they are to be asked; the last is the learner's. held: chunks that
-    `into` already has right, by index.
+    Attributes:
+        report: What it took so far.
+        abandoned: Whether a lane may still write into the buffer, which must not be used again then.
     """
 
     def __init__(
@@ -77,12 +88,22 @@ class Pull:
         lanes: int = LANES,
         world: World | None = None,
     ) -> None:
+        """Takes what to pull, from whom and where to.
+
+        Args:
+            secret: To be brought to every source.
+            sources: URLs of the bytes, in the order to ask; the last is the learner's.
+            into: Writable buffer of `chunks.total_bytes`.
+            timeout_s: Bound on the whole pull, in seconds.
+            held: Indices of chunks that `into` already holds right.
+            lanes: Number of connections at once.
+            world: The clock and the network; None: the real ones.
+        """
         if len(into) != chunks.total_bytes:
             raise ValueError(f"a buffer of {len(into)} bytes for {chunks.total_bytes}")
         if not sources:
             raise ValueError("no source to pull from")
         self.report = PullReport(kept=len(held or ()))
-        # A lane may still write into the buffer: it must not be used again.
         self.abandoned = False
         self._chunks = chunks
         # A server that holds another version by now answers 412.
@@ -101,7 +122,11 @@ class Pull:
         self._error: str | None = None
 
     def run(self) -> PullReport:
-        """Blocks until every chunk is there and right. Raises `TransferError`, which names who did not deliver."""
+        """Blocks until every chunk has arrived and is right.
+
+        Raises:
+            TransferError: Not all arrived. The text names the sources that failed.
+        """
         began = self._world.clock()
         self._deadline = began + self._timeout_s
         threads = [
@@ -125,7 +150,7 @@ class Pull:
         return self.report
 
     def stop(self, reason: str) -> None:
-        """End the pull from another thread; `run` raises."""
+        """Ends the pull from another thread. `run` raises then."""
         with self._lock:
             self._stop(reason)
 
@@ -136,7 +161,7 @@ class Pull:
             lane.wire.end()
 
     def _look(self) -> None:
-        """End the pull after its time, and the requests that are too slow."""
+        """Ends the pull when its time is over, and requests that are too slow."""
         with self._lock:
             now = self._world.clock()
             if now >= self._deadline:
@@ -144,7 +169,7 @@ class Pull:
                     self._stop(self._late())
                 return
             left = sum(part.end - part.start - part.arrived for part in self._parts.values())
-            # Twice what the pull needs to be there in time.
+            # Twice the speed that the pull needs to end in time.
             least = 2 * left / (self._deadline - now) / max(1, len(self._lanes))
             for lane in self._lanes:
                 if lane.attempt is not None and self._sources.too_slow(lane.attempt, now, least):
@@ -153,7 +178,7 @@ class Pull:
     def _late(self) -> str:
         missing = sum(not part.right for part in self._parts.values())
         text = f"not all there after {self._timeout_s:g} s: {missing} of {len(self._chunks.digests)} chunks are missing"
-        return f"{text} ({troubles})" if (troubles := self._sources.troubles()) else text
+        return f"{text} ({describe_failures})" if (describe_failures := self._sources.describe_failures()) else text
 
     def _work(self, lane: _Lane) -> None:
         try:
@@ -171,7 +196,7 @@ class Pull:
             return self._left.popleft() if self._left and self._error is None else None
 
     def _fetch(self, lane: _Lane, index: int) -> float:
-        """One request for the rest of a chunk. Returns seconds to wait before the next."""
+        """Requests the rest of a chunk. Returns the seconds to wait before the next request."""
         attempt, part = self._begin(lane, index), self._parts[index]
         at = part.start + part.arrived
         asked = at < part.end
@@ -205,7 +230,7 @@ class Pull:
             return attempt
 
     def _count(self, attempt: Attempt, part: _Part, count: int) -> bool:
-        """Note what arrived; whether to go on."""
+        """Notes `count` bytes that arrived. Returns whether to go on."""
         url = attempt.source.url
         with self._lock:
             part.arrived += count
@@ -216,15 +241,15 @@ class Pull:
             return self._error is None
 
     def _damaged(self, index: int, part: _Part) -> None:
-        """Its bytes are not the learner's. Which of several sources lied is not known: then it is pulled from one."""
+        """Has a damaged chunk pulled again, from one source only: which of several sent wrong bytes is not known."""
         urls = ", ".join(source.url for source in part.sources)
         logger.warning("chunk %d from %s has another digest than the learner's", index, urls)
         if len(part.sources) == 1:
             (source,) = part.sources
-            self._sources.lied(source)
+            self._sources.distrust(source)
             part.damaged += source is self._sources.last
-            if part.damaged >= DAMAGED_MOST:
-                self._stop(f"chunk {index} arrived {DAMAGED_MOST} times with another digest than the learner's")
+            if part.damaged >= MAX_DAMAGED:
+                self._stop(f"chunk {index} arrived {MAX_DAMAGED} times with another digest than the learner's")
         part.unmixed = True
         part.restart()
         self._left.append(index)
@@ -243,7 +268,7 @@ class Pull:
                 return pause_s
             if isinstance(error, GoneError):
                 self._stop(str(error))
-            elif (gone_s := self._sources.gone_s(now)) >= REFUSED_MAX_S:
+            elif (gone_s := self._sources.gone_s(now)) >= MAX_REFUSED_S:
                 self._stop(
                     f"the connection was refused for {gone_s:.0f} s: the learner is gone, or weight_sync.host and "
                     f"weight_sync.http_port do not lead to it; this server keeps the weights that it serves"
@@ -253,8 +278,15 @@ class Pull:
 
 @dataclass
 class _Part:
-    """A chunk that is pulled: bytes `start` to `end`. sources: who has brought the bytes that have `arrived`. unmixed:
-    all its bytes must come from one source. damaged: how often the last one brought it wrong."""
+    """A chunk that is being pulled: bytes `start` to `end`.
+
+    Attributes:
+        arrived: Bytes that have arrived.
+        sources: The sources that sent them.
+        unmixed: Whether all its bytes must come from one source.
+        damaged: How often the last source sent it wrong.
+        right: Whether its digest agrees.
+    """
 
     start: int
     end: int
@@ -271,7 +303,7 @@ class _Part:
 
 @dataclass
 class _Lane:
-    """One connection of a pull, and what is under way on it."""
+    """One connection of a pull, and its running request."""
 
     wire: Wire
     attempt: Attempt | None = None

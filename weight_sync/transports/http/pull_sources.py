@@ -1,9 +1,8 @@
-"""Whom a pull asks, how fast a source must be, and how long a pull waits: decisions without I/O, over given times.
+"""Decides whom a pull asks, how fast a source must be and how long a pull waits; `Wire` is one of its connections.
 
-The source with the fewest faults is asked, the learner last. One that brings too little in a while is passed over; if
-all bring too little, the network is slow, and less is asked of all of them. Not thread-safe.
-
-One connection of a pull, over which ranges of bytes are asked for.
+The source with the fewest failures is asked, the learner last. One that sends too little for a while is passed over; if
+all send too little, the network is slow and less is asked of each. The decisions do no I/O, take times as arguments and
+are not thread-safe.
 """
 
 from __future__ import annotations
@@ -23,21 +22,28 @@ SILENCE_S = 2.0
 
 # Where there are others, a request must bring this much in each such while: far below a network for weights.
 PACE_S = 5.0
-
 PACE_BYTES_PER_S = 1e6
 
 # So often may both whiles double, and the pace go down to a quarter.
-SLACK_MOST = 5
-
+MAX_SLACK = 5
 RETRY_PAUSE_S = 0.2
-
-RETRY_PAUSE_MAX_S = 5.0
+MAX_RETRY_PAUSE_S = 5.0
 
 # An attempt that brought so much was worth it: the next one need not wait.
 WORTH_BYTES = 64 * 1024
 
 # The learner's port is closed: its process is gone, and its secret with it.
-REFUSED_MAX_S = 20.0
+MAX_REFUSED_S = 20.0
+
+# A server behind NAT is never reached by the others: they find out soon, and ask the learner.
+CONNECT_TIMEOUT_S = 3.0
+
+# One read. Who pulls looks after its connections, and ends a slow one sooner.
+READ_TIMEOUT_S = 300.0
+_PORTS = {"http": 80, "https": 443}
+
+# What a source can do wrong, in the answer's first line, its headers or its body.
+FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 
 @dataclass(eq=False)
@@ -135,40 +141,28 @@ class Sources:
         if source.slow_at == self._slack and all(
             other.slow_at == self._slack or other.down for other in self._usable()
         ):
-            self._slack = min(self._slack + 1, SLACK_MOST)
+            self._slack = min(self._slack + 1, MAX_SLACK)
         barren = min(other.barren for other in {*self._usable(), source})
         # Every source has failed in vain: no hurry.
-        return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), RETRY_PAUSE_MAX_S) if barren else 0.0
+        return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), MAX_RETRY_PAUSE_S) if barren else 0.0
 
     def gone_s(self, now: float) -> float:
         """For how long the learner has refused connections, and nobody else has brought anything."""
         since = self.last.refused_since
         return 0.0 if since is None else now - max(since, self._worth_at)
 
-    def lied(self, source: PullSource) -> None:
+    def distrust(self, source: PullSource) -> None:
         """Its bytes were wrong: it is not asked again, unless it is the last."""
         source.distrusted = source is not self.last
         source.faults += 1
         source.trouble = "its bytes were wrong"
 
-    def troubles(self) -> str:
+    def describe_failures(self) -> str:
         """What went wrong, by source; "" for nothing."""
         return "; ".join(f"{source.url}: {source.trouble}" for source in self.all if source.trouble)
 
     def _usable(self) -> list[PullSource]:
         return [source for source in self.all if not source.distrusted]
-
-
-# A server behind NAT is never reached by the others: they find out soon, and ask the learner.
-CONNECT_TIMEOUT_S = 3.0
-
-# One read. Who pulls looks after its connections, and ends a slow one sooner.
-READ_TIMEOUT_S = 300.0
-
-_PORTS = {"http": 80, "https": 443}
-
-# What a source can do wrong, in the answer's first line, its headers or its body.
-FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 
 class GoneError(Exception):

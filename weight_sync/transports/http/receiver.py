@@ -1,10 +1,8 @@
-"""One staging buffer for all of a server's workers on a host: one of them fills it, the others map it.
+"""A worker's end of the http transport. One worker of a host pulls into a staging buffer that the others map.
 
-The buffer is anonymous shared memory (memfd), which needs no room in /dev/shm and is gone with the last process that
-maps it. A small record in a folder of this user's says whose it is and what it holds; a lock beside it says who fills
-it, and falls free if that process dies.
-
-A worker's reception of snapshots over HTTP. Needs no vLLM; `engine` is what vLLM calls.
+The buffer is anonymous shared memory (memfd): it needs no room in /dev/shm and is gone with the last process that maps
+it. A small record in a folder of this user says whose it is and what it holds. A lock beside it says who fills it, and
+is released if that process dies. Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -32,9 +30,11 @@ from weight_sync.transports.http.pull import Pull
 from weight_sync.weights.delta_codec import DeltaError, apply
 from weight_sync.weights.flat_buffer import Manifest
 
-LOOK_EVERY_S = 0.02
+logger = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.02
 _KEY = re.compile(r"[0-9a-f]{16}")
+GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -203,9 +203,6 @@ def _folder() -> Path:
     return folder
 
 
-logger = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True)
 class HttpInitInfo:
     """Body of `/init_weight_transfer_engine`. key: names the transfer on the server's host (16 hex digits). secret: to
@@ -271,7 +268,7 @@ class HttpReceiver:
         return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
 
     def close(self) -> None:
-        """Ends what is on its way. Never raises."""
+        """Ends what is on its path. Never raises."""
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")
@@ -333,6 +330,3 @@ class _Filling:
         if damaged and self.info.delta is not None:
             logger.warning("%d chunks are not right after the delta, and are pulled", len(damaged))
         return set(range(len(self.chunks.digests))) - set(damaged)
-
-
-GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))

@@ -1,1 +1,1 @@
-"""Runs inside vLLM's engine processes."""
+"""Runs inside vLLM's engine processes: receives weights, builds them beside generation, exchanges and proves them."""

@@ -1,11 +1,7 @@
-"""Staging on a GPU: bytes arrive on the device, and the pause holds nothing but copies from device to device.
+"""vLLM's end of the staged transports between GPUs: the pause holds nothing but copies from device to device.
 
-Captured graphs hold pointers into the live model, so its tensors stay where they are and are written to; the shadow
-does that for tensors of a GPU.
-
-vLLM's end of the IPC transport.
-
-vLLM's end of the staged NCCL transport.
+Captured graphs hold pointers into the live model, so its tensors stay where they are and are written to, which the
+shadow does for tensors of a GPU.
 """
 
 from __future__ import annotations
@@ -71,8 +67,8 @@ class IpcEngine(DeviceEngine):
     def join(self, init_info: IpcInitInfo) -> IpcReceiver:
         return IpcReceiver(communicator.own_gpu(self.device), init_info)
 
-    def received(self, reception: IpcReceiver, update_info: IpcUpdateInfo) -> Weights:
-        return reception.receive(update_info, self.buffer(Manifest(**update_info.manifest).total_bytes()))
+    def received(self, receiver: IpcReceiver, update_info: IpcUpdateInfo) -> Weights:
+        return receiver.receive(update_info, self.buffer(Manifest(**update_info.manifest).total_bytes()))
 
 
 class NcclStagedEngine(DeviceEngine):
@@ -84,5 +80,5 @@ class NcclStagedEngine(DeviceEngine):
     def join(self, init_info: NcclInitInfo) -> NcclReceiver:
         return NcclReceiver(communicator.own_gpu(self.device), init_info, self.group_rank)
 
-    def received(self, reception: NcclReceiver, update_info: Manifest) -> Weights:
-        return reception.receive(update_info, self.buffer(update_info.total_bytes()))
+    def received(self, receiver: NcclReceiver, update_info: Manifest) -> Weights:
+        return receiver.receive(update_info, self.buffer(update_info.total_bytes()))

@@ -1,19 +1,17 @@
-"""A turn that begins under new weights reads no keys and values of older ones: neither from vLLM's prefix cache, nor
-from the part of its own prompt that was computed before.
+"""Adds the swap to vLLM's engine core, and keeps prefix caches of different weights apart (I5).
 
-A turn's tokens carry the label that the engine has when they are sampled. So the engine, not who asks, decides under
-which salt a prompt is cached: the worker learns of a swap late. vLLM makes a request's block hashes on the thread that
-reads its socket, where a swap may still lie ahead in the queue. What is added on the engine's own thread is compared
-with the weights of that moment, and hashed again if they are others.
+The swap is one utility call between two steps of the engine. The step boundary is the pause: while the call runs
+nothing is generated, and nothing outside holds a pause that it could forget to end (I6). A person's pause is not
+touched.
 
-Turns that have tokens already keep their cache: their later tokens are labelled apart from the first, and the blocks
-that they fill go under the old salt, where no new turn looks. Requests whose keys and values come from another server
-are left alone.
+A turn that begins under new weights must not read keys and values of older ones, neither from the prefix cache nor from
+the part of its own prompt that was computed before. The engine, not the caller, decides under which salt a prompt is
+cached, as the caller learns of a swap late. vLLM hashes a request's blocks on the thread that reads its socket, when a
+swap may still be ahead in the queue; so the salt is compared again on the engine's own thread, and the blocks are
+hashed again if the weights have changed.
 
-The swap inside vLLM's engine core: one utility call, run between two steps of the engine.
-
-A step boundary is the pause: while the call runs, nothing is generated, and nothing outside holds anything that it
-could forget to give back (I6). A pause that a person asked for is not touched.
+Turns that have tokens already keep their cache: each token has its own label, and the blocks that they fill go under
+the old salt, where no new turn looks. Requests whose keys and values come from another server are left alone.
 """
 
 from __future__ import annotations
@@ -26,10 +24,13 @@ from functools import partial, wraps
 from typing import Any
 
 _MARK = "weights "
-
+# Changes of the weights in this process. A label alone would not do: weights that fail their proof share it with the
+# next attempt.
 _CHANGES = itertools.count(1)
 
-"""Of this process. A label alone would not do: weights that fail their proof have that of those that follow."""
+
+# Tells this start of the engine from others.
+BOOT = secrets.token_hex(6)
 
 
 def install_prefix_salt() -> None:
@@ -97,11 +98,6 @@ def _salted(core: Any, salt: str | None) -> str:
     if given.startswith(_MARK):
         given = given.partition("|")[2]
     return f"{core.slipstream_salt}|{given}"
-
-
-BOOT = secrets.token_hex(6)
-
-"""Of this process: another after each start of the engine."""
 
 
 def install_swap() -> None:

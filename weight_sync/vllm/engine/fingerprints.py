@@ -1,9 +1,8 @@
-"""What the layers of a model hold, as fingerprints: of the shadow before the swap, of the live model after it.
+"""Fingerprints what the layers of a model hold: of the shadow before the swap, of the live model after it.
 
-Log-probs show what a layer does to the tokens of a probe; a row that the probe does not touch, or one value that is
-off by little, they do not show. Fingerprints do, whatever the layer is for. On a CPU linear layers compute with packed
-copies: those that torch packed are read as they lie in memory; oneDNN's handles cannot be read: what such a layer
-computes is looked at instead (`proof_products`).
+Log-probs show what a layer does to the tokens of a probe. They do not show a row that the probe does not touch, or one
+value that is slightly off; fingerprints do. On a CPU, linear layers compute with packed copies: those that torch packed
+are read as they lie in memory. oneDNN's handles cannot be read, so `layer_proof` looks at what such layers compute.
 """
 
 from __future__ import annotations
@@ -12,10 +11,14 @@ import ctypes
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
+
+# Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
+CHUNK = 2**24
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
 
 
 @dataclass(frozen=True)
@@ -28,16 +31,6 @@ class Products:
     columns: int
     expected: torch.Tensor
     slack: torch.Tensor
-
-
-if TYPE_CHECKING:
-    pass
-
-
-# Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
-CHUNK = 2**24
-
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
 
 
 @dataclass(frozen=True)
@@ -57,7 +50,7 @@ class ModelFingerprints:
 
 @dataclass(frozen=True)
 class Difference:
-    """checked: tensors that were compared; wrong: those that differ or are missing; unread: see `Held`."""
+    """checked: tensors that were compared; wrong: those that differ or are missing; unread: see `ModelFingerprints`."""
 
     checked: int
     wrong: list[str]

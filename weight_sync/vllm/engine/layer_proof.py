@@ -1,8 +1,9 @@
-"""What linear layers compute that cannot be read back: packed behind a handle, or quantised.
+"""Proves layers of a model beside generation: by fingerprints where their weights can be read, else by products.
 
-Each is multiplied with 8 one-hot vectors, which are other columns at each update, and with 8 vectors of random signs,
-in which every element of the weight takes part. The products must be those of the weight as it was loaded, before it
-was packed, up to what the type rounds. After (columns / 8) updates every element was read alone.
+Linear layers that are packed behind a handle, or quantised, cannot be read. Each is multiplied by 8 one-hot vectors,
+other columns at each update, and by 8 vectors of random signs, which involve every element of the weight. The products
+must be those of the weight as it was loaded, before it was packed, up to rounding. After (columns / 8) updates every
+element was read alone.
 """
 
 from __future__ import annotations
@@ -27,6 +28,17 @@ from weight_sync.vllm.engine.fingerprints import (
     fingerprint,
     held,
 )
+
+logger = logging.getLogger(__name__)
+
+HALF = 8
+
+# Rows of a weight that are made float32 at one time.
+ROWS = 4096
+
+# By bits of a quantised weight, per element: of its own size, and of the largest one's, that rounding may take. These
+# are estimates: room for one scale a tensor, and for a float's few bits.
+ROUNDED = {8: (1 / 6, 1 / 120), 4: (1 / 2, 1 / 5)}
 
 
 class Reading(threading.Thread):
@@ -72,17 +84,6 @@ class ModelReading(Reading):
         return Difference(found.checked + self._probed.checked, found.wrong + self._probed.wrong, unread)
 
 
-logger = logging.getLogger(__name__)
-
-HALF = 8
-
-# Rows of a weight that are made float32 at one time.
-ROWS = 4096
-
-# By bits of a quantised weight, per element: of its own size, and of the largest one's, that rounding may take. These
-# are estimates: room for one scale a tensor, and for a float's few bits.
-ROUNDED = {8: (1 / 6, 1 / 120), 4: (1 / 2, 1 / 5)}
-
 _updates = itertools.count()
 
 
@@ -118,7 +119,7 @@ def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Pro
 
 @torch.inference_mode()
 def probe_products(model: torch.nn.Module, proven: ModelFingerprints) -> Difference:
-    """The live layers' products against the `proven` ones, under the rule of `proof_layers.compare`. On the engine's
+    """The live layers' products against the `proven` ones, under the rule of `layer_proof.compare`. On the engine's
     thread: oneDNN's functions are not thread-safe."""
     modules = dict(model.named_modules(remove_duplicate=False))
     differ, unread = dict[str, str](), list[str]()

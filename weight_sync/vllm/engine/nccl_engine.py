@@ -1,9 +1,9 @@
-"""A worker's end of the NCCL transport: vLLM's own engine, and an account of what it loads where it is.
+"""vLLM's own NCCL engine, with a check of what it loads in place.
 
-Nothing is built beside generation, so there is no shadow to compare the live layers with. What arrives is noted as it
-passes: each tensor once, and every parameter of the model from some of it. A tensor that is a parameter of the model as
-it stands (its name, shape and type) must be there bit for bit after the load; the parts of a fused layer are looked at
-as they stand in it, before vLLM packs or quantises it.
+Nothing is built beside generation, so there is no shadow to compare the live layers with. Each tensor is noted as it
+passes: each must come once, and every parameter of the model must get some. A tensor that is a parameter as it stands
+(same name, shape and type) must be there bit for bit after the load; the parts of a fused layer are compared as they
+stand in it, before vLLM packs or quantises it.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class NcclEngine(NCCLWeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.proven: ModelFingerprints | None = None
         self._known: set[str] = set()
-        self._account: UpdateCheck | None = None
+        self._check: UpdateCheck | None = None
 
     def start_weight_update(self) -> None:
         self.proven = None
         super().start_weight_update()
-        self._account = UpdateCheck(self.model)
+        self._check = UpdateCheck(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
         """Raises ValueError where a tensor comes twice, or in another type than the model's."""
-        account = self._account
-        if account is None:
+        check = self._check
+        if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")
-        account.check_announced(update_info.names, update_info.dtype_names, self.vllm_config)
+        check.check_announced(update_info.names, update_info.dtype_names, self.vllm_config)
         load = self.model.load_weights
 
         def noted(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
-                account.note(name, tensor)
+                check.note(name, tensor)
                 yield name, tensor
 
         with ExitStack() as undo:
@@ -52,18 +52,18 @@ class NcclEngine(NCCLWeightTransferEngine):
             self.model.load_weights = lambda weights: load(noted(weights))
             undo.callback(self.model.__dict__.pop, "load_weights", None)
             super().receive_weights(update_info)
-        account.take(watched)
+        check.take(watched)
 
     def finish_weight_update(self) -> None:
         """Raises ValueError where parameters of the model were not sent: the model is then not whole."""
-        account, self._account = self._account, None
-        if account is None:
+        check, self._check = self._check, None
+        if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")
-        account.check_whole()
+        check.check_whole()
         with watching(self._layers(), prints=True) as watched:
             super().finish_weight_update()
-        account.take(watched)
-        self.proven = ModelFingerprints(account.prints, products=account.products, known=self._known)
+        check.take(watched)
+        self.proven = ModelFingerprints(check.prints, products=check.products, known=self._known)
 
     def _layers(self) -> list[tuple[str, Any, Any]]:
         return [(name, module, module) for name, module in self.model.named_modules()]

@@ -1,4 +1,4 @@
-"""Loading new weights into the live model under the pause: for models of which no shadow can be built."""
+"""Loads new weights into the live model under the pause, for models that no shadow can be built of."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from weight_sync.vllm.engine.fingerprints import ModelFingerprints
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.update import UpdateCheck
 
-# Of each live model: tensors that were there as they arrived, once (`proof_layers.Held.known`).
+# Of each live model: tensors that were there as they arrived, once (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
@@ -29,9 +29,9 @@ class Reload:
         self._model = model
         self._model_config = model_config
         self._weights = weights
-        self._account = UpdateCheck(model)
+        self._check = UpdateCheck(model)
         for name, tensor in weights.items():
-            self._account.note(name, tensor)
+            self._check.note(name, tensor)
 
     def exchange(self) -> None:
         """Make the live model compute with the new weights; generation must stand still. Where it raises, the model
@@ -39,9 +39,9 @@ class Reload:
         layers = [(name, module, module) for name, module in self._model.named_modules()]
         with watching(layers) as watched:
             load_staged(self._model, self._model_config, self._weights)
-        self._account.take(watched)
+        self._check.take(watched)
         known = _known.setdefault(self._model, set())
-        self.proven = ModelFingerprints(self._account.prints, products=self._account.products, known=known)
+        self.proven = ModelFingerprints(self._check.prints, products=self._check.products, known=known)
 
 
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:

@@ -1,9 +1,7 @@
-"""Log-probs of given tokens, computed inside a vLLM worker between two steps of its engine.
+"""Computes log-probs of given tokens inside a vLLM worker, between two steps of its engine.
 
-No request, slot or cache is taken, so nobody waits: one forward pass over the tokens, in which attention looks at the
-tokens themselves and not at the cache. All else is the code and the weights that generation uses.
-
-Which adapter the next pass through a worker's model is under.
+No request, slot or cache is taken, so nobody waits: one forward pass, in which attention looks at the tokens themselves
+and not at the cache. All else is the code and the weights that generation uses.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The new weights of one worker, made ready beside generation so that the pause holds nothing but an exchange.
+"""Builds a worker's new weights beside generation, so that the pause holds nothing but an exchange.
 
-The shadow is a second tree of the model's modules (`twins`) that weights are loaded into and packed in, while the live
-modules generate. Under the pause the live modules take its tensors. The live model is not touched before.
+The shadow is a second tree of the model's modules (`shadow_modules`), into which weights are loaded and packed while
+the live modules generate. In the pause the live modules take its tensors. Until then the live model is not touched.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from weight_sync.vllm.engine.shadow_modules import (
     Pair,
     bind_to_live,
     let_go,
-    twins_of,
+    pair_modules,
 )
 from weight_sync.vllm.engine.update import Weights
 
@@ -39,9 +39,7 @@ logger = logging.getLogger(__name__)
 
 # After the pause: to free the old weights takes longer than to exchange them.
 FREE_AFTER_S = 0.2
-
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
-
 NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
@@ -104,16 +102,16 @@ def check_can_be_shadowed(model: Any) -> None:
 
 
 class Shadow:
-    """The new weights in modules of their own. `pairs`: the live modules and their twins, of those that were loaded;
-    `proven`: what the twins hold, which is what the live modules must hold after the exchange."""
+    """The new weights in modules of their own. `pairs`: the live modules and their copies, of those that were loaded;
+    `proven`: what the copies hold, which is what the live modules must hold after the exchange."""
 
     def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
-        all_pairs = twins_of(model)
+        all_pairs = pair_modules(model)
         try:
             with torch.no_grad(), _config_known(vllm_config):
                 parallel = vllm_config.parallel_config
                 whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
-                layers = [(pair.name, pair.live, pair.twin) for pair in all_pairs]
+                layers = [(pair.name, pair.live, pair.shadow) for pair in all_pairs]
                 with watching(layers) as watched:
                     self.pairs = _load(all_pairs, weights, whole, vllm_config.model_config.model)
                 if whole:
@@ -121,7 +119,7 @@ class Shadow:
         except BaseException:
             let_go(all_pairs)
             raise
-        self.proven = replace(held(all_pairs[0].twin), products=watched.products)
+        self.proven = replace(held(all_pairs[0].shadow), products=watched.products)
         self._all = all_pairs
         self._changes = [change for pair in self.pairs for change in _changes(pair)]
 
@@ -145,18 +143,18 @@ class Shadow:
 
 
 def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
-    """Load `weights` into the twins and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
+    """Load `weights` into the copies and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
     another worker. of: the model that the server was started with."""
-    twin = pairs[0].twin
+    shadow = pairs[0].shadow
     _mark_lookups(pairs)
-    initialize_layerwise_reload(twin)
+    initialize_layerwise_reload(shadow)
     for pair in pairs:
         # Else what is processed would be copied into the live tensors.
         pair.info.kernel_tensors = None
     sizes = [pair.info.load_numel_total for pair in pairs]
     reading = Reading(weights)
     try:
-        twin.load_weights(reading)
+        shadow.load_weights(reading)
     except (AssertionError, KeyError, RuntimeError) as error:
         raise ValueError(f"{reading.place(pairs)} could not be loaded ({_words(error)}): {_another(of)}") from error
     except PackingError as error:  # the model is the right one
@@ -171,7 +169,7 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
     if whole and sent > placed and not _head_is_tied_and_sent(pairs, weights):
         raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
     for pair in loaded:
-        _pack_experts(pair.twin)
+        _pack_experts(pair.shadow)
     return loaded
 
 
@@ -206,17 +204,17 @@ def _words(error: Exception) -> str:
 
 
 def _processed(pair: Pair) -> bool:
-    """Whether the twin was loaded. A vocabulary that is padded is loaded when all that was sent for it has come."""
+    """Whether the shadow was loaded. A vocabulary that is padded is loaded when all that was sent for it has come."""
     info = pair.info
     if not info.can_load():
         return True
     if info.load_numel == 0:
         return False
-    if is_deferred_attention_layer(pair.twin):
-        raise NoShadow(f"{pair.name} ({type(pair.twin).__name__}) was sent scales")
-    if not isinstance(pair.twin, VocabParallelEmbedding):
+    if is_deferred_attention_layer(pair.shadow):
+        raise NoShadow(f"{pair.name} ({type(pair.shadow).__name__}) was sent scales")
+    if not isinstance(pair.shadow, VocabParallelEmbedding):
         raise ValueError(f"{pair.name}: {info.load_numel} of {info.load_numel_total} elements came")
-    _layerwise_process(pair.twin, info)
+    _layerwise_process(pair.shadow, info)
     return True
 
 
@@ -227,10 +225,10 @@ def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
     for pair in left:
         shared = {n: owners[id(t)] for n, t in pair.live._parameters.items() if t is not None and id(t) in owners}
         for name, (owner, owners_name) in shared.items():
-            pair.twin._parameters[name] = owner.twin._parameters[owners_name]
+            pair.shadow._parameters[name] = owner.shadow._parameters[owners_name]
         if shared:
-            if hasattr(pair.twin, "cpu_linear"):
-                pair.twin.quant_method.process_weights_after_loading(pair.twin)
+            if hasattr(pair.shadow, "cpu_linear"):
+                pair.shadow.quant_method.process_weights_after_loading(pair.shadow)
             tied.append(pair)
     return tied
 
@@ -248,7 +246,7 @@ def check_rows(pairs: list[Pair], weights: Weights) -> None:
     Raises ValueError where some rows differ. A loader that makes another thing of every row is taken at its word.
     """
     for pair in pairs:
-        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.twin, "weight", None)
+        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.shadow, "weight", None)
         if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
             continue
         if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
@@ -276,21 +274,21 @@ def _mark_lookups(pairs: list[Pair]) -> None:
     heads = [pair for pair in pairs if isinstance(pair.live, ParallelLMHead)]
     for pair in pairs:
         if isinstance(pair.live, VocabParallelEmbedding) and pair not in heads and heads:
-            pair.twin.__dict__[LOOKUP_ONLY] = True
+            pair.shadow.__dict__[LOOKUP_ONLY] = True
 
 
-def _pack_experts(twin: Any) -> None:
+def _pack_experts(shadow: Any) -> None:
     """vLLM packs experts at their first load only."""
-    kernel = getattr(getattr(twin, "quant_method", None), "moe_kernel", None)
-    if kernel is not None and twin.w13_weight.device.type == "cpu":
-        kernel.fused_experts.process_weights_after_loading(twin)
+    kernel = getattr(getattr(shadow, "quant_method", None), "moe_kernel", None)
+    if kernel is not None and shadow.w13_weight.device.type == "cpu":
+        kernel.fused_experts.process_weights_after_loading(shadow)
 
 
 def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """What makes the live module hold what its twin holds; each returns what it took out."""
+    """What makes the live module hold what its shadow holds; each returns what it took out."""
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
-        for name, tensor in getattr(pair.twin, container).items():
+        for name, tensor in getattr(pair.shadow, container).items():
             if tensor is None or tensor is old.get(name) or tensor.is_meta:
                 continue
             bind_to_live(tensor, pair)
@@ -300,7 +298,7 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
                 yield partial(live.data.copy_, tensor.data)
             else:
                 yield partial(_put, old, name, tensor)
-    for name, value in pair.twin.__dict__.items():
+    for name, value in pair.shadow.__dict__.items():
         live = pair.live.__dict__.get(name)
         if name in NOT_LOADED or live is value:
             continue

@@ -1,9 +1,7 @@
-"""A second tree of a model's modules that shares everything with the first but what loading weights replaces.
+"""Copies a model's tree of modules, sharing all but what a load of weights replaces; packs linear layers on a CPU.
 
-Linear layers on a CPU, packed by torch in place of vLLM's oneDNN handles.
-
-vLLM's `onednn_mm` is not thread-safe, and nothing reads its handles back. What torch packs may be made on any thread,
-computes the same, and `to_dense` gives it back bit for bit.
+Packing is torch's in place of vLLM's oneDNN handles: `onednn_mm` is not thread-safe and its handles cannot be read
+back. torch's may be made on any thread, compute the same, and `to_dense` gives them back bit for bit.
 """
 
 from __future__ import annotations
@@ -18,70 +16,71 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs,
 from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
 
 CONTAINERS = ("_parameters", "_buffers", "_modules")
+LOOKUP_ONLY = "_slipstream_lookup_only"
 
 
 @dataclass
 class Pair:
-    """A live module and its twin. `name`: of the module in the model."""
+    """A live module and its copy. `name`: of the module in the model."""
 
     name: str
     live: Any
-    twin: Any
+    shadow: Any
 
     @property
     def info(self) -> Any:
-        """vLLM's account of what was loaded into the twin."""
-        return get_layerwise_info(self.twin)
+        """vLLM's record of what was loaded into the shadow."""
+        return get_layerwise_info(self.shadow)
 
 
-def twins_of(model: Any) -> list[Pair]:
+def pair_modules(model: Any) -> list[Pair]:
     """The pairs of all modules of `model`, the model's own first."""
     pairs: dict[int, Pair] = {}
-    _twin(model, "", pairs)
+    _copy_tree(model, "", pairs)
     for pair in pairs.values():
         _own_what_vllm_would_share(pair)
     return list(pairs.values())
 
 
 def let_go(pairs: list[Pair]) -> None:
-    """vLLM's accounts refer to the modules that they are kept by: without this no twin would ever be freed."""
+    """vLLM's records refer to the modules that they are kept by: without this no copy would ever be freed."""
     for pair in pairs:
-        LAYERWISE_INFO.pop(pair.twin, None)
-        pair.twin._parameters.clear()
-        pair.twin._buffers.clear()
+        LAYERWISE_INFO.pop(pair.shadow, None)
+        pair.shadow._parameters.clear()
+        pair.shadow._buffers.clear()
 
 
 def bind_to_live(tensor: torch.Tensor, pair: Pair) -> None:
     """Make the loaders of a tensor the live module's, whose tensor it is about to become."""
-    sanitize_layer_refs(tensor, pair.twin)
+    sanitize_layer_refs(tensor, pair.shadow)
     restore_layer_refs(tensor, pair.live)
 
 
-def _twin(live: Any, name: str, pairs: dict[int, Pair]) -> Any:
+def _copy_tree(live: Any, name: str, pairs: dict[int, Pair]) -> Any:
     if id(live) in pairs:
-        return pairs[id(live)].twin
-    twin = object.__new__(type(live))
-    twin.__dict__.update(live.__dict__)
+        return pairs[id(live)].shadow
+    copy = object.__new__(type(live))
+    copy.__dict__.update(live.__dict__)
     for container in CONTAINERS:
-        twin.__dict__[container] = dict(getattr(live, container))
-    twin.__dict__["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
-    pairs[id(live)] = Pair(name, live, twin)
+        copy.__dict__[container] = dict(getattr(live, container))
+    copy.__dict__["_non_persistent_buffers_set"] = set(live._non_persistent_buffers_set)
+    pairs[id(live)] = Pair(name, live, copy)
     for child, module in live._modules.items():
         if module is not None:
-            twin._modules[child] = _twin(module, f"{name}.{child}".lstrip("."), pairs)
-    return twin
+            copy._modules[child] = _copy_tree(module, f"{name}.{child}".lstrip("."), pairs)
+    return copy
 
 
 def _own_what_vllm_would_share(pair: Pair) -> None:
-    """An account of the twin's own, and copies of the tensors that vLLM's reload writes where they are."""
+    """Gives the shadow a record of its own, and copies of the tensors that vLLM's reload writes where they are."""
     live_info = get_layerwise_info(pair.live)
     params, buffers = live_info.restore_metadata
     fresh = (
         {name: _fresh(tensor, pair.live) for name, tensor in params.items()},
         {name: _fresh(tensor, pair.live) for name, tensor in buffers.items()},
     )
-    LAYERWISE_INFO[pair.twin] = LayerReloadingInfo(restore_metadata=fresh, restore_device=live_info.restore_device)
-    for container in (pair.twin._parameters, pair.twin._buffers):
+    LAYERWISE_INFO[pair.shadow] = LayerReloadingInfo(restore_metadata=fresh, restore_device=live_info.restore_device)
+    for container in (pair.shadow._parameters, pair.shadow._buffers):
         for name, tensor in container.items():
             if name in SKIP_TENSORS and tensor is not None:
                 container[name] = _copy(tensor, pair)
@@ -89,7 +88,7 @@ def _own_what_vllm_would_share(pair: Pair) -> None:
 
 def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     """As vLLM recorded it at the first load. A reload of the live module leaves its own loader there, which would take
-    what is sent to the twin and load it nowhere."""
+    what is sent to the copy and load it nowhere."""
     fresh = to_meta_tensor(tensor)
     loader = getattr(fresh, "weight_loader", None)
     if loader is not None:
@@ -103,10 +102,7 @@ def _copy(tensor: torch.Tensor, pair: Pair) -> torch.Tensor:
     copy = tensor.data.clone()
     copy.__class__ = tensor.__class__
     copy.__dict__ = tensor.__dict__.copy()
-    return restore_layer_refs(sanitize_layer_refs(copy, pair.live), pair.twin)  # type: ignore[no-any-return]
-
-
-LOOKUP_ONLY = "_slipstream_lookup_only"
+    return restore_layer_refs(sanitize_layer_refs(copy, pair.live), pair.shadow)  # type: ignore[no-any-return]
 
 
 class PackingError(Exception):

@@ -1,11 +1,7 @@
-"""vLLM's end of every transport that stages: receive and build beside generation, exchange under the pause.
+"""vLLM's end of every staged transport: receives and builds beside generation, exchanges under the pause.
 
-A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. The live
-model is touched by `finish_weight_update` alone, which vLLM's worker calls inside the swap.
-
-vLLM's end of the gloo transport.
-
-vLLM's end of the http transport.
+A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. Only
+`finish_weight_update`, which vLLM's worker calls inside the swap, touches the live model.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ class StagedEngine(WeightTransferEngine):
         super().__init__(*args, **kwargs)
         self.proven: Any = None
         self._staging: Staging | None = None
-        self._reception: Any = None
+        self._receiver: Any = None
         if self.device.type == "cpu":
             shadow_modules.install_torch_packing()
 
@@ -67,17 +63,17 @@ class StagedEngine(WeightTransferEngine):
 
     def init_transfer_engine(self, init_info: Any) -> None:
         self.shutdown()
-        self._reception = self.join(init_info)
+        self._receiver = self.join(init_info)
 
     def receive(self, update_info: Any) -> Weights:
         """As `Reception.receive`, of what `init_transfer_engine` met."""
-        reception = self._reception
-        if reception is None:
+        receiver = self._receiver
+        if receiver is None:
             raise RuntimeError("the learner was let go")
-        return self.received(reception, update_info)
+        return self.received(receiver, update_info)
 
-    def received(self, reception: Any, update_info: Any) -> Weights:
-        weights: Weights = reception.receive(update_info)
+    def received(self, receiver: Any, update_info: Any) -> Weights:
+        weights: Weights = receiver.receive(update_info)
         return weights
 
     def start_weight_update(self) -> None:
@@ -91,7 +87,7 @@ class StagedEngine(WeightTransferEngine):
 
     def receive_weights(self, update_info: Any) -> None:
         """Begin to receive and to build; `staging` tells how far it is."""
-        if self._reception is None:
+        if self._receiver is None:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         if self._staging is not None and self._staging.is_alive():
             raise RuntimeError("the reception of the last update has not ended")
@@ -130,9 +126,9 @@ class StagedEngine(WeightTransferEngine):
     def shutdown(self) -> None:
         """Drop the connection and what is staged."""
         self._staging = None
-        reception, self._reception = self._reception, None
-        if reception is not None:
-            reception.close()
+        receiver, self._receiver = self._receiver, None
+        if receiver is not None:
+            receiver.close()
 
 
 class GlooEngine(StagedEngine):
@@ -152,6 +148,6 @@ class HttpEngine(StagedEngine):
     update_info_cls = HttpUpdateInfo
 
     def join(self, init_info: HttpInitInfo) -> HttpReceiver:
-        reception = HttpReceiver(init_info)
-        reception.greet()
-        return reception
+        receiver = HttpReceiver(init_info)
+        receiver.greet()
+        return receiver

@@ -1,7 +1,4 @@
-"""What one update writes into a live model, where it is: each tensor once, each parameter from some of it.
-
-One update on its way into a worker: received and built on a thread, beside generation.
-"""
+"""One update on its way into a worker: `Staging` receives and builds it, `UpdateCheck` checks a load in place."""
 
 from __future__ import annotations
 
@@ -20,6 +17,8 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
 from weight_sync.vllm.engine.fingerprints import Products, fingerprint
 from weight_sync.vllm.engine.layer_proof import Watched
+
+logger = logging.getLogger(__name__)
 
 
 class UpdateCheck:
@@ -86,8 +85,6 @@ class UpdateCheck:
         if info.load_numel == 0 or (plain and info.load_numel < sum(tensor.numel() for tensor in parameters.values())):
             yield from (f"{name}.{of}" for of in parameters)
 
-
-logger = logging.getLogger(__name__)
 
 Weights = dict[str, torch.Tensor]
 

@@ -11,7 +11,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from weight_sync.vllm.engine.shadow_modules import twins_of
+from weight_sync.vllm.engine.shadow_modules import pair_modules
 
 
 class Layer(torch.nn.Module):
@@ -48,12 +48,12 @@ def test_what_is_sent_to_a_twin_is_loaded_into_it_after_a_reload_of_the_live_mod
         initialize_layerwise_reload(model)
         model.load_weights(sent(1.0))
         finalize_layerwise_reload(model, None)
-        twin = twins_of(model)[0].twin
-        initialize_layerwise_reload(twin)
-        for module in twin.modules():
+        shadow = pair_modules(model)[0].shadow
+        initialize_layerwise_reload(shadow)
+        for module in shadow.modules():
             from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
             get_layerwise_info(module).kernel_tensors = None
-        twin.load_weights(sent(2.0))
-    assert float(twin.layer.weight[0, 0]) == 2.0
+        shadow.load_weights(sent(2.0))
+    assert float(shadow.layer.weight[0, 0]) == 2.0
     assert float(model.layer.weight[0, 0]) == 1.0

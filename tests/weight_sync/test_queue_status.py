@@ -16,9 +16,9 @@ async def test_of_a_server_that_drains_the_verdict_is_told_as_it_is_and_once_tha
         told.append((server.state, server.version))
         return DRAINS
 
-    at_queue = QueueReporter(DRAINS, put)
-    await at_queue.tell(ServerState.SERVING, 4)
-    await at_queue.quarantine(5, "its proof failed")
-    await at_queue.settled()
-    await at_queue.settled()
+    reporter = QueueReporter(DRAINS, put)
+    await reporter.tell(ServerState.SERVING, 4)
+    await reporter.quarantine(5, "its proof failed")
+    await reporter.settled()
+    await reporter.settled()
     assert told == [(ServerState.SERVING, 4), (ServerState.QUARANTINED, 5), (ServerState.DRAINING, None)]

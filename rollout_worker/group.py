@@ -19,11 +19,11 @@ from typing import Any, get_args
 from protocol import reasons
 from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.data.rows import Row
 from rollout_worker.episodes.capacity import Capacity, Reservation
 from rollout_worker.episodes.episode import Episode
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.pool import ServerPool
@@ -108,8 +108,8 @@ class GroupRunner:
 
     rows: RowReader
     rewards: RewardFunctions
-    chat: ChatFormat
-    driver: EpisodeSource
+    source: EpisodeSource
+    episodes: EpisodeRunner
     pool: ServerPool
     capacity: Capacity
     counters: WorkerReport
@@ -128,8 +128,9 @@ class GroupRunner:
         row = await self._row(ticket)
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
-            plan = GroupPlan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
-            outcomes = await self.driver.run(plan)
+            own = OwnParams(ticket.temperature)
+            plan = GroupPlan(row, ticket.group_size, born, reservation, self.episodes, own, after)
+            outcomes = await self.source.run(plan)
             reservation.give_all()
             episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)
             if self.keep_messages:
@@ -154,7 +155,7 @@ class GroupRunner:
         prompts: dict[int, list[bytes]] = {}  # most have the same one
         for episode in episodes:
             if id(episode.prompt) not in prompts:
-                prompts[id(episode.prompt)] = of_prompt(self.chat.shown(episode.prompt))
+                prompts[id(episode.prompt)] = of_prompt(self.source.chat.shown(episode.prompt))
             episode.rollout.messages = transcript(prompts[id(episode.prompt)], episode.messages)
 
     async def _row(self, ticket: Ticket) -> Row:
@@ -224,8 +225,7 @@ class GroupRunner:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.clock()
         prompt = row.columns["prompt"]
-        results = [episode.result.given for episode in episodes if episode.result is not None]
-        in_environments = [episode.environment for episode in episodes if episode.environment is not None]
+        inputs = [episode.reward_inputs() for episode in episodes]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
@@ -233,9 +233,8 @@ class GroupRunner:
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
             prompts=[prompt if isinstance(prompt, str) else episode.prompt for episode in episodes],
-            environments=[played.object for played in in_environments] if in_environments else None,
             own=[episode.rewards for episode in episodes],
-            results=results or None,
+            inputs={name: [each[name] for each in inputs] for name in inputs[0]},
         )
 
         def told(error: RewardError) -> None:
@@ -272,22 +271,16 @@ class GroupRunner:
         return rewarded
 
     def _why_without(self, episode: Episode) -> str:
-        """The reason for which it has no reward: its agent's time-out, where only the agent could have given one."""
-        late = episode.result is not None and episode.rollout.finish_reason == "timeout"
-        return reasons.TIMEOUT if late and not self.rewards.names else reasons.NO_REWARD
+        """Return the reason for which an episode has no reward: its own where it alone could have given one."""
+        return reasons.NO_REWARD if self.rewards.names else episode.why_no_reward.reason
 
     def _without_reward(self, without: list[Episode], of: int) -> tuple[str, str]:
-        """The commonest reason for which episodes have none, and the text."""
+        """Return the commonest reason for which episodes have no reward, and a text."""
         reason = Counter(map(self._why_without, without)).most_common(1)[0][0]
         if self.rewards.names:
             return reason, f"every reward function gave None for {len(without)} of {of} episodes"
-        ends = Counter(episode.result.ended for episode in without if episode.result is not None)
-        returned = ends.pop(None, 0)
-        told = [f"{count} of {of} agents {ended}" for ended, count in ends.items()]
-        if returned:
-            told.append(
-                f'the agent returned no reward for {returned} of {of} episodes: return a number or {{"reward": ...}}'
-            )
+        texts = Counter(episode.why_no_reward.text for episode in without)
+        told = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
         return reason, f"{'; '.join(told)}; the task has no reward functions, which Task(rewards=[...]) may give it"
 
 

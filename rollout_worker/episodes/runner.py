@@ -9,8 +9,10 @@ was, in the segment before.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -50,7 +52,7 @@ class _Next:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """Runs episodes; holds no state of any of them."""
+    """Runs episodes; holds no state of any of them. `failures`: counts by reason, the worker's."""
 
     sampler: Sampler
     limits: EpisodeLimits
@@ -60,6 +62,8 @@ class EpisodeRunner:
     troubles: FailureNotices = field(default_factory=FailureNotices)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
+    failures: Counter[str] = field(default_factory=Counter)
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     turnstile: LoopYield = field(default_factory=LoopYield)
 
     async def run(self, scene: EpisodeSetup, affinity: Affinity, first: Opening | None = None) -> Episode:

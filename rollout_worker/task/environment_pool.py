@@ -105,18 +105,36 @@ logger = logging.getLogger(__name__)
 # All that are left are closed in this time when a worker ends: less than a supervisor waits before it kills.
 CLOSE_S = 8.0
 
-Trouble = Callable[[str, str, str | None], None]
+# Takes key, text and place (file:line) of a failure of user code that nobody waits for.
+Notify = Callable[[str, str, str | None], None]
+
+
+def log_notice(key: str, text: str, where: str | None) -> None:
+    logger.warning("%s", text)
 
 
 class Pool:
-    """Instances of `factories`, by name. timeout_s: of a factory's call, and of a close; most: instances in all, before
-    idle ones of other names are closed for new ones; trouble(key, text, where): told of what fails unseen."""
+    """Instances of `factories`, by name, made when they are needed and used again.
 
-    def __init__(self, factories: Mapping[str | None, Factory], code: UserCode, timeout_s: float) -> None:
+    Args:
+        factories: By name; the name is None where there is only one.
+        timeout_s: Seconds for a factory's call, and for a close.
+        max_alive: Number of instances from which idle ones of other names are closed for new ones.
+        notify: Called with a close that fails.
+    """
+
+    def __init__(
+        self,
+        factories: Mapping[str | None, Factory],
+        code: UserCode,
+        timeout_s: float,
+        max_alive: int = sys.maxsize,
+        notify: Notify = log_notice,
+    ) -> None:
         self.factories = dict(factories)
-        self.most = sys.maxsize
         self.alive = 0
-        self.trouble: Trouble = lambda key, text, where: logger.warning("%s", text)
+        self._max_alive = max_alive
+        self._notify = notify
         self._code = code
         self._timeout_s = timeout_s
         self._idle: dict[str | None, list[Instance]] = {name: [] for name in factories}
@@ -137,7 +155,7 @@ class Pool:
         if self._idle[name]:
             instance = self._idle[name].pop()
         else:
-            if self.alive >= self.most and (others := next((kept for kept in self._idle.values() if kept), None)):
+            if self.alive >= self._max_alive and (others := next((kept for kept in self._idle.values() if kept), None)):
                 self._discard(others.pop(0))
             instance = await self._made(name)
         self._out.add(instance)
@@ -215,7 +233,7 @@ class Pool:
         try:
             await self._code.call(closing, _none, self._timeout_s, Kind.CLOSE, holder=holder)
         except UserCodeError as error:
-            self.trouble(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
+            self._notify(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
         finally:
             self.alive -= 1
 

@@ -17,7 +17,7 @@ from protocol.config import ConfigError, RunConfig, checks
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.data.rows import Row, RowPosition, Rows
 from rollout_worker.task.environment_instance import EMPTY_PROMPT, EnvironmentInterface, Instance, no_reset, tools_of
-from rollout_worker.task.environment_pool import Pool
+from rollout_worker.task.environment_pool import Notify, Pool
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 
@@ -177,13 +177,16 @@ class Environments:
 
 @asynccontextmanager
 async def open_environments(
-    config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat
-) -> AsyncIterator[Environments | None]:
-    """The environments of `task` beside its other `tools`, None if it has none; one instance of each is made at once,
-    to see what it can do, and all are closed at the end. Raises `ConfigError`."""
-    if task.environment is None:
-        yield None
-        return
+    config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat, notify: Notify
+) -> AsyncIterator[Environments]:
+    """Open the environments of a task, which has some, beside its other `tools`.
+
+    One instance of each is made at once, to see what it can do. All instances are closed at the end.
+
+    Raises:
+        ConfigError: An environment cannot be made or described, or goes with no setting of the run file.
+    """
+    assert task.environment is not None
     if config.worker.tool_isolation == "process":
         raise ConfigError(
             "worker.tool_isolation = process: an environment keeps its state from call to call, and cannot be called "
@@ -193,7 +196,7 @@ async def open_environments(
         checks.check_patience(config.queue, config.worker, config.learner, environments=True)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s)
+    pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s, config.max_open, notify)
     try:
         stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}
         environments = Environments(stages, pool)

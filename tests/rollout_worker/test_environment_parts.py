@@ -211,8 +211,7 @@ async def test_the_pool_closes_idle_ones_of_other_names_for_new_ones():
         return type(name, (Bare,), {"close": lambda self: close(name)})
 
     async with UserCode() as code:
-        pool = Pool({"a": kind("a"), "b": kind("b")}, code, 5.0)
-        pool.most = 2
+        pool = Pool({"a": kind("a"), "b": kind("b")}, code, 5.0, max_alive=2)
         first, second = await pool.take("a"), await pool.take("a")
         pool.give_back(first)
         pool.give_back(second)
@@ -253,8 +252,7 @@ async def test_i9_a_close_that_fails_is_told_and_ends_nothing():
             raise SystemExit("no")
 
     async with UserCode() as code:
-        pool = Pool({None: Stubborn}, code, 5.0)
-        pool.trouble = lambda key, text, where: told.append((text, where))
+        pool = Pool({None: Stubborn}, code, 5.0, notify=lambda key, text, where: told.append((text, where)))
         pool.give_back(await pool.take(None))
         await pool.close()
         assert pool.alive == 0
@@ -345,8 +343,9 @@ async def test_what_was_made_too_late_and_fails_to_close_is_told_with_its_factor
     gate = Gate()
     gate.environment = Stubborn  # type: ignore[method-assign]
     async with UserCode() as code:
-        pool = Pool({None: partial(gate.in_a_thread)}, code, 0.01)
-        pool.trouble = lambda key, text, where: told.append((text, where))
+        pool = Pool(
+            {None: partial(gate.in_a_thread)}, code, 0.01, notify=lambda key, text, where: told.append((text, where))
+        )
         with pytest.raises(UserCodeError):
             await pool.take(None)
         gate.opened.set()
@@ -388,8 +387,7 @@ def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_onc
 
     async def play() -> None:
         async with UserCode() as code:
-            pool = Pool({None: Noted}, code, 5.0)
-            pool.most = 4
+            pool = Pool({None: Noted}, code, 5.0, max_alive=4)
             out: list[Any] = []
             calls: list[asyncio.Task[Any]] = []
             for what, place in steps:

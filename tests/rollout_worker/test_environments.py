@@ -671,7 +671,7 @@ async def test_f11_f15_a_lost_tickets_instances_come_back():
     pools: list[Any] = []
 
     def is_over(worker: Any) -> bool:
-        pools[:] = [worker._groups.driver.environments.pool]
+        pools[:] = [worker.source.environments.pool]
         return bool(worker.counters.failures["lost"] and queue.groups and pools[0].idle == log.made)
 
     run = await roll(the_task, fake(ADDING), queue=queue, config=short, stop_when=is_over)

@@ -32,7 +32,8 @@ def line_of(function, below=0):
 
 def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
     told = []
-    troubles = FailureNotices(lambda: told.append(None))
+    troubles = FailureNotices()
+    troubles.on_new = lambda: told.append(None)
     with caplog.at_level(logging.WARNING):
         for kind, key in [("tool", "a"), ("tool", "a"), ("tool", "b"), ("reward", "a")]:
             troubles.add(kind, key, f"{kind} {key} failed")

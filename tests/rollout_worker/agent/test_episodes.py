@@ -74,7 +74,7 @@ async def test_without_any_reward_the_ticket_fails_with_the_remedy():
     run = await roll(agent_task(ask_once), fake())
     failure = run.queue.failures["t0"]
     assert failure.reason == "no_reward"
-    assert "the agent returned no reward for 2 of 2 episodes" in failure.detail
+    assert "for 2 of 2 episodes the agent returned no reward: return a number" in failure.detail
 
 
 async def test_an_agent_that_is_cut_off_before_it_returns_its_reward_is_told_as_such():
@@ -86,7 +86,9 @@ async def test_an_agent_that_is_cut_off_before_it_returns_its_reward_is_told_as_
     run = await roll(agent_task(slow), fake(), config=brief)
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("timeout", True)
-    assert "2 of 2 agents had not returned within worker.episode_timeout_s = 1: raise it" in failure.detail
+    assert (
+        "for 2 of 2 episodes the agent had not returned within worker.episode_timeout_s = 1: raise it" in failure.detail
+    )
     assert "returned no reward" not in failure.detail
     assert run.worker.counters.failures["timeout"] == 2
     assert run.worker.counters.failures["no_reward"] == 0
@@ -100,7 +102,10 @@ async def test_an_agent_that_a_limit_stops_before_it_returns_its_reward_is_told_
     run = await roll(agent_task(agent), fake(), config=kit.config(kit.WORKER, rollout={"max_turns": 2}))
     failure = run.queue.failures["t0"]
     assert failure.reason == "no_reward"
-    assert "2 of 2 agents raised at the limit turn_limit: catch that, and return what there is" in failure.detail
+    assert (
+        "for 2 of 2 episodes the agent raised at the limit turn_limit: catch that, and return what there is"
+        in failure.detail
+    )
 
 
 async def test_it_gets_the_columns_that_it_names():

@@ -159,7 +159,7 @@ class _Reset(ConversationSource):
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         prompt, episodes = plan.row.columns["prompt"], plan.episodes
-        ids = await prompt_ids(self.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.troubles)
+        ids = await prompt_ids(self.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.notices)
         setup = EpisodeSetup(prompt, ids, self.chat, self.tools)
 
         async def episode(affinity: Affinity) -> Episode:

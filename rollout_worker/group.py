@@ -103,7 +103,7 @@ KINDS = get_args(TicketKind)
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `troubles`. `wall_clock`
+    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `notices`. `wall_clock`
     gives seconds since the epoch."""
 
     rows: RowReader
@@ -113,7 +113,7 @@ class GroupRunner:
     pool: ServerPool
     capacity: Capacity
     counters: WorkerReport
-    troubles: FailureNotices
+    notices: FailureNotices
     keep_messages: bool
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
@@ -122,7 +122,7 @@ class GroupRunner:
         """The group of a ticket, whose first turns have the slots of `reservation`. Raises `TicketFailed`."""
         if ticket.kind not in KINDS:
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows {' and '.join(KINDS)} only"
-            self.troubles.add("ticket", reasons.TICKET_KIND, detail)
+            self.notices.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
@@ -167,7 +167,7 @@ class GroupRunner:
             raise _shut_off(failure) from None
         except user_code.UserCodeError as failure:
             detail = str(failure)
-            self.troubles.add("row", failure.kind, detail, failure.where)
+            self.notices.add("row", failure.kind, detail, failure.where)
             late = failure.kind == reasons.TIMEOUT
             raise TicketFailed(reasons.ROW, detail, retryable=late) from None
 
@@ -209,7 +209,7 @@ class GroupRunner:
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"
-            self.troubles.add(failure.kind, failure.key, text, failure.where)
+            self.notices.add(failure.kind, failure.key, text, failure.where)
         if len(episodes) < fewest:
             # The ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -239,7 +239,7 @@ class GroupRunner:
 
         def told(error: RewardError) -> None:
             key = f"{error.function} {error.kind}"
-            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
+            self.notices.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
@@ -249,7 +249,7 @@ class GroupRunner:
             if isinstance(error.__cause__, user_code.NotCalled):
                 raise _shut_off(error) from None
             key = f"{error.function} {error.kind}"
-            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
+            self.notices.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.clock() - started
         rewarded = []
@@ -266,7 +266,7 @@ class GroupRunner:
             rewarded.append(episode)
         if len(rewarded) < fewest:
             reason, detail = self._without_reward(without, len(episodes))
-            self.troubles.add("reward", reason, f"{detail}; at row {row.number}")
+            self.notices.add("reward", reason, f"{detail}; at row {row.number}")
             raise TicketFailed(reason, detail, retryable=True)
         return rewarded
 

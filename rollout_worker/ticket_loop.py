@@ -94,15 +94,15 @@ class Worker:
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
-        self._troubles = notices
+        self._notices = notices
         notices.on_new = self._heartbeat.now
         self._shut_off, self._why_shut_off = asyncio.Event(), ""
-        code.alarm = partial(self._troubles.add, "code")
+        code.alarm = partial(self._notices.add, "code")
         code.shut_off = self._user_code_is_shut_off
         self._pool = ServerPool(
             self._report_server,
             abort=client.abort,
-            trouble=lambda name, text: self._troubles.add("server", name, text),
+            notify=lambda name, text: self._notices.add("server", name, text),
             ask=self._heartbeat.now,
             clock=clock,
         )
@@ -113,7 +113,7 @@ class Worker:
             config.worker.episode_timeout_s,
             self.capacity,
             clock,
-            self._troubles,
+            self._notices,
             code,
             config.worker.tool_timeout_s,
             failures=failures,
@@ -128,7 +128,7 @@ class Worker:
             pool=self._pool,
             capacity=self.capacity,
             counters=self.counters,
-            troubles=self._troubles,
+            notices=self._notices,
             keep_messages=config.worker.keep_messages,
             clock=clock,
         )
@@ -170,7 +170,7 @@ class Worker:
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
-            troubles=list(self._troubles.found),
+            troubles=list(self._notices.found),
             draining=self._pool.draining,
         )
 
@@ -222,7 +222,7 @@ class Worker:
         except Exception as error:
             logger.exception("ticket %s failed unexpectedly", ticket.id)
             why = str(failure_of(error, None))
-            self._troubles.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
+            self._notices.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
             await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
 
     async def _submit(self, ticket: Ticket, group: Group) -> None:
@@ -237,7 +237,7 @@ class Worker:
                 return
             self._failed(ticket)
             self.counters.failures[reasons.refused(refusal.reason)] += 1
-            self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
+            self._notices.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
     def _failed(self, ticket: Ticket) -> None:
         """Rows of an evaluation are not to hold up the training."""

@@ -90,7 +90,7 @@ class AgentSource:
         why = 'the agent returned no reward: return a number or {"reward": ...}'
         try:
             async with deadline.limit:
-                with session.whereabouts.agent():
+                with session.agent_clock.agent():
                     result = await episodes.code.call(
                         self.agent.function,
                         read_result,

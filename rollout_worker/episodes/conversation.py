@@ -64,7 +64,7 @@ class ConversationSource:
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         prompt, episodes = plan.row.columns["prompt"], plan.episodes
         limits, sampler, siblings = episodes.limits, episodes.sampler, Siblings()
-        ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, episodes.troubles)
+        ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, episodes.notices)
         setup = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own)
         affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
         fills: list[asyncio.Task[None]] = []

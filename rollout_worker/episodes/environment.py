@@ -96,11 +96,11 @@ class EnvironmentSource:
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         try:
-            kind = self.environments.stage_of(plan.row.columns)
+            kind = self.environments.kind_of(plan.row.columns)
             columns = self.environments.reset_columns(kind, plan.row.columns)
         except ConfigError as error:
             detail = f"row {plan.row.number} cannot be played: {error}"
-            plan.episodes.troubles.add("row", reasons.ENVIRONMENT, detail)
+            plan.episodes.notices.add("row", reasons.ENVIRONMENT, detail)
             raise TicketFailed(reasons.ROW, detail, retryable=False) from None
         return await side_by_side(plan, partial(self._episode, plan, kind, columns))
 
@@ -117,20 +117,20 @@ class EnvironmentSource:
         try:
             prompt = await play.reset(plan.row.columns["prompt"], columns)
             try:
-                ids = await prompt_ids(kind.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.troubles)
+                ids = await prompt_ids(kind.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.notices)
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
-            respond = play.respond if kind.face.responds else None
+            respond = play.respond if kind.interface.responds else None
             setup = EpisodeSetup(prompt, ids, kind.chat, instance.tools(kind.tools), respond, plan.own)
             episode = await episodes.run(setup, affinity)
-            if kind.face.rewards:
-                episode.rewards[kind.face.cls] = await play.reward()
+            if kind.interface.rewards:
+                episode.rewards[kind.interface.cls] = await play.reward()
         except BaseException:
             pool.give_back(instance)
             raise
         # Looked up when the rewards are computed: an episode must not keep an object that a thread is to free.
         episode.reward_inputs = lambda: {ENVIRONMENTS: instance.object}
-        episode.why_no_reward = NoReward(reasons.NO_REWARD, f"{kind.face.cls}.get_reward returned None")
+        episode.why_no_reward = NoReward(reasons.NO_REWARD, f"{kind.interface.cls}.get_reward returned None")
         episode.rollout.metrics |= play.seconds
         plan.after.callback(pool.give_back, instance)
         return episode
@@ -139,16 +139,16 @@ class EnvironmentSource:
         """Reset each environment with a few rows. Raises `ConfigError` for a row that names no environment, and where
         every reset of one fails."""
         assert task.environment is not None
-        tried: dict[str | None, list[tuple[int, Mapping[str, Any]]]] = {name: [] for name in self.environments.stages}
+        tried: dict[str | None, list[tuple[int, Mapping[str, Any]]]] = {name: [] for name in self.environments.kinds}
         for number, columns in sample.sample(MAX_CHECKED_ROWS):
             if not isinstance(columns, Mapping):  # the check of the rows names those that cannot be read
                 continue
             if fault := check_row(task.environment, columns):
                 raise ConfigError(f"Task(environment={{...}}): row {number} cannot be played: {fault}")
-            tried[self.environments.stage_of(columns).name].append((number, columns))
+            tried[self.environments.kind_of(columns).name].append((number, columns))
         lengths: list[int] = []
         warnings: list[str] = []
-        for name, kind in self.environments.stages.items():
+        for name, kind in self.environments.kinds.items():
             few = tried[name][:MAX_TRIED_RESETS]
             if not few and not sample.evaluated:
                 warnings.append(f"no row that was looked at names the environment {name!r}: it is not used")
@@ -159,7 +159,7 @@ class EnvironmentSource:
                 raise ConfigError(f"Task(environment=...): {failed[0]}; {remedy}")
             warnings += failed
             lengths += [outcome for outcome in outcomes if isinstance(outcome, int)]
-        return PromptFindings(lambda row: self.environments.stage_of(row).chat, lengths, warnings)
+        return PromptFindings(lambda row: self.environments.kind_of(row).chat, lengths, warnings)
 
     async def _try_reset(
         self, sample: RowSample, kind: EnvironmentKind, number: int, columns: Mapping[str, Any]
@@ -169,15 +169,15 @@ class EnvironmentSource:
         try:
             instance = await self.environments.pool.take(kind.name)
         except UserCodeError as error:
-            return f"no instance of {kind.face.cls} can be made: {error}{_at(error)}"
+            return f"no instance of {kind.interface.cls} can be made: {error}{_at(error)}"
         try:
             said = await instance.call("reset", observed, self.config.worker.environment_timeout_s, arguments)
             return len(await kind.chat.prompt_ids(folded(columns["prompt"], said)))
         except UserCodeError as error:
             instance.lost = True
-            return f"{kind.face.cls}.reset fails on row {number}{sample.whose}: {error}{_at(error)}"
+            return f"{kind.interface.cls}.reset fails on row {number}{sample.whose}: {error}{_at(error)}"
         except PromptError as error:
-            return f"what {kind.face.cls}.reset gives on row {number}{sample.whose} cannot be rendered: {error}"
+            return f"what {kind.interface.cls}.reset gives on row {number}{sample.whose} cannot be rendered: {error}"
         finally:
             self.environments.pool.give_back(instance)
 
@@ -221,9 +221,8 @@ class _Play:
                     if isinstance(error, NotCalled) or self.instance.lost or error.kind == reasons.TIMEOUT:
                         raise
                     self.episodes.failures[reasons.REWARD_RETRIED] += 1
-                    self.episodes.troubles.add(
-                        "reward", f"get_reward {error.kind}", f"{self.kind.face.cls}.get_reward: {error}", error.where
-                    )
+                    text = f"{self.kind.interface.cls}.get_reward: {error}"
+                    self.episodes.notices.add("reward", f"get_reward {error.kind}", text, error.where)
                 await self.episodes.sleep(pause_s(attempt))
             return await self._reward()
 
@@ -237,8 +236,8 @@ class _Play:
         most = self.episodes.limits.tool_result_tokens
         (read,) = await for_policy([ToolResult("respond", text)], most, self.kind.chat)
         if read.defused:
-            told = told_of_defused(f"{self.kind.face.cls}.respond")
-            self.episodes.troubles.add("environment", "special tokens", told)
+            told = told_of_defused(f"{self.kind.interface.cls}.respond")
+            self.episodes.notices.add("environment", "special tokens", told)
         return read.content
 
     @contextmanager
@@ -257,7 +256,7 @@ class _Play:
 
 def _failed(reason: str, kind: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:
     """Return the failure of an episode; another attempt may succeed."""
-    text = f"environment {kind.face.cls}: {what}: {error}"
+    text = f"environment {kind.interface.cls}: {what}: {error}"
     if isinstance(error, NotCalled):
         return EpisodeFailed(reasons.WORKER_STOPPED, text, retryable=True)
     return EpisodeFailed(reason, text, True, reason, f"{what} {error.kind}", error.where)

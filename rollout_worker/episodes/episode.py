@@ -61,10 +61,10 @@ class Episode:
     why_no_reward: NoReward = NoReward()
 
     @classmethod
-    def begin(cls, scene: EpisodeSetup, affinity: Affinity) -> Episode:
+    def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
         rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
+        return cls([SegmentDraft(setup.prompt_ids)], rollout, setup.prompt, affinity)
 
     @property
     def ids(self) -> list[int]:

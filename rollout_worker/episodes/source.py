@@ -197,7 +197,7 @@ async def side_by_side(
 
 
 async def prompt_ids(
-    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, troubles: FailureNotices
+    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, notices: FailureNotices
 ) -> list[int]:
     """Render a prompt that leaves room for an answer.
 
@@ -207,14 +207,14 @@ async def prompt_ids(
     try:
         ids = await chat.prompt_ids(prompt)
     except PromptError as error:
-        raise _prompt_failed(row, f"cannot be rendered: {error}", "render", troubles) from error
+        raise _prompt_failed(row, f"cannot be rendered: {error}", "render", notices) from error
     if not 0 < len(ids) < max_model_len:
         why = f"has {len(ids)} tokens, vllm.max_model_len is {max_model_len}; raise it, or shorten the prompt"
-        raise _prompt_failed(row, why, "length", troubles)
+        raise _prompt_failed(row, why, "length", notices)
     return ids
 
 
-def _prompt_failed(row: Row, why: str, key: str, troubles: FailureNotices) -> TicketFailed:
+def _prompt_failed(row: Row, why: str, key: str, notices: FailureNotices) -> TicketFailed:
     detail = f"the prompt of row {row.number} {why}"
-    troubles.add("prompt", key, detail)
+    notices.add("prompt", key, detail)
     return TicketFailed(reasons.PROMPT, detail, retryable=False)

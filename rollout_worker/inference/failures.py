@@ -190,7 +190,7 @@ class FailureNotices:
         room = MAX_CHARACTERS - len(place)
         whole = " ".join(text.split())
         shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
-        trouble = Notice(kind, encodable(shown))
-        self.found.append(trouble)
-        logger.warning("%s; others like it are only counted", trouble.text)
+        notice = Notice(kind, encodable(shown))
+        self.found.append(notice)
+        logger.warning("%s; others like it are only counted", notice.text)
         self.on_new()

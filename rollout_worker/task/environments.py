@@ -125,41 +125,41 @@ class EnvironmentKind:
     """What the episodes of one environment have in common. name: its factory's, None where there is but one."""
 
     name: str | None
-    face: EnvironmentInterface
+    interface: EnvironmentInterface
     tools: ToolBox
     chat: ChatFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The task's environments, open. stages: by name, None where there is but one."""
+    """The task's environments, open. kinds: by name, None where there is but one."""
 
-    stages: Mapping[str | None, EnvironmentKind]
+    kinds: Mapping[str | None, EnvironmentKind]
     pool: Pool
 
-    def stage_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
+    def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
         """That of a row. Raises `ConfigError` where it names none."""
-        if None in self.stages:
-            return self.stages[None]
-        if fault := check_row(self.stages, columns):
+        if None in self.kinds:
+            return self.kinds[None]
+        if fault := check_row(self.kinds, columns):
             raise ConfigError(fault)
-        return self.stages[columns[COLUMN]]
+        return self.kinds[columns[COLUMN]]
 
-    def reset_columns(self, stage: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def reset_columns(self, kind: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What of a row's columns `reset` gets: as in TRL all that it takes, without the name that chose it. Raises
         `ConfigError`."""
-        return stage.face.reset_arguments(
-            {name: value for name, value in columns.items() if stage.name is None or name != COLUMN}
+        return kind.interface.reset_arguments(
+            {name: value for name, value in columns.items() if kind.name is None or name != COLUMN}
         )
 
     @property
     def rewards(self) -> list[str]:
         """The rewards that environments give, one for each class that has `get_reward`, named after it as in TRL."""
-        return list(dict.fromkeys(stage.face.cls for stage in self.stages.values() if stage.face.rewards))
+        return list(dict.fromkeys(kind.interface.cls for kind in self.kinds.values() if kind.interface.rewards))
 
     @property
     def chat(self) -> ChatFormat:
-        return next(iter(self.stages.values())).chat
+        return next(iter(self.kinds.values())).chat
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -167,11 +167,11 @@ class Environments:
         return [
             {
                 "environment": name,
-                "class": stage.face.cls,
-                "responds": stage.face.responds,
-                "tools": stage.tools.schemas,
+                "class": kind.interface.cls,
+                "responds": kind.interface.responds,
+                "tools": kind.tools.schemas,
             }
-            for name, stage in self.stages.items()
+            for name, kind in self.kinds.items()
         ]
 
 
@@ -198,10 +198,10 @@ async def open_environments(
         raise ConfigError(str(error)) from None
     pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s, config.max_open, notify)
     try:
-        stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}
-        environments = Environments(stages, pool)
+        kinds = {name: await _kind(name, pool, tools, make_chat) for name in pool.factories}
+        environments = Environments(kinds, pool)
         if not (task.rewards or environments.rewards):
-            raise no_reward(stage.face.cls for stage in stages.values())
+            raise no_reward(kind.interface.cls for kind in kinds.values())
         if both := set(environments.rewards).intersection(map(_name, task.rewards)):
             raise ConfigError(
                 f"Task(rewards=...): {min(both)!r} is a reward function and the class of an environment with "
@@ -212,15 +212,15 @@ async def open_environments(
         await pool.close()
 
 
-async def _stage(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeChat) -> EnvironmentKind:
+async def _kind(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeChat) -> EnvironmentKind:
     try:
         instance = await pool.take(name)
     except UserCodeError as error:
         place = f" ({error.where})" if error.where else ""
         raise ConfigError(f"{given_as(name)}: no instance can be made: {error}{place}; mend it there") from None
     try:
-        box = tools.and_tools(tools_of(instance.face, instance.object))
-        return EnvironmentKind(name, instance.face, box, make_chat(box.schemas, instance.face.responds))
+        box = tools.and_tools(tools_of(instance.interface, instance.object))
+        return EnvironmentKind(name, instance.interface, box, make_chat(box.schemas, instance.interface.responds))
     finally:
         pool.give_back(instance)
 

@@ -161,7 +161,7 @@ class ToolBox:
 
 
 async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
-    """Large arguments are made fit in a thread: it would stop the loop (F19)."""
+    """Large arguments are made fit in a thread: it would stop the loop."""
     if small(given):
         return parameters.fit(given)
     arguments: Arguments = await in_thread(parameters.fit, given=given)

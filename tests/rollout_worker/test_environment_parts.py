@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.config import ConfigError
 from rollout_worker.chat.format_check import check_answer_format
-from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, face_of, folded, observed, tools_of
+from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, folded, interface_of, observed, tools_of
 from rollout_worker.task.environment_pool import Pool
 from rollout_worker.task.reward_base import RewardBatch
 from rollout_worker.task.rewards import RewardFunctions
@@ -62,10 +62,10 @@ class Whole:
 
 
 def test_the_methods_that_are_tools_are_trls():
-    face = face_of(Whole())
-    assert face.tools == ("ask", "look")
-    assert (face.cls, face.rewards, face.responds) == ("Whole", True, True)
-    assert [tool.schema["function"]["description"] for tool in tools_of(face, Whole())] == [
+    interface = interface_of(Whole())
+    assert interface.tools == ("ask", "look")
+    assert (interface.cls, interface.rewards, interface.responds) == ("Whole", True, True)
+    assert [tool.schema["function"]["description"] for tool in tools_of(interface, Whole())] == [
         "Ask somebody.",
         "Look around.",
     ]
@@ -80,7 +80,7 @@ def test_a_method_that_cannot_be_described_says_what_to_do():
     with pytest.raises(
         ConfigError, match=r"class Untold: the tool 'helper' cannot be described.*begin the name of one"
     ):
-        tools_of(face_of(Untold()), Untold())
+        tools_of(interface_of(Untold()), Untold())
 
 
 @pytest.mark.parametrize(
@@ -369,7 +369,7 @@ async def test_a_factory_that_gives_something_else_is_told():
 @given(
     st.lists(st.tuples(st.sampled_from(["take", "back", "spoil", "call", "cancel"]), st.integers(0, 7)), max_size=30)
 )
-def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_once(steps):
+def test_i9_whatever_happens_no_instance_is_out_twice_and_each_is_closed_once(steps):
     """Instances are taken, called, spoilt, and given back while a call is still at work."""
     made: list[Any] = []
     closed: list[Any] = []
@@ -422,7 +422,7 @@ def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_onc
 
 @pytest.mark.parametrize("case", [*TEMPLATES, *RENDERERS], ids=lambda case: f"{case.how}, {case.thinking}")
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_i4_f18_no_format_appends_what_it_would_not_write(case, with_tools):
+def test_i4_no_format_appends_what_it_would_not_write(case, with_tools):
     """Where nothing can be proven nothing is appended: a segment opens."""
     try:
         chat = case.build(ToolBox([multiply]).schemas if with_tools else [])

@@ -116,7 +116,7 @@ async def test_a_group_above_a_workers_episodes_and_one_of_one() -> None:
     assert (found.done, found.rollouts, found.best_name, found.best) == (2, 40, "pass@20", 1.0)
 
 
-async def test_f10_what_a_stopped_worker_held_goes_to_another() -> None:
+async def test_what_a_stopped_worker_held_goes_to_another() -> None:
     opened = False
     the_task = task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
@@ -130,7 +130,7 @@ async def test_f10_what_a_stopped_worker_held_goes_to_another() -> None:
     assert (found.ended, found.done, found.failed) == ("complete", 8, 0)
 
 
-async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = False
     the_task = task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):

@@ -145,10 +145,10 @@ async def test_i9_one_that_raises_fails_its_episode_and_one_trouble_names_its_li
     run = await roll(agent_task(agent), fake(), tickets=2)
     assert {failure.reason for failure in run.queue.failures.values()} == {"agent"}
     assert all(failure.retryable for failure in run.queue.failures.values())
-    (trouble,) = run.worker.report().troubles
-    assert trouble.kind == "agent"
-    assert "SystemExit(no more)" in trouble.text
-    assert "test_episodes.py:" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert notice.kind == "agent"
+    assert "SystemExit(no more)" in notice.text
+    assert "test_episodes.py:" in notice.text
     assert run.worker.report().failures["agent"] == 4
 
 
@@ -166,7 +166,7 @@ async def test_i9_one_of_two_that_raises_takes_no_sibling_with_it():
     assert run.queue.failures == {}
 
 
-async def test_f6_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept():
+async def test_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept():
     ends = []
 
     async def agent(endpoint):
@@ -182,7 +182,7 @@ async def test_f6_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_ke
     assert len(ends) == 2
 
 
-async def test_f6_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good_no_more(monkeypatch):
+async def test_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good_no_more(monkeypatch):
     monkeypatch.setattr("rollout_worker.user_code.boundary._AGENT_ENDS_S", 0.05)
     go_on, told = threading.Event(), []
 
@@ -210,7 +210,7 @@ async def test_f6_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good
     assert (reports, told) == ([2], [410, 410])
 
 
-async def test_f6_a_time_out_before_the_first_answer_fails_the_episode():
+async def test_a_time_out_before_the_first_answer_fails_the_episode():
     async def agent(endpoint):
         await asyncio.Event().wait()
 
@@ -455,7 +455,7 @@ async def test_prompts_that_are_text_have_completions_that_are_text():
     assert [rollout.reward for rollout in run.rollouts] == [1.0, 1.0]
 
 
-async def test_f15_a_ticket_that_is_lost_ends_its_agents():
+async def test_a_ticket_that_is_lost_ends_its_agents():
     waiting, ends = [], []
 
     async def agent(endpoint):

@@ -7,7 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from rollout_worker.episodes.conversation import ConversationSource
 from rollout_worker.episodes.episode import Episode, EpisodeSetup
 from rollout_worker.episodes.source import GroupPlan, prompt_ids, side_by_side
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.inference.failures import EpisodeFailed
+from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.task import Task
 from rollout_worker.ticket_loop import Worker
@@ -90,7 +90,8 @@ async def measured(
         probe = LagProbe()
         for count in (WARM_UP_GROUPS, groups):
             stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
-            worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
+            source = ConversationSource(chat, tools, run_config.max_open)
+            worker = Worker(run_config, the_task, stand_in, "bench", source, client, code, FailureNotices())
             async with asyncio.TaskGroup() as tasks:
                 probing = tasks.create_task(probe.run())
                 wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
@@ -122,10 +123,8 @@ async def _waiting(url: str, model: str, groups: int, turns: int) -> dict[str, f
             for waits_s in (0.0, WAITS_S):
                 stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
                 the_task = task(dataset=ROWS, rewards=[_judge_of(waits_s)])
-                worker = Worker(run_config, the_task, stand_in, "bench", chat, tools, client, code)
-                driver = worker._groups.driver
-                assert isinstance(driver, ConversationSource)
-                worker._groups = replace(worker._groups, driver=_Reset(driver, waits_s))
+                source = _Reset(chat, tools, run_config.max_open, reset_s=waits_s)
+                worker = Worker(run_config, the_task, stand_in, "bench", source, client, code, FailureNotices())
                 began = time.perf_counter()
                 await worker.run(asyncio.Event())
                 seconds[name, waits_s] = time.perf_counter() - began
@@ -153,21 +152,20 @@ def _judge_of(seconds: float) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Reset:
-    """A driver whose episodes wait before their first turn, as for an environment's reset."""
+class _Reset(ConversationSource):
+    """Conversations that wait before their first turn, as for an environment's reset."""
 
-    inner: ConversationSource
-    reset_s: float
+    reset_s: float = 0.0
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
-        chat, prompt = self.inner.chat, plan.row.columns["prompt"]
-        ids = await prompt_ids(chat, prompt, plan.row, self.inner.episodes.limits.max_model_len, self.inner.troubles)
-        scene = EpisodeSetup(prompt, ids, chat, self.inner.tools)
+        prompt, episodes = plan.row.columns["prompt"], plan.episodes
+        ids = await prompt_ids(self.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.notices)
+        setup = EpisodeSetup(prompt, ids, self.chat, self.tools)
 
         async def episode(affinity: Affinity) -> Episode:
             if self.reset_s:
                 await asyncio.sleep(self.reset_s)
-            return await self.inner.episodes.run(scene, affinity)
+            return await episodes.run(setup, affinity)
 
         return await side_by_side(plan, episode)
 

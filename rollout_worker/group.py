@@ -19,11 +19,11 @@ from typing import Any, get_args
 from protocol import reasons
 from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
-from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.data.rows import Row
 from rollout_worker.episodes.capacity import Capacity, Reservation
 from rollout_worker.episodes.episode import Episode
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import EpisodeSource, GroupPlan, TicketFailed
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.pool import ServerPool
@@ -103,17 +103,17 @@ KINDS = get_args(TicketKind)
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `troubles`. `wall_clock`
+    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `notices`. `wall_clock`
     gives seconds since the epoch."""
 
     rows: RowReader
     rewards: RewardFunctions
-    chat: ChatFormat
-    driver: EpisodeSource
+    source: EpisodeSource
+    episodes: EpisodeRunner
     pool: ServerPool
     capacity: Capacity
     counters: WorkerReport
-    troubles: FailureNotices
+    notices: FailureNotices
     keep_messages: bool
     wall_clock: Callable[[], float] = time.time
     clock: Callable[[], float] = time.monotonic
@@ -122,14 +122,15 @@ class GroupRunner:
         """The group of a ticket, whose first turns have the slots of `reservation`. Raises `TicketFailed`."""
         if ticket.kind not in KINDS:
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows {' and '.join(KINDS)} only"
-            self.troubles.add("ticket", reasons.TICKET_KIND, detail)
+            self.notices.add("ticket", reasons.TICKET_KIND, detail)
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
         fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
-            plan = GroupPlan(row, ticket.group_size, born, reservation, OwnParams(ticket.temperature), after=after)
-            outcomes = await self.driver.run(plan)
+            own = OwnParams(ticket.temperature)
+            plan = GroupPlan(row, ticket.group_size, born, reservation, self.episodes, own, after)
+            outcomes = await self.source.run(plan)
             reservation.give_all()
             episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)
             if self.keep_messages:
@@ -154,7 +155,7 @@ class GroupRunner:
         prompts: dict[int, list[bytes]] = {}  # most have the same one
         for episode in episodes:
             if id(episode.prompt) not in prompts:
-                prompts[id(episode.prompt)] = of_prompt(self.chat.shown(episode.prompt))
+                prompts[id(episode.prompt)] = of_prompt(self.source.chat.shown(episode.prompt))
             episode.rollout.messages = transcript(prompts[id(episode.prompt)], episode.messages)
 
     async def _row(self, ticket: Ticket) -> Row:
@@ -166,7 +167,7 @@ class GroupRunner:
             raise _shut_off(failure) from None
         except user_code.UserCodeError as failure:
             detail = str(failure)
-            self.troubles.add("row", failure.kind, detail, failure.where)
+            self.notices.add("row", failure.kind, detail, failure.where)
             late = failure.kind == reasons.TIMEOUT
             raise TicketFailed(reasons.ROW, detail, retryable=late) from None
 
@@ -208,7 +209,7 @@ class GroupRunner:
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"
-            self.troubles.add(failure.kind, failure.key, text, failure.where)
+            self.notices.add(failure.kind, failure.key, text, failure.where)
         if len(episodes) < fewest:
             # The ticket fails, for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
@@ -224,8 +225,7 @@ class GroupRunner:
         """The episodes that have a reward, which their rollouts now hold."""
         started = self.clock()
         prompt = row.columns["prompt"]
-        results = [episode.result.given for episode in episodes if episode.result is not None]
-        in_environments = [episode.environment for episode in episodes if episode.environment is not None]
+        inputs = [episode.reward_inputs() for episode in episodes]
         batch = RewardBatch(
             prompt=prompt,
             completions=[episode.text if isinstance(prompt, str) else episode.messages for episode in episodes],
@@ -233,14 +233,13 @@ class GroupRunner:
             columns=row.columns,
             state=TrainerState(ticket.step, ticket.version, float(row.epoch), self.rewards.max_steps),
             prompts=[prompt if isinstance(prompt, str) else episode.prompt for episode in episodes],
-            environments=[played.object for played in in_environments] if in_environments else None,
             own=[episode.rewards for episode in episodes],
-            results=results or None,
+            inputs={name: [each[name] for each in inputs] for name in inputs[0]},
         )
 
         def told(error: RewardError) -> None:
             key = f"{error.function} {error.kind}"
-            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
+            self.notices.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
@@ -250,7 +249,7 @@ class GroupRunner:
             if isinstance(error.__cause__, user_code.NotCalled):
                 raise _shut_off(error) from None
             key = f"{error.function} {error.kind}"
-            self.troubles.add("reward", key, f"reward {error}; at row {row.number}", error.where)
+            self.notices.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             raise TicketFailed(reasons.REWARD, str(error), retryable=True) from error
         seconds = self.clock() - started
         rewarded = []
@@ -267,27 +266,21 @@ class GroupRunner:
             rewarded.append(episode)
         if len(rewarded) < fewest:
             reason, detail = self._without_reward(without, len(episodes))
-            self.troubles.add("reward", reason, f"{detail}; at row {row.number}")
+            self.notices.add("reward", reason, f"{detail}; at row {row.number}")
             raise TicketFailed(reason, detail, retryable=True)
         return rewarded
 
     def _why_without(self, episode: Episode) -> str:
-        """The reason for which it has no reward: its agent's time-out, where only the agent could have given one."""
-        late = episode.result is not None and episode.rollout.finish_reason == "timeout"
-        return reasons.TIMEOUT if late and not self.rewards.names else reasons.NO_REWARD
+        """Return the reason for which an episode has no reward: its own where it alone could have given one."""
+        return reasons.NO_REWARD if self.rewards.names else episode.why_no_reward.reason
 
     def _without_reward(self, without: list[Episode], of: int) -> tuple[str, str]:
-        """The commonest reason for which episodes have none, and the text."""
+        """Return the commonest reason for which episodes have no reward, and a text."""
         reason = Counter(map(self._why_without, without)).most_common(1)[0][0]
         if self.rewards.names:
             return reason, f"every reward function gave None for {len(without)} of {of} episodes"
-        ends = Counter(episode.result.ended for episode in without if episode.result is not None)
-        returned = ends.pop(None, 0)
-        told = [f"{count} of {of} agents {ended}" for ended, count in ends.items()]
-        if returned:
-            told.append(
-                f'the agent returned no reward for {returned} of {of} episodes: return a number or {{"reward": ...}}'
-            )
+        texts = Counter(episode.why_no_reward.text for episode in without)
+        told = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
         return reason, f"{'; '.join(told)}; the task has no reward functions, which Task(rewards=[...]) may give it"
 
 

@@ -17,13 +17,11 @@ from protocol import reasons
 from protocol.client import QueueError, QueueRefused, RunFinished
 from protocol.config import RunConfig
 from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
-from rollout_worker.agent.formats import Build
 from rollout_worker.backoff import pause_s
-from rollout_worker.chat.base import ChatFormat
 from rollout_worker.episodes.capacity import Capacity, Reservation
 from rollout_worker.episodes.limits import EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import TicketFailed
+from rollout_worker.episodes.source import EpisodeSource, TicketFailed
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.group import GroupRunner
 from rollout_worker.heartbeat import Heartbeat, Queue, give_back, leave
@@ -31,14 +29,10 @@ from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import FailureNotices
 from rollout_worker.inference.pool import ServerPool
 from rollout_worker.inference.sampler import Sampler
-from rollout_worker.sources import driver_of
-from rollout_worker.task.agent import max_open
-from rollout_worker.task.environments import Environments
 from rollout_worker.task.rewards import build_rewards
 from rollout_worker.task.row_reader import RowReader
 from rollout_worker.task.task import Task
-from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import Kind, UserCode, failure_of
+from rollout_worker.user_code import UserCode, failure_of
 from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
@@ -55,8 +49,14 @@ class UserCodeShutOff(RuntimeError):
 
 
 class Worker:
-    """One worker's loop over tickets. `build_format`: makes a chat format for tools that an agent names, None for as
-    the run file says; `clock`: seconds, monotonic; `cpu_clock`: CPU seconds of the process."""
+    """One worker's loop over tickets.
+
+    Args:
+        source: Makes the episodes; it stays open while the worker runs.
+        notices: Failures so far; the worker's are added.
+        clock: Seconds, monotonic.
+        cpu_clock: CPU seconds of the process.
+    """
 
     def __init__(
         self,
@@ -64,13 +64,11 @@ class Worker:
         task: Task,
         queue: Queue,
         worker_id: str,
-        chat: ChatFormat,
-        tools: ToolBox,
+        source: EpisodeSource,
         client: InferenceClient,
         code: UserCode,
-        environments: Environments | None = None,
+        notices: FailureNotices,
         stream_first_turn: bool = True,
-        build_format: Build | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.process_time,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -84,12 +82,10 @@ class Worker:
             capacity=config.worker.episodes,
             failures=failures,
         )
-        most = max_open(config, task.agent, code.max_at_once(Kind.AGENT))
-        self.capacity = Capacity(config.worker.episodes, most, clock)
+        self.source = source
+        self.capacity = Capacity(config.worker.episodes, source.max_open, clock)
         self._config = config
         self._task = task
-        self._chat = chat
-        self._schemas = tools.schemas if environments is None else environments.described
         self._code = code
         self._queue = queue
         self._id = worker_id
@@ -98,39 +94,41 @@ class Worker:
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
         self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
-        self._troubles = FailureNotices(self._heartbeat.now)
+        self._notices = notices
+        notices.on_new = self._heartbeat.now
         self._shut_off, self._why_shut_off = asyncio.Event(), ""
-        code.alarm = partial(self._troubles.add, "code")
+        code.alarm = partial(self._notices.add, "code")
         code.shut_off = self._user_code_is_shut_off
         self._pool = ServerPool(
             self._report_server,
             abort=client.abort,
-            trouble=lambda name, text: self._troubles.add("server", name, text),
+            notify=lambda name, text: self._notices.add("server", name, text),
             ask=self._heartbeat.now,
             clock=clock,
         )
-        self._sampler = Sampler(client, self._pool, config, chat.stop_token_ids, stream_first_turn, sleep=sleep)
+        self._sampler = Sampler(client, self._pool, config, source.chat.stop_token_ids, stream_first_turn, sleep=sleep)
         episodes = EpisodeRunner(
             self._sampler,
             EpisodeLimits.of(config),
             config.worker.episode_timeout_s,
             self.capacity,
             clock,
-            self._troubles,
+            self._notices,
             code,
             config.worker.tool_timeout_s,
+            failures=failures,
+            sleep=sleep,
         )
-        self._driver = driver_of(task, config, episodes, chat, tools, environments, failures, sleep, build_format)
-        own = task.own_rewards if environments is None else environments.rewards
+        own = source.own_rewards
         self._groups = GroupRunner(
             rows=RowReader(task, str(config.task.file.resolve()), code, config.task.shuffle),
             rewards=build_rewards(config, task.rewards, task.reward_weights, code, clock, sleep, own=own),
-            chat=chat,
-            driver=self._driver,
+            source=source,
+            episodes=episodes,
             pool=self._pool,
             capacity=self.capacity,
             counters=self.counters,
-            troubles=self._troubles,
+            notices=self._notices,
             keep_messages=config.worker.keep_messages,
             clock=clock,
         )
@@ -143,7 +141,7 @@ class Worker:
         `ConfigError` where the queue refuses this worker, and `UserCodeShutOff`, after tickets were given back."""
         unfinished: list[str] = []
         try:
-            async with self._driver.open(), asyncio.TaskGroup() as tasks:
+            async with asyncio.TaskGroup() as tasks:
                 loops = [tasks.create_task(self._send_heartbeats()), tasks.create_task(self._take_tickets(tasks))]
                 stopped, aborts = tasks.create_task(stop.wait()), tasks.create_task(self._pool.run())
                 shut_off = tasks.create_task(self._shut_off.wait())
@@ -172,7 +170,7 @@ class Worker:
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
-            troubles=list(self._troubles.found),
+            troubles=list(self._notices.found),
             draining=self._pool.draining,
         )
 
@@ -224,7 +222,7 @@ class Worker:
         except Exception as error:
             logger.exception("ticket %s failed unexpectedly", ticket.id)
             why = str(failure_of(error, None))
-            self._troubles.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
+            self._notices.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
             await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
 
     async def _submit(self, ticket: Ticket, group: Group) -> None:
@@ -239,7 +237,7 @@ class Worker:
                 return
             self._failed(ticket)
             self.counters.failures[reasons.refused(refusal.reason)] += 1
-            self._troubles.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
+            self._notices.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
     def _failed(self, ticket: Ticket) -> None:
         """Rows of an evaluation are not to hold up the training."""
@@ -257,7 +255,7 @@ class Worker:
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and hear of the servers, until the run is finished."""
         self.counters.fingerprint = await fingerprint_of(
-            self._config, self._task, self._chat.tokenizer, self._code, self._schemas
+            self._config, self._task, self.source.chat.tokenizer, self._code, self.source.tool_schemas
         )
         await self._heartbeat.run()
 

@@ -16,14 +16,14 @@ import uvloop
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import WorkerReport
-from rollout_worker.chat.build import build_chat_format
 from rollout_worker.data.dataset import check_evaluation, count_eval_rows
+from rollout_worker.episodes.source import SourceContext
 from rollout_worker.heartbeat import Queue
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task.environments import open_environments
+from rollout_worker.inference.failures import FailureNotices
+from rollout_worker.sources import source_of
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.ticket_loop import UserCodeShutOff, Worker
-from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
@@ -70,6 +70,7 @@ def quiet_clients() -> None:
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
     """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
+    notices = FailureNotices()
     isolated = config.task if config.worker.tool_isolation == "process" else None
     async with (
         UserCode(
@@ -80,11 +81,9 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
             may_isolate=task.may_isolate,
         ) as code,
         InferenceClient(config.worker.request_timeout_s, config.token_for("worker")) as client,
-        open_tools(config, task.tools, task.mcp_servers, code) as tools,
-        open_environments(config, task, tools, code, partial(build_chat_format, config)) as environments,
+        source_of(task).open(SourceContext(config, task, code, partial(notices.add, "code"))) as source,
     ):
-        chat = build_chat_format(config, tools.schemas) if environments is None else environments.chat
-        worker = Worker(config, task, queue, worker_id, chat, tools, client, code, environments=environments)
+        worker = Worker(config, task, queue, worker_id, source, client, code, notices)
         await worker.run(stop)
     return worker.report()
 

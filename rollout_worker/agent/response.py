@@ -46,7 +46,7 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     given, coerced = call.arguments, False
     if parameters is not None:
         try:
-            # Large ones in a thread: it would stop the loop (F19).
+            # Large ones in a thread: it would stop the loop.
             found = parameters.fit(given) if small(given) else await in_thread(parameters.fit, given=given)
             given, coerced = (found.values, True) if found.repairs else (given, False)
         except ArgumentsError:

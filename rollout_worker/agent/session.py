@@ -130,12 +130,12 @@ class Session:
     event loop.
     """
 
-    def __init__(self, stage: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
+    def __init__(self, shared: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
-        self.whereabouts = AgentClock(stage.episodes.capacity, stage.episodes.clock)
-        self._stage = stage
+        self.agent_clock = AgentClock(shared.episodes.capacity, shared.episodes.clock)
+        self._shared = shared
         self._affinity = affinity
         self._deadline = deadline
         self._tree = Tree()
@@ -143,7 +143,7 @@ class Session:
         self._requests: set[asyncio.Task[Any]] = set()
         self._ended: set[asyncio.Task[Any]] = set()
         self._sampled_tokens = 0
-        self._allowance = Allowance(stage.episodes.limits)
+        self._allowance = Allowance(shared.episodes.limits)
         self._outgoing = Outgoing()
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._generate_s = 0.0
@@ -181,7 +181,7 @@ class Session:
         line = self._tree.last.line() if self._tree.last is not None else []
         timings = {
             "generate": self._generate_s,
-            "agent": max(0.0, total_s - self.whereabouts.policy_s),
+            "agent": max(0.0, total_s - self.agent_clock.policy_s),
             "slots": self._deadline.paused_s,
             "total": total_s,
         }
@@ -224,7 +224,7 @@ class Session:
         else:
             asked, said = await user_code.in_thread(self._read, body=body)
         key = request.schemas_digest(asked.tools)
-        proven = await self._stage.formats.of(asked.tools, key)
+        proven = await self._shared.formats.of(asked.tools, key)
         place = self._tree.place(key, said)
         if place.before is not None:
             place.before.claims += 1
@@ -240,7 +240,7 @@ class Session:
 
     def _read(self, body: bytes) -> tuple[Asked, list[Said]]:
         try:
-            asked = read_parameters(msgspec.json.decode(body), MODEL, self._stage.rollout, self.temperature)
+            asked = read_parameters(msgspec.json.decode(body), MODEL, self._shared.rollout, self.temperature)
             return asked, read_messages(asked.messages)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise ApiError(400, f"the body is not JSON that can be read: {error}", "invalid_body") from None
@@ -267,14 +267,14 @@ class Session:
     async def _shown(self, chat: ChatFormat, place: TreeNode) -> list[Message]:
         """The messages that a request adds; what tools answered is cut, and speaks as no other."""
         shown = []
-        limit = self._stage.episodes.limits.tool_result_tokens
+        limit = self._shared.episodes.limits.tool_result_tokens
         for said, message in shown_to_policy(place.before, place.rest):
             if said.role == "tool":
                 result = ToolResult(message["name"], message["content"], call_id=message.get("tool_call_id"))
                 (read,) = await for_policy([result], limit, chat)
                 message = dict(read.message())
                 if read.defused:
-                    self._stage.episodes.tell_of_defused(read.name, self._outgoing.counted_as(read.name))
+                    self._shared.episodes.tell_of_defused(read.name, self._outgoing.counted_as(read.name))
             shown.append(message)
         return shown
 
@@ -290,12 +290,12 @@ class Session:
         return [run.result() for run in runs]
 
     async def _turn(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> _Turn:
-        episodes, allowance, before = self._stage.episodes, self._allowance, place.before
+        episodes, allowance, before = self._shared.episodes, self._allowance, place.before
         appends = context.suffix is not None and before is not None and before.is_last
         budget = await allowance.budget(len(context.ids), asked.max_tokens, self.turns, len(self._tree.drafts), appends)
         tokens = budget.tokens if asked.max_tokens is None else min(budget.tokens, asked.max_tokens)
         try:
-            with self.whereabouts.policy(), allowance.taken(tokens):
+            with self.agent_clock.policy(), allowance.taken(tokens):
                 async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
                     sampled = await episodes.sampler.sample(
@@ -306,7 +306,7 @@ class Session:
         except EpisodeFailed as failure:
             self.failure = failure
             raise ApiError(503, f"the answer could not be sampled: {failure}", failure.reason, kind=SERVER) from None
-        await episodes.turnstile.passed()
+        await episodes.loop_yield.passed()
         parsed = await episodes.parsed(proven.chat, context.ids, sampled.token_ids)
         cut = sampled.finish_reason == "length" and tokens == budget.tokens
         calls = await read_calls(parsed, proven.parameters)

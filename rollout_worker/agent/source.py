@@ -2,60 +2,95 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
+from typing import Any, Self
 
 from protocol import reasons
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import FinishReason
 from rollout_worker import user_code
-from rollout_worker.agent import AgentServer, Session
+from rollout_worker.agent import AgentServer, ChatFormats, Session
 from rollout_worker.agent.session import AgentContext
-from rollout_worker.episodes.episode import Episode
+from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.data.dataset import RowSample
+from rollout_worker.episodes.episode import Episode, NoReward
 from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.source import GroupPlan, side_by_side
+from rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, side_by_side
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
-from rollout_worker.task.agent import Agent, AgentResult, check_settings, read_result
-from rollout_worker.task.reward_base import OWN_REWARD
+from rollout_worker.task.agent import Agent, AgentResult, check_settings, max_open, read_result
+from rollout_worker.task.reward_base import OWN_REWARD, RESULTS
+from rollout_worker.task.task import Task
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class AgentSource:
-    """See `base.Driver`: one call of the agent for each episode, behind the boundary around user code."""
+    """Calls the task's agent once for each episode, behind the boundary around user code.
+
+    Attributes:
+        formats: Chat formats for the tools that requests name.
+        server: Listens for the agents' requests.
+    """
 
     agent: Agent
-    stage: AgentContext
+    chat: ChatFormat
+    formats: ChatFormats
+    server: AgentServer
     config: RunConfig
-    _server: AgentServer | None = field(default=None, init=False)
+    max_open: int
+    own_rewards: Sequence[str] = (OWN_REWARD,)
+    tool_schemas: Sequence[Mapping[str, Any]] = ()
 
+    @classmethod
+    def accepts(cls, task: Task) -> bool:
+        return task.agent is not None
+
+    @classmethod
     @asynccontextmanager
-    async def open(self) -> AsyncIterator[None]:
-        check_settings(self.config)
-        worker = self.config.worker
-        async with AgentServer(worker.agent_host, worker.agent_port, self.config.vllm.max_model_len) as self._server:
-            try:
-                yield
-            finally:
-                self._server = None
+    async def open(cls, context: SourceContext) -> AsyncIterator[Self]:
+        config, worker, agent = context.config, context.config.worker, context.task.agent
+        assert agent is not None
+        check_settings(config)
+        chat = context.build_chat(config, [])
+        formats = ChatFormats(chat, partial(context.build_chat, config, tokenizer=chat.tokenizer))
+        most = max_open(config, agent, context.code.max_at_once(user_code.Kind.AGENT))
+        async with AgentServer(worker.agent_host, worker.agent_port, config.vllm.max_model_len) as server:
+            yield cls(Agent(agent), chat, formats, server, config, most)
+
+    @classmethod
+    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+        """See `EpisodeSource`. Only the agent knows what it will ask, so this checks that the model takes messages."""
+        config = context.config
+        check_settings(config)
+        try:
+            await context.build_chat(config, []).prompt_ids([{"role": "user", "content": "Hello."}])
+        except PromptError as error:
+            raise ConfigError(
+                f"model.path = {config.model.path}: agents send messages, and a message becomes no tokens "
+                f"({str(error).splitlines()[0]:.200}); name a template with chat.template = file.jinja, or a model "
+                f"that is made for chat"
+            ) from None
+        return [PromptFindings(None) for _ in samples]
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
-        return await side_by_side(plan, partial(self._episode, plan))  # what an agent does before it asks, nobody knows
+        # An agent may do anything before its first request, so it holds no slot until then.
+        return await side_by_side(plan, partial(self._episode, plan))
 
     async def _episode(self, plan: GroupPlan, affinity: Affinity) -> Episode:
-        """Raises `EpisodeFailed`."""
-        assert self._server is not None, "the driver is open while tickets run"
-        episodes, deadline = self.stage.episodes, Deadline(self.config.worker.episode_timeout_s)
+        """Call the agent once. Raises `EpisodeFailed`."""
+        episodes, deadline = plan.episodes, Deadline(self.config.worker.episode_timeout_s)
         temperature = self.config.rollout.temperature if plan.own.temperature is None else plan.own.temperature
-        session = Session(self.stage, affinity, temperature, deadline)
-        endpoint = self._server.open(session)
+        session = Session(AgentContext(self.formats, episodes, self.config.rollout), affinity, temperature, deadline)
+        endpoint = self.server.open(session)
         began = episodes.clock()
-        result, finish_reason = AgentResult(), session.ended_as
+        result, finish_reason, late = AgentResult(), session.ended_as, False
+        why = 'the agent returned no reward: return a number or {"reward": ...}'
         try:
             async with deadline.limit:
-                with session.whereabouts.agent():
+                with session.agent_clock.agent():
                     result = await episodes.code.call(
                         self.agent.function,
                         read_result,
@@ -70,17 +105,18 @@ class AgentSource:
             if not session.turns:
                 detail = f"the agent had no answer in {self.config.worker.episode_timeout_s:g} s"
                 raise EpisodeFailed(reasons.TIMEOUT, detail, retryable=True) from None
-            finish_reason = "timeout"
+            finish_reason, late = "timeout", True
             limit = f"worker.episode_timeout_s = {self.config.worker.episode_timeout_s:g}"
-            result = AgentResult(ended=f"had not returned within {limit}: raise it, or have it return sooner")
+            why = f"the agent had not returned within {limit}: raise it, or have it return sooner"
         except user_code.UserCodeError as error:
             finish_reason = self._excused(session, error)
-            result = AgentResult(ended=f"raised at the limit {finish_reason}: catch that, and return what there is")
+            why = f"the agent raised at the limit {finish_reason}: catch that, and return what there is"
         finally:
-            self._server.close(endpoint)
+            self.server.close(endpoint)
             episodes.sampler.pool.release([affinity])
         episode = session.episode(finish_reason, episodes.clock() - began)
-        episode.result = result
+        episode.reward_inputs = lambda: {RESULTS: result.given}
+        episode.why_no_reward = NoReward(reasons.TIMEOUT if late else reasons.NO_REWARD, why)
         if result.reward is not None:
             episode.rewards[OWN_REWARD] = result.reward
         episode.rollout.metrics |= result.metrics
@@ -88,7 +124,7 @@ class AgentSource:
         return episode
 
     def _ended(self, session: Session) -> FinishReason:
-        """What an episode whose agent returned ended as. Raises `EpisodeFailed` where it never had an answer."""
+        """Return the finish reason where the agent returned. Raises `EpisodeFailed` if it never had an answer."""
         if session.turns:
             return session.ended_as or "stop"
         if session.failure is not None:
@@ -100,8 +136,7 @@ class AgentSource:
         raise EpisodeFailed(reasons.NO_TURN, detail, retryable=True)
 
     def _excused(self, session: Session, error: user_code.UserCodeError) -> FinishReason:
-        """What an episode whose agent raised ended as, if it raised because a limit was reached. Else raises
-        `EpisodeFailed`."""
+        """Return the finish reason where the agent raised because a limit was reached. Else raises `EpisodeFailed`."""
         if isinstance(error, user_code.NotCalled):
             raise EpisodeFailed(reasons.WORKER_STOPPED, str(error), retryable=True) from None
         if session.failure is not None:

@@ -176,7 +176,7 @@ class RendererFormat:
             return False
 
     async def _run(self, characters: int, work: Callable[[], _Result]) -> _Result:
-        """In a thread, if it is of many characters: it would stop the loop (F19). Raises what `work` raises."""
+        """In a thread, if it is of many characters: it would stop the loop. Raises what `work` raises."""
         if characters < INLINE_CHARACTERS:
             return work()
         result: _Result = await user_code.in_thread(work)

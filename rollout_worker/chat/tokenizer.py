@@ -75,7 +75,7 @@ class Codec:
         if self._backend is None:
             ids: list[int] = await user_code.in_thread(self.encode_now, text=text, special_tokens=special_tokens)
             return ids
-        # Of the backend's functions this one lets go of the interpreter lock; `encode` would stop the loop (F19).
+        # Of the backend's functions this one lets go of the interpreter lock; `encode` would stop the loop.
         (encoding,) = await user_code.in_thread(
             self._backend.encode_batch_fast, input=[text], add_special_tokens=special_tokens
         )

@@ -1,6 +1,5 @@
-"""From what a task names as its data set to rows: in memory, an iterable, a file, or a name on the hub.
-
-The rows that evaluations take: a task's `eval_dataset`, in its own order.
+"""Opens what a task names as its data sets, for training and for evaluations: rows in memory, an iterable, a file, or
+a name on the hub.
 """
 
 from __future__ import annotations
@@ -8,6 +7,8 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -177,3 +178,37 @@ def count_eval_rows(rows: Rows, wanted: int | str) -> int:
         )
     seen = sum(1 for _ in rows.sample(wanted))
     return seen if rows.size is None else rows.size
+
+
+@dataclass(frozen=True, slots=True)
+class RowSample:
+    """The rows of one data set that checks look at before a run, and how messages name that data set.
+
+    Attributes:
+        rows: All rows.
+        sample: Gives up to a number of rows that a run takes, each with its number, as `Rows.sample`.
+        given: How the data set is given, such as `task.path = multiply.py`.
+        whose: Follows "prompts" and "rows" in messages: empty, or " of the eval_dataset".
+        lost: What becomes of a row that cannot be used.
+        evaluated: Whether it is the eval_dataset.
+    """
+
+    rows: Rows
+    sample: Callable[[int], Iterator[tuple[int, Any]]]
+    given: str
+    whose: str
+    lost: str
+    evaluated: bool = False
+
+    @property
+    def first(self) -> Any:
+        """The first row; None where there is none."""
+        return next((row for _, row in self.sample(1)), None)
+
+    @contextmanager
+    def naming(self) -> Iterator[None]:
+        """Have errors about rows name this data set."""
+        try:
+            yield
+        except ConfigError as error:
+            raise (named_eval(error) if self.evaluated else error) from None

@@ -267,7 +267,7 @@ PER_ROUND = 16
 
 
 class LoopYield:
-    """`await turnstile.passed()` returns at once, or in a later round of the loop, first come first served."""
+    """`await loop_yield.passed()` returns at once, or in a later round of the loop, first come first served."""
 
     def __init__(self, per_round: int = PER_ROUND) -> None:
         self._per_round = per_round

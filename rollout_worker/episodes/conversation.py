@@ -1,38 +1,71 @@
-"""Episodes that begin with the row's prompt, all with the same one: their first turns are sampled by one request, or
-by one for each part of a large group that gets its slots."""
+"""Episodes in which the policy and the task's tools take turns, beginning with the row's own prompt.
+
+All episodes of a group have the same prompt, so their first turns are sampled by one request, or by one for each part
+of a large group that gets its slots.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, Self
 
+from protocol.config import ConfigError
 from rollout_worker.chat.base import ChatFormat
+from rollout_worker.data.dataset import RowSample
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening
-from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import GroupPlan, outcome, prompt_ids
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceContext, outcome, prompt_ids
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity, Siblings
-from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.task.task import Task
+from rollout_worker.tools.toolbox import ToolBox, open_tools
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationSource:
-    """See `base.Driver`: the policy and the task's tools, in turns."""
+    """Makes conversations with tools."""
 
     chat: ChatFormat
     tools: ToolBox
-    episodes: EpisodeRunner
-    troubles: FailureNotices
+    max_open: int
+    own_rewards: Sequence[str] = ()
 
-    def open(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+    @classmethod
+    def accepts(cls, task: Task) -> bool:
+        return task.agent is None and task.environment is None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, context: SourceContext) -> AsyncIterator[Self]:
+        config, task = context.config, context.task
+        async with open_tools(config, task.tools, task.mcp_servers, context.code, context.errors) as tools:
+            yield cls(context.build_chat(config, tools.schemas), tools, config.max_open)
+
+    @classmethod
+    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+        config, task = context.config, context.task
+        async with open_tools(config, task.tools, task.mcp_servers, context.code, context.errors) as tools:
+            schemas = tools.schemas
+        for sample in samples:
+            if schemas and isinstance(sample.first, Mapping) and isinstance(sample.first["prompt"], str):
+                raise ConfigError(
+                    f"task.mcp_servers = {config.task.mcp_servers}: the prompts{sample.whose} are text, and tools need "
+                    f"a conversation; make each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
+                )
+        chat = context.build_chat(config, schemas)
+        return [PromptFindings(lambda row: chat) for _ in samples]
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return self.tools.schemas
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
-        prompt, limits = plan.row.columns["prompt"], self.episodes.limits
-        ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, self.troubles)
-        scene = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own)
-        sampler, siblings = self.episodes.sampler, Siblings()
+        prompt, episodes = plan.row.columns["prompt"], plan.episodes
+        limits, sampler, siblings = episodes.limits, episodes.sampler, Siblings()
+        ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, episodes.notices)
+        setup = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own)
         affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
         fills: list[asyncio.Task[None]] = []
         runs: list[asyncio.Task[Episode | EpisodeFailed]] = []
@@ -44,10 +77,11 @@ class ConversationSource:
                     fills += [tasks.create_task(fill) for fill in first.fills]
                     for affinity, pending in zip(part, first.pending, strict=True):
                         opening = Opening(pending, plan.reservation)
-                        runs.append(tasks.create_task(outcome(self.episodes.run(scene, affinity, opening))))
+                        runs.append(tasks.create_task(outcome(episodes.run(setup, affinity, opening))))
                 await asyncio.wait(runs)
                 for fill in fills:
                     fill.cancel()
         finally:
-            sampler.pool.release(affinities)  # an episode that was cancelled before it began did not
+            # An episode that was cancelled before it began did not release its own.
+            sampler.pool.release(affinities)
         return [run.result() for run in runs]

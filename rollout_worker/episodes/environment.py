@@ -1,169 +1,266 @@
 """Episodes that are each played in an environment of their own, which may add to the row's prompt, answer the policy's
 turns and reward it.
 
-Every episode goes its own way: it waits for no other's reset, answer or reward, and holds no slot meanwhile.
+No episode waits for another's reset, answer or reward, and none holds a slot while it waits for its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 from protocol import reasons, rollouts
-from protocol.config import ConfigError, WorkerSection
+from protocol.config import ConfigError, RunConfig, WorkerSection
 from rollout_worker.backoff import pause_s
+from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message
+from rollout_worker.data.columns import ENVIRONMENTS
+from rollout_worker.data.dataset import RowSample
 from rollout_worker.episodes.capacity import Place
-from rollout_worker.episodes.episode import Episode, EpisodeSetup
+from rollout_worker.episodes.episode import Episode, EpisodeSetup, NoReward
 from rollout_worker.episodes.runner import EpisodeRunner
-from rollout_worker.episodes.source import GroupPlan, TicketFailed, prompt_ids, side_by_side
+from rollout_worker.episodes.source import (
+    GroupPlan,
+    PromptFindings,
+    SourceContext,
+    TicketFailed,
+    prompt_ids,
+    side_by_side,
+)
 from rollout_worker.episodes.tool_results import for_policy, told_of_defused
-from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
+from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
-from rollout_worker.task.environments import EnvironmentKind, Environments
+from rollout_worker.task.environments import EnvironmentKind, Environments, check_row, open_environments
+from rollout_worker.task.task import Task
 from rollout_worker.tools.base import ToolResult
+from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import NotCalled, UserCodeError
+
+# Rows whose choice of environment is checked before a run, and resets that are tried of each environment.
+MAX_CHECKED_ROWS = 1000
+MAX_TRIED_RESETS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentSource:
-    """See `base.Driver`. limits: the workers' time-outs and tries; counted: failures by reason."""
+    """Makes episodes that are played in the task's environments."""
 
     environments: Environments
-    episodes: EpisodeRunner
-    troubles: FailureNotices
-    counted: Counter[str]
-    limits: WorkerSection
-    clock: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    config: RunConfig
 
-    def open(self) -> AbstractAsyncContextManager[None]:
-        return nullcontext()
+    @classmethod
+    def accepts(cls, task: Task) -> bool:
+        return task.environment is not None
+
+    @classmethod
+    @asynccontextmanager
+    async def open(cls, context: SourceContext) -> AsyncIterator[Self]:
+        config, task, code = context.config, context.task, context.code
+        async with (
+            open_tools(config, task.tools, task.mcp_servers, code, context.errors) as tools,
+            open_environments(
+                config, task, tools, code, partial(context.build_chat, config), context.notify
+            ) as environments,
+        ):
+            yield cls(environments, config)
+
+    @classmethod
+    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+        async with cls.open(context) as source:
+            found = []
+            for sample in samples:
+                with sample.naming():
+                    found.append(await source._try_resets(context.task, sample))
+            return found
+
+    @property
+    def chat(self) -> ChatFormat:
+        return self.environments.chat
+
+    @property
+    def tool_schemas(self) -> list[dict[str, Any]]:
+        return self.environments.described
+
+    @property
+    def own_rewards(self) -> list[str]:
+        return self.environments.rewards
+
+    @property
+    def max_open(self) -> int:
+        return self.config.max_open
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
         try:
-            stage = self.environments.stage_of(plan.row.columns)
-            columns = self.environments.reset_columns(stage, plan.row.columns)
+            kind = self.environments.kind_of(plan.row.columns)
+            columns = self.environments.reset_columns(kind, plan.row.columns)
         except ConfigError as error:
             detail = f"row {plan.row.number} cannot be played: {error}"
-            self.troubles.add("row", reasons.ENVIRONMENT, detail)
+            plan.episodes.notices.add("row", reasons.ENVIRONMENT, detail)
             raise TicketFailed(reasons.ROW, detail, retryable=False) from None
-        return await side_by_side(plan, partial(self._episode, plan, stage, columns))
+        return await side_by_side(plan, partial(self._episode, plan, kind, columns))
 
     async def _episode(
-        self, plan: GroupPlan, stage: EnvironmentKind, columns: Mapping[str, Any], affinity: Affinity
+        self, plan: GroupPlan, kind: EnvironmentKind, columns: Mapping[str, Any], affinity: Affinity
     ) -> Episode:
-        """One episode, whose environment is kept until the group is rewarded. Raises `EpisodeFailed`."""
-        pool = self.environments.pool
+        """Play one episode, whose environment is kept until the group has its rewards. Raises `EpisodeFailed`."""
+        pool, episodes = self.environments.pool, plan.episodes
         try:
-            instance = await pool.take(stage.name)
+            instance = await pool.take(kind.name)
         except UserCodeError as error:
-            raise _failed(reasons.ENVIRONMENT, stage, "no instance can be made", error) from None
-        play = _Play(self, stage, instance)
+            raise _failed(reasons.ENVIRONMENT, kind, "no instance can be made", error) from None
+        play = _Play(self.config.worker, episodes, kind, instance)
         try:
             prompt = await play.reset(plan.row.columns["prompt"], columns)
             try:
-                most = self.episodes.limits.max_model_len
-                ids = await prompt_ids(stage.chat, prompt, plan.row, most, self.troubles)
+                ids = await prompt_ids(kind.chat, prompt, plan.row, episodes.limits.max_model_len, episodes.notices)
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
-            respond = play.respond if stage.face.responds else None
-            scene = EpisodeSetup(prompt, ids, stage.chat, instance.tools(stage.tools), respond, plan.own)
-            episode = await self.episodes.run(scene, affinity)
-            if stage.face.rewards:
-                episode.rewards[stage.face.cls] = await play.reward()
+            respond = play.respond if kind.interface.responds else None
+            setup = EpisodeSetup(prompt, ids, kind.chat, instance.tools(kind.tools), respond, plan.own)
+            episode = await episodes.run(setup, affinity)
+            if kind.interface.rewards:
+                episode.rewards[kind.interface.cls] = await play.reward()
         except BaseException:
             pool.give_back(instance)
             raise
-        episode.environment = instance
+        # Looked up when the rewards are computed: an episode must not keep an object that a thread is to free.
+        episode.reward_inputs = lambda: {ENVIRONMENTS: instance.object}
+        episode.why_no_reward = NoReward(reasons.NO_REWARD, f"{kind.interface.cls}.get_reward returned None")
         episode.rollout.metrics |= play.seconds
         plan.after.callback(pool.give_back, instance)
         return episode
 
+    async def _try_resets(self, task: Task, sample: RowSample) -> PromptFindings:
+        """Reset each environment with a few rows. Raises `ConfigError` for a row that names no environment, and where
+        every reset of one fails."""
+        assert task.environment is not None
+        tried: dict[str | None, list[tuple[int, Mapping[str, Any]]]] = {name: [] for name in self.environments.kinds}
+        for number, columns in sample.sample(MAX_CHECKED_ROWS):
+            if not isinstance(columns, Mapping):  # the check of the rows names those that cannot be read
+                continue
+            if fault := check_row(task.environment, columns):
+                raise ConfigError(f"Task(environment={{...}}): row {number} cannot be played: {fault}")
+            tried[self.environments.kind_of(columns).name].append((number, columns))
+        lengths: list[int] = []
+        warnings: list[str] = []
+        for name, kind in self.environments.kinds.items():
+            few = tried[name][:MAX_TRIED_RESETS]
+            if not few and not sample.evaluated:
+                warnings.append(f"no row that was looked at names the environment {name!r}: it is not used")
+            outcomes = await asyncio.gather(*(self._try_reset(sample, kind, *row) for row in few))
+            failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
+            if few and len(failed) == len(few):
+                remedy = "mend it there, or raise worker.environment_timeout_s"
+                raise ConfigError(f"Task(environment=...): {failed[0]}; {remedy}")
+            warnings += failed
+            lengths += [outcome for outcome in outcomes if isinstance(outcome, int)]
+        return PromptFindings(lambda row: self.environments.kind_of(row).chat, lengths, warnings)
+
+    async def _try_reset(
+        self, sample: RowSample, kind: EnvironmentKind, number: int, columns: Mapping[str, Any]
+    ) -> int | str:
+        """Return the tokens of the prompt that a reset gives, or what went wrong."""
+        arguments = self.environments.reset_columns(kind, columns)
+        try:
+            instance = await self.environments.pool.take(kind.name)
+        except UserCodeError as error:
+            return f"no instance of {kind.interface.cls} can be made: {error}{_at(error)}"
+        try:
+            said = await instance.call("reset", observed, self.config.worker.environment_timeout_s, arguments)
+            return len(await kind.chat.prompt_ids(folded(columns["prompt"], said)))
+        except UserCodeError as error:
+            instance.lost = True
+            return f"{kind.interface.cls}.reset fails on row {number}{sample.whose}: {error}{_at(error)}"
+        except PromptError as error:
+            return f"what {kind.interface.cls}.reset gives on row {number}{sample.whose} cannot be rendered: {error}"
+        finally:
+            self.environments.pool.give_back(instance)
+
 
 @dataclass(slots=True)
 class _Play:
-    """One episode's dealings with its environment. seconds: what they took, under the names of metrics."""
+    """Calls the environment of one episode. `seconds`: time that the calls took, by metric name."""
 
-    driver: EnvironmentSource
-    stage: EnvironmentKind
+    limits: WorkerSection
+    episodes: EpisodeRunner
+    kind: EnvironmentKind
     instance: Instance
     prompt: list[Message] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
 
     async def reset(self, prompt: Sequence[Message], columns: Mapping[str, Any]) -> list[Message]:
-        """The episode's prompt. Raises `EpisodeFailed`."""
-        timeout_s = self.driver.limits.environment_timeout_s
+        """Return the episode's prompt. Raises `EpisodeFailed`."""
+        timeout_s = self.limits.environment_timeout_s
         with self._at_work("tools", rollouts.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
             said = await self.instance.call("reset", observed, timeout_s, dict(columns))
         self.prompt = folded(prompt, said)
         return self.prompt
 
     async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
-        """See `scene.Respond`."""
+        """Answer the conversation, as `Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
         with self._at_work("tools", rollouts.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
-            said = await self.instance.call("respond", answered, self.driver.limits.tool_timeout_s, conversation)
+            said = await self.instance.call("respond", answered, self.limits.tool_timeout_s, conversation)
         if said is None:
             return None
         return [{**message, "content": await self._for_policy(message["content"])} for message in said]
 
     async def reward(self) -> float | None:
-        """What `get_reward` gives, tried again where it raises. A call that was given up may keep the environment busy
-        for a while: it is waited for. Raises `EpisodeFailed`."""
-        limits = self.driver.limits
+        """Call `get_reward`, again where it raises. Waits for a call that timed out and still keeps the environment
+        busy. Raises `EpisodeFailed`."""
         with self._at_work("judgement", rollouts.ENV_REWARD_S, reasons.REWARD, "get_reward fails"):
-            for attempt in range(limits.reward_attempts - 1):
+            for attempt in range(self.limits.reward_attempts - 1):
                 try:
                     return await self._reward()
                 except UserCodeError as error:
                     if isinstance(error, NotCalled) or self.instance.lost or error.kind == reasons.TIMEOUT:
                         raise
-                    self.driver.counted[reasons.REWARD_RETRIED] += 1
-                    self.driver.troubles.add(
-                        "reward", f"get_reward {error.kind}", f"{self.stage.face.cls}.get_reward: {error}", error.where
-                    )
-                await self.driver.sleep(pause_s(attempt))
+                    self.episodes.failures[reasons.REWARD_RETRIED] += 1
+                    text = f"{self.kind.interface.cls}.get_reward: {error}"
+                    self.episodes.notices.add("reward", f"get_reward {error.kind}", text, error.where)
+                await self.episodes.sleep(pause_s(attempt))
             return await self._reward()
 
     async def _reward(self) -> float | None:
-        timeout_s = self.driver.limits.reward_timeout_s
+        timeout_s = self.limits.reward_timeout_s
         reward: float | None = await self.instance.call("get_reward", rewarded, timeout_s, wait_s=timeout_s)
         return reward
 
     async def _for_policy(self, text: str) -> str:
-        """As a tool's answer: it may repeat what the policy said."""
-        most = self.driver.episodes.limits.tool_result_tokens
-        (read,) = await for_policy([ToolResult("respond", text)], most, self.stage.chat)
+        """Treat the text as a tool's answer: it may repeat what the policy said."""
+        most = self.episodes.limits.tool_result_tokens
+        (read,) = await for_policy([ToolResult("respond", text)], most, self.kind.chat)
         if read.defused:
-            told = told_of_defused(f"{self.stage.face.cls}.respond")
-            self.driver.troubles.add("environment", "special tokens", told)
+            told = told_of_defused(f"{self.kind.interface.cls}.respond")
+            self.episodes.notices.add("environment", "special tokens", told)
         return read.content
 
     @contextmanager
     def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:
-        """Counts the time, and the episode as being there; an environment that failed serves no other episode."""
-        started = self.driver.clock()
+        """Count the time, and the episode as being at `place`. An environment that fails serves no other episode."""
+        started = self.episodes.clock()
         try:
-            with self.driver.episodes.capacity.being(place):
+            with self.episodes.capacity.being(place):
                 yield
         except UserCodeError as error:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
-            raise _failed(reason, self.stage, what, error) from None
+            raise _failed(reason, self.kind, what, error) from None
         finally:
-            self.seconds[figure] = self.seconds.get(figure, 0.0) + self.driver.clock() - started
+            self.seconds[figure] = self.seconds.get(figure, 0.0) + self.episodes.clock() - started
 
 
-def _failed(reason: str, stage: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:
-    """The episode's failure, which another try may not meet."""
-    text = f"environment {stage.face.cls}: {what}: {error}"
+def _failed(reason: str, kind: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:
+    """Return the failure of an episode; another attempt may succeed."""
+    text = f"environment {kind.interface.cls}: {what}: {error}"
     if isinstance(error, NotCalled):
         return EpisodeFailed(reasons.WORKER_STOPPED, text, retryable=True)
     return EpisodeFailed(reason, text, True, reason, f"{what} {error.kind}", error.where)
+
+
+def _at(error: UserCodeError) -> str:
+    return f" ({error.where})" if error.where else ""

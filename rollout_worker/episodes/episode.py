@@ -6,11 +6,13 @@ What one episode is played in: its prompt, its tools, and who answers a turn tha
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from protocol import reasons
 from protocol.messages import Rollout, Segment, VersionSpan
 from protocol.rollouts import NEW_SEGMENTS
 from rollout_worker.chat.base import ChatFormat
@@ -19,17 +21,33 @@ from rollout_worker.episodes.capacity import Reservation
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams, Sampled, SampledSpan
-from rollout_worker.task.agent import AgentResult
-from rollout_worker.task.environment_instance import Instance
 from rollout_worker.tools.toolbox import ToolBox
+
+
+@dataclass(frozen=True, slots=True)
+class NoReward:
+    """Why an episode has no reward where the task has no reward functions: a code of `protocol.reasons`, and a text."""
+
+    reason: str = reasons.NO_REWARD
+    text: str = "it brings no reward"
 
 
 @dataclass(slots=True)
 class Episode:
-    """What one episode has come to. `messages` are those after the prompt; `text`: the last turn's. `rollout` gets its
-    segments when the group is put together, and its reward before that. `affinity`: what sampled it; `prompt`: what it
-    began with; `environment`: that it was played in; `rewards`: those that it brings with it, by
-    component; `result`: what its agent returned."""
+    """One run of the policy, whatever kind of task it is of.
+
+    Attributes:
+        drafts: Its segments.
+        rollout: Gets its reward, and then its segments, when the group is put together.
+        prompt: What it began with.
+        affinity: The servers that sampled it.
+        messages: The conversation after the prompt.
+        text: Text of the last turn.
+        rewards: The rewards that it brings with it, by component.
+        reward_inputs: Gives what reward functions may ask for besides its conversation, by name of the parameter. All
+            episodes of a task have the same names.
+        why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
+    """
 
     drafts: list[SegmentDraft]
     rollout: Rollout
@@ -38,15 +56,15 @@ class Episode:
     messages: list[Message] = field(default_factory=list)
     text: str = ""
     sampled_tokens: int = 0
-    environment: Instance | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
-    result: AgentResult | None = None
+    reward_inputs: Callable[[], Mapping[str, Any]] = dict
+    why_no_reward: NoReward = NoReward()
 
     @classmethod
-    def begin(cls, scene: EpisodeSetup, affinity: Affinity) -> Episode:
+    def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
         rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls([SegmentDraft(scene.prompt_ids)], rollout, scene.prompt, affinity)
+        return cls([SegmentDraft(setup.prompt_ids)], rollout, setup.prompt, affinity)
 
     @property
     def ids(self) -> list[int]:

@@ -9,8 +9,10 @@ was, in the segment before.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
@@ -50,27 +52,29 @@ class _Next:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """Runs episodes; holds no state of any of them."""
+    """Runs episodes; holds no state of any of them. `failures`: counts by reason, the worker's."""
 
     sampler: Sampler
     limits: EpisodeLimits
     timeout_s: float
     capacity: Capacity
     clock: Callable[[], float] = time.monotonic
-    troubles: FailureNotices = field(default_factory=FailureNotices)
+    notices: FailureNotices = field(default_factory=FailureNotices)
     code: user_code.UserCode = field(default_factory=user_code.UserCode)
     parse_timeout_s: float = 60.0
-    turnstile: LoopYield = field(default_factory=LoopYield)
+    failures: Counter[str] = field(default_factory=Counter)
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    loop_yield: LoopYield = field(default_factory=LoopYield)
 
-    async def run(self, scene: EpisodeSetup, affinity: Affinity, first: Opening | None = None) -> Episode:
+    async def run(self, setup: EpisodeSetup, affinity: Affinity, first: Opening | None = None) -> Episode:
         """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
         `EpisodeFailed`."""
-        episode = Episode.begin(scene, affinity)
+        episode = Episode.begin(setup, affinity)
         deadline = Deadline(self.timeout_s)
         try:
             with self._timed(episode, "total"):
                 async with deadline.limit:
-                    episode.rollout.finish_reason = await self._turns(episode, scene, affinity, first, deadline)
+                    episode.rollout.finish_reason = await self._turns(episode, setup, affinity, first, deadline)
         except TimeoutError:
             if not episode.rollout.turns:
                 detail = f"no turn was done in {self.timeout_s:g} s"
@@ -87,9 +91,9 @@ class EpisodeRunner:
         return episode
 
     async def _turns(
-        self, episode: Episode, scene: EpisodeSetup, affinity: Affinity, first: Opening | None, deadline: Deadline
+        self, episode: Episode, setup: EpisodeSetup, affinity: Affinity, first: Opening | None, deadline: Deadline
     ) -> FinishReason:
-        rollout, chat = episode.rollout, scene.chat
+        rollout, chat = episode.rollout, setup.chat
         following: _Next | None = _Next()
         answers: list[Message] = []
         while following is not None:
@@ -100,9 +104,9 @@ class EpisodeRunner:
             async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"):
                     pending = None if first is None else first.pending
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, scene.own)
+                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own)
             first = None
-            await self.turnstile.passed()
+            await self.loop_yield.passed()
             if following.prompt is not None:
                 episode.open_segment(following.prompt)
             episode.add_turn(following.suffix, turn)
@@ -120,20 +124,20 @@ class EpisodeRunner:
                 if ended is not None:
                     return ended
                 with self._timed(episode, "tools"), self.capacity.being("tools"):
-                    results = await scene.tools.run(parsed.calls)
+                    results = await setup.tools.run(parsed.calls)
                     results = await for_policy(results, self.limits.tool_result_tokens, chat)
-                    await self.turnstile.passed()
+                    await self.loop_yield.passed()
                 self._count(results, rollout)
                 answers = [result.message() for result in results]
             else:
-                said = await scene.respond(episode.messages) if scene.respond is not None else None
+                said = await setup.respond(episode.messages) if setup.respond is not None else None
                 if said is None:
                     return "stop"
                 if ended is not None:
                     return ended
                 answers = said
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
-            following = _Next(suffix) if suffix is not None else await self._anew(episode, scene, answers)
+            following = _Next(suffix) if suffix is not None else await self._anew(episode, setup, answers)
         return "aborted"
 
     @asynccontextmanager
@@ -148,9 +152,9 @@ class EpisodeRunner:
         finally:
             first.reservation.give()
 
-    async def _anew(self, episode: Episode, scene: EpisodeSetup, answers: Sequence[Message]) -> _Next | None:
+    async def _anew(self, episode: Episode, setup: EpisodeSetup, answers: Sequence[Message]) -> _Next | None:
         """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
-        prompt = scene.prompt
+        prompt = setup.prompt
         if isinstance(prompt, str):
             why = "its prompt is text, and no messages that could be rendered anew"
         elif len(episode.drafts) == MAX_SEGMENTS:
@@ -158,12 +162,12 @@ class EpisodeRunner:
         else:
             try:
                 return _Next(
-                    prompt=await scene.chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers]))
+                    prompt=await setup.chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers]))
                 )
             except PromptError as error:
                 why = f"its conversation cannot be rendered: {error}"
         detail = f"an episode ended early: the chat format cannot tell what follows a turn, and {why}"
-        self.troubles.add("episode", "segment", detail)
+        self.notices.add("episode", "segment", detail)
         return None
 
     async def parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
@@ -187,7 +191,7 @@ class EpisodeRunner:
             )
             return found
         except user_code.UserCodeError as error:
-            self.troubles.add("code", f"parser {error.kind}", f"the parser of turns failed: {error}", error.where)
+            self.notices.add("code", f"parser {error.kind}", f"the parser of turns failed: {error}", error.where)
             text = chat.tokenizer.decode(turn_ids, skip_special_tokens=False)
             return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {error.kind}")])
 
@@ -200,11 +204,11 @@ class EpisodeRunner:
             if result.defused:
                 self.tell_of_defused(result.name, result.counted_as)
             if (error := result.error) is not None:
-                self.troubles.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
+                self.notices.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
 
     def tell_of_defused(self, name: str, counted_as: str) -> None:
         """A trouble, at the first such answer of a tool."""
-        self.troubles.add("tool", f"{counted_as} special tokens", told_of_defused(f"tool {name}"))
+        self.notices.add("tool", f"{counted_as} special tokens", told_of_defused(f"tool {name}"))
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

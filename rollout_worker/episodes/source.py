@@ -1,31 +1,45 @@
-"""What makes a row's episodes: a conversation with tools, an environment, or an agent that owns its loop."""
+"""The one interface of all task kinds: a source makes the episodes of a group.
+
+Nothing outside the sources asks which kind a task is. `rollout_worker.sources` lists them.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol, Self, TextIO
 
 from protocol import reasons
+from protocol.config import RunConfig
 from rollout_worker import user_code
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.chat.parsers.base import Message
+from rollout_worker.data.dataset import RowSample
 from rollout_worker.data.rows import Row
 from rollout_worker.episodes.capacity import Reservation
 from rollout_worker.episodes.episode import Episode
+from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams
+from rollout_worker.task.environment_pool import Notify, log_notice
+from rollout_worker.task.task import Task
+from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
 
 
 class TicketFailed(Exception):
-    """The ticket gave no group. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
-    alike."""
+    """A ticket gave no group.
+
+    Attributes:
+        reason: A code of `protocol.reasons`.
+        retryable: Whether another attempt may succeed.
+    """
 
     def __init__(self, reason: str, detail: str, retryable: bool) -> None:
         super().__init__(detail)
@@ -33,36 +47,132 @@ class TicketFailed(Exception):
         self.retryable = retryable
 
 
+class BuildChat(Protocol):
+    """Builds a chat format, as `build_chat_format` does."""
+
+    def __call__(
+        self, config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
+    ) -> ChatFormat: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceContext:
+    """What a source is opened with.
+
+    Attributes:
+        code: Runs the task's functions.
+        notify: Takes key, text and place of a failure of user code that ends no episode.
+        build_chat: Builds the chat formats; tests pass a smaller one.
+        errors: Where MCP servers write their stderr; None for this process's.
+    """
+
+    config: RunConfig
+    task: Task
+    code: UserCode
+    notify: Notify = log_notice
+    build_chat: BuildChat = build_chat_format
+    errors: TextIO | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """One group to be made: `count` episodes of `row`. reservation: slots for their first turns; a driver that has
-    the episodes wait for anything before those gives them back first. born: the pool's tick when the ticket began.
-    own: what this ticket's are sampled with of their own. after: closed when the group is rewarded, or given up: until
-    then the episodes' environments are kept."""
+    """One group to be made.
+
+    Attributes:
+        row: The row that all its episodes begin with.
+        count: Number of episodes.
+        born: The pool's tick when the ticket began.
+        reservation: Slots for the first turns. A source whose episodes wait for anything before them gives the slots
+            back first.
+        episodes: Runs single episodes, and holds what they share.
+        own: Sampling parameters of this ticket.
+        after: Closed once the group has its rewards or has failed. Environments are kept until then.
+    """
 
     row: Row
     count: int
     born: int
     reservation: Reservation
+    episodes: EpisodeRunner
     own: OwnParams = AS_THE_RUN
     after: ExitStack = field(default_factory=ExitStack)
 
 
-class EpisodeSource(Protocol):
-    """Makes the episodes of a plan, side by side, while it is open."""
+@dataclass(frozen=True, slots=True)
+class PromptFindings:
+    """What a source found out about a data set's prompts before a run.
 
-    def open(self) -> AbstractAsyncContextManager[None]:
-        """What it needs for the worker's life is there inside. Raises `ConfigError`."""
+    Attributes:
+        chat_of: Gives the chat format that renders a row's prompt; None where the policy may never see the prompt.
+        lengths: Tokens of each prompt that an environment's reset gave; None where episodes begin with the rows' own
+            prompts.
+        warnings: Texts for the person who starts the run.
+    """
+
+    chat_of: Callable[[Mapping[str, Any]], ChatFormat] | None
+    lengths: list[int] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+
+class EpisodeSource(Protocol):
+    """Makes the episodes of one kind of task."""
+
+    @classmethod
+    def accepts(cls, task: Task) -> bool:
+        """Whether the task is of this kind. Exactly one source accepts a task."""
+        ...
+
+    @classmethod
+    def open(cls, context: SourceContext) -> AbstractAsyncContextManager[Self]:
+        """Open what the source needs for a worker's life. Raises `ConfigError`."""
+        ...
+
+    @classmethod
+    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+        """Try the task before a run, with rows of each data set.
+
+        A class method because some of what a worker opens, such as an agent's listener, belongs on its host alone.
+
+        Returns: Findings for each sample, in their order.
+
+        Raises:
+            ConfigError: The run could not work.
+        """
+        ...
+
+    @property
+    def chat(self) -> ChatFormat:
+        """A chat format of the task; it knows the tokenizer, the stop tokens and the system prompt of all."""
+        ...
+
+    @property
+    def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
+        """What the policy is shown of tools and environments; part of the worker's fingerprint."""
+        ...
+
+    @property
+    def own_rewards(self) -> Sequence[str]:
+        """Names of the rewards that episodes bring with them."""
+        ...
+
+    @property
+    def max_open(self) -> int:
+        """Maximum number of episodes that a worker has open."""
         ...
 
     async def run(self, plan: GroupPlan) -> list[Episode | EpisodeFailed]:
-        """One outcome for each episode: what fails does not end its siblings. Raises `TicketFailed` where none can be
-        had."""
+        """Run a group's episodes, side by side.
+
+        Returns: One outcome for each episode. An episode that fails does not end the others.
+
+        Raises:
+            TicketFailed: No episode can be run.
+        """
         ...
 
 
 async def outcome(episode: Awaitable[Episode]) -> Episode | EpisodeFailed:
-    """What came of an episode: a failure is returned, not raised, so that it does not end the siblings."""
+    """Return an episode or its failure, so that one that fails does not end the group's others."""
     try:
         return await episode
     except EpisodeFailed as failure:
@@ -75,8 +185,8 @@ async def outcome(episode: Awaitable[Episode]) -> Episode | EpisodeFailed:
 async def side_by_side(
     plan: GroupPlan, episode: Callable[[Affinity], Awaitable[Episode]]
 ) -> list[Episode | EpisodeFailed]:
-    """The plan's episodes, each on its own way: `episode` has to wait for something before its first turn, so the slots
-    for first turns go back."""
+    """Run a plan's episodes independently of each other. `episode` waits for something before its first turn, so the
+    slots for first turns are given back."""
     plan.reservation.give_all()
     siblings = Siblings()  # their prompts have much in common
     async with asyncio.TaskGroup() as tasks:
@@ -87,20 +197,24 @@ async def side_by_side(
 
 
 async def prompt_ids(
-    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, troubles: FailureNotices
+    chat: ChatFormat, prompt: str | list[Message], row: Row, max_model_len: int, notices: FailureNotices
 ) -> list[int]:
-    """The ids of a prompt that leaves room for an answer. Raises `TicketFailed`, which names the row."""
+    """Render a prompt that leaves room for an answer.
+
+    Raises:
+        TicketFailed: It cannot be rendered or is too long; the text names the row.
+    """
     try:
         ids = await chat.prompt_ids(prompt)
     except PromptError as error:
-        raise _prompt_failed(row, f"cannot be rendered: {error}", "render", troubles) from error
+        raise _prompt_failed(row, f"cannot be rendered: {error}", "render", notices) from error
     if not 0 < len(ids) < max_model_len:
         why = f"has {len(ids)} tokens, vllm.max_model_len is {max_model_len}; raise it, or shorten the prompt"
-        raise _prompt_failed(row, why, "length", troubles)
+        raise _prompt_failed(row, why, "length", notices)
     return ids
 
 
-def _prompt_failed(row: Row, why: str, key: str, troubles: FailureNotices) -> TicketFailed:
+def _prompt_failed(row: Row, why: str, key: str, notices: FailureNotices) -> TicketFailed:
     detail = f"the prompt of row {row.number} {why}"
-    troubles.add("prompt", key, detail)
+    notices.add("prompt", key, detail)
     return TicketFailed(reasons.PROMPT, detail, retryable=False)

@@ -168,12 +168,17 @@ MAX_CHARACTERS = 500
 
 
 class FailureNotices:
-    """`found`: at most `MOST`, the first of each kind and key; `told` is called at each new one."""
+    """Keeps the first failure of each kind and key.
 
-    def __init__(self, told: Callable[[], None] = lambda: None) -> None:
+    Attributes:
+        found: At most `MOST` notices.
+        on_new: Called after each new one.
+    """
+
+    def __init__(self) -> None:
         self.found: list[Notice] = []
+        self.on_new: Callable[[], None] = lambda: None
         self._keys: set[tuple[str, str]] = set()
-        self._told = told
 
     def add(self, kind: str, key: str, text: str, where: str | None = None) -> None:
         """`kind`: as in `Trouble`; `key`: what failed and how, the same for failures that are alike; `where`: file:line
@@ -185,7 +190,7 @@ class FailureNotices:
         room = MAX_CHARACTERS - len(place)
         whole = " ".join(text.split())
         shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
-        trouble = Notice(kind, encodable(shown))
-        self.found.append(trouble)
-        logger.warning("%s; others like it are only counted", trouble.text)
-        self._told()
+        notice = Notice(kind, encodable(shown))
+        self.found.append(notice)
+        logger.warning("%s; others like it are only counted", notice.text)
+        self.on_new()

@@ -52,7 +52,7 @@ class Request:
 
 class ServerPool:
     """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
-    `trouble` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
+    `notify` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
     after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile. `waiting`: episodes that wait for a
     server now; `run_id`: of this run, which the labels of its weights begin with.
     """
@@ -61,7 +61,7 @@ class ServerPool:
         self,
         report: ReportServer,
         abort: Abort | None = None,
-        trouble: Callable[[str, str], None] = lambda name, text: None,
+        notify: Callable[[str, str], None] = lambda name, text: None,
         ask: Callable[[], None] = lambda: None,
         later: Callable[[float, Callable[[], None]], Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +76,7 @@ class ServerPool:
         self._news = asyncio.Event()
         self._report = report
         self._abort = abort
-        self._trouble = trouble
+        self._notify = notify
         self._ask = ask
         self._later = later
         self._clock = clock
@@ -256,7 +256,7 @@ class ServerPool:
         pause_s = breaker.failed(isinstance(error, ServerUnfit), trial)
         if pause_s is None:
             return
-        self._trouble(
+        self._notify(
             name,
             f"server {name} at {server.url} is left alone for {pause_s:g} s and longer, after "
             f"{breaker.failures} failures in a row; the last: {error}",

@@ -156,7 +156,7 @@ def overloaded(current: ServerLoad, best: ServerLoad, need: int) -> bool:
 def stays(current: ServerLoad, best: ServerLoad, need: int) -> bool:
     """Whether a request of `need` tokens returns to its episode's server, rather than to the least loaded one: unless
     that is overloaded, or the best one stands idle, with no episode tied to it, while its own runs one such request or
-    more (F21)."""
+    more."""
     if best == ServerLoad(0, 0):
         return current.tokens < need
     return not overloaded(current, best, need)

@@ -47,13 +47,12 @@ class Endpoint:
 @dataclass(frozen=True, slots=True)
 class AgentResult:
     """What an agent returned, read: `given` as plain data, for reward functions; `reward`: its own, None if it gave
-    none; `metrics` and `extra` as a `Rollout` has them; `ended`: what ended it before it returned, None if it did."""
+    none; `metrics` and `extra` as a `Rollout` has them."""
 
     given: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
-    ended: str | None = None
 
 
 class Agent:
@@ -115,10 +114,10 @@ class Agent:
         return {name: value for name, value in columns.items() if name in self._parameters}
 
 
-def max_open(config: RunConfig, agent: Callable[..., Any] | None, threads: int) -> int:
-    """How many episodes a worker may have open: a plain `def` agent has one of `threads` for as long as its episode
-    takes, and what is open beyond them would only grow old."""
-    if agent is None or is_async(agent) or config.max_open <= threads:
+def max_open(config: RunConfig, agent: Callable[..., Any], threads: int) -> int:
+    """Return the maximum number of episodes that a worker has open. A plain `def` agent holds one of `threads` for as
+    long as its episode takes, and episodes that are open beyond them would only grow old."""
+    if is_async(agent) or config.max_open <= threads:
         return config.max_open
     if config.worker.open_episodes != "auto":
         logger.warning(

@@ -184,7 +184,7 @@ class EnvironmentInterface:
         return "respond" in self.methods
 
     def has(self, other: EnvironmentInterface) -> bool:
-        """Whether an instance with the face `other` can stand in: a factory may make a class for each."""
+        """Whether an instance with the interface `other` can stand in: a factory may make a class for each."""
         return self.methods.keys() == other.methods.keys()
 
     def reset_arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -201,7 +201,7 @@ class EnvironmentInterface:
         return {each.name: columns[each.name] for each in by_name if each.name in columns}
 
 
-def face_of(instance: Any) -> EnvironmentInterface:
+def interface_of(instance: Any) -> EnvironmentInterface:
     """Told from the class alone, so that no property is read. It may run user code of a metaclass."""
     cls = type(instance)
     found = dict(inspect.getmembers(cls, predicate=inspect.isfunction))
@@ -217,15 +217,22 @@ def no_reset(given_as: str, cls: str) -> ConfigError:
     )
 
 
-def tools_of(face: EnvironmentInterface, instance: Any) -> list[MethodTool]:
-    """The tools, for any instance of this face; `instance` is one, and is not kept. Raises `ConfigError`, also for a
-    class without `reset`, and for methods that cannot be called as we call them."""
-    if "reset" not in face.methods:
-        raise no_reset("Task(environment=...)", face.cls)
+def tools_of(interface: EnvironmentInterface, instance: Any) -> list[MethodTool]:
+    """Return the tools of any instance with this interface.
+
+    Args:
+        instance: One such instance; it is not kept.
+
+    Raises:
+        ConfigError: The class has no `reset`, a method cannot be called as Slipstream calls it, or a tool cannot be
+            described to the policy.
+    """
+    if "reset" not in interface.methods:
+        raise no_reset("Task(environment=...)", interface.cls)
     for name, given in _CALLED_WITH.items():
-        if name in face.methods:
-            _check_call(face.cls, getattr(instance, name), name, given)
-    return [MethodTool(face.cls, getattr(instance, name)) for name in face.tools]
+        if name in interface.methods:
+            _check_call(interface.cls, getattr(instance, name), name, given)
+    return [MethodTool(interface.cls, getattr(instance, name)) for name in interface.tools]
 
 
 def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[str, ...]) -> None:
@@ -260,10 +267,10 @@ class Instance:
     """`object`, which the factory `name` made. `lost`: it must not serve another episode; `free`: no call is at work on
     it."""
 
-    def __init__(self, name: str | None, made: Any, face: EnvironmentInterface, code: UserCode) -> None:
+    def __init__(self, name: str | None, made: Any, interface: EnvironmentInterface, code: UserCode) -> None:
         self.name = name
         self.object = made
-        self.face = face
+        self.interface = interface
         self.lost = False
         self._code = code
         self._line = asyncio.Lock()
@@ -303,14 +310,14 @@ class Instance:
     ) -> Any:
         """`plain(self.object.method(**convert(arguments)))`, after the calls before it; `wait_s`: how long it waits for
         one that was given up and has not come back. Raises `UserCodeError`."""
-        named = self.face.methods[method]
+        named = self.interface.methods[method]
 
         def run(**given: Any) -> Any:
             return getattr(self.object, method)(**convert(given))
 
         async with self._line:
             if not await self.until_free(wait_s):
-                text = f"not called: {self._last_method} of the same {self.face.cls} has not come back"
+                text = f"not called: {self._last_method} of the same {self.interface.cls} has not come back"
                 raise UserCodeError(text, reasons.TIMEOUT, defined_at(named))
             call = self._last = Followed(run, named)
             self._last_method = method

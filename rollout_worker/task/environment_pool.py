@@ -20,7 +20,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from functools import partial, wraps
 from typing import Any, TypeAlias
 
-from rollout_worker.task.environment_instance import GRACE_S, EnvironmentInterface, Holder, Instance, face_of
+from rollout_worker.task.environment_instance import GRACE_S, EnvironmentInterface, Holder, Instance, interface_of
 from rollout_worker.user_code import Followed, Kind, UserCode, UserCodeError, defined_at
 from rollout_worker.user_code.errors import is_async, name_of
 
@@ -52,7 +52,7 @@ class PendingInstance:
         faces: list[EnvironmentInterface] = []
 
         def plain(found: Any) -> None:
-            faces.append(face_of(found))
+            faces.append(interface_of(found))
 
         try:
             await code.call(self._call.function, plain, timeout_s, Kind.ENVIRONMENT)
@@ -71,7 +71,7 @@ class PendingInstance:
         @wraps(self._named)
         def close(holder: Holder) -> Any:
             made = holder()
-            return made.close() if "close" in face_of(made).methods else None
+            return made.close() if "close" in interface_of(made).methods else None
 
         return close
 
@@ -105,23 +105,41 @@ logger = logging.getLogger(__name__)
 # All that are left are closed in this time when a worker ends: less than a supervisor waits before it kills.
 CLOSE_S = 8.0
 
-Trouble = Callable[[str, str, str | None], None]
+# Takes key, text and place (file:line) of a failure of user code that nobody waits for.
+Notify = Callable[[str, str, str | None], None]
+
+
+def log_notice(key: str, text: str, where: str | None) -> None:
+    logger.warning("%s", text)
 
 
 class Pool:
-    """Instances of `factories`, by name. timeout_s: of a factory's call, and of a close; most: instances in all, before
-    idle ones of other names are closed for new ones; trouble(key, text, where): told of what fails unseen."""
+    """Instances of `factories`, by name, made when they are needed and used again.
 
-    def __init__(self, factories: Mapping[str | None, Factory], code: UserCode, timeout_s: float) -> None:
+    Args:
+        factories: By name; the name is None where there is only one.
+        timeout_s: Seconds for a factory's call, and for a close.
+        max_alive: Number of instances from which idle ones of other names are closed for new ones.
+        notify: Called with a close that fails.
+    """
+
+    def __init__(
+        self,
+        factories: Mapping[str | None, Factory],
+        code: UserCode,
+        timeout_s: float,
+        max_alive: int = sys.maxsize,
+        notify: Notify = log_notice,
+    ) -> None:
         self.factories = dict(factories)
-        self.most = sys.maxsize
         self.alive = 0
-        self.trouble: Trouble = lambda key, text, where: logger.warning("%s", text)
+        self._max_alive = max_alive
+        self._notify = notify
         self._code = code
         self._timeout_s = timeout_s
         self._idle: dict[str | None, list[Instance]] = {name: [] for name in factories}
         self._out: set[Instance] = set()
-        self._faces: dict[str | None, EnvironmentInterface] = {}
+        self._interfaces: dict[str | None, EnvironmentInterface] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
         # Those whose caller has gone.
@@ -137,7 +155,7 @@ class Pool:
         if self._idle[name]:
             instance = self._idle[name].pop()
         else:
-            if self.alive >= self.most and (others := next((kept for kept in self._idle.values() if kept), None)):
+            if self.alive >= self._max_alive and (others := next((kept for kept in self._idle.values() if kept), None)):
                 self._discard(others.pop(0))
             instance = await self._made(name)
         self._out.add(instance)
@@ -183,15 +201,15 @@ class Pool:
         making = PendingInstance(self.factories[name], self._unwanted)
         self.alive += 1
         try:
-            made, face = await making.made(self._code, self._timeout_s)
+            made, interface = await making.made(self._code, self._timeout_s)
         except BaseException:
             self.alive -= 1
             if not making.over.is_set():
                 self._given_up = [each for each in self._given_up if not each.over.is_set()] + [making]
             raise
-        instance = Instance(name, made, face, self._code)
-        if not self._faces.setdefault(name, face).has(face):
-            text = f"it gave a {face.cls} with other methods than before; give instances of one class"
+        instance = Instance(name, made, interface, self._code)
+        if not self._interfaces.setdefault(name, interface).has(interface):
+            text = f"it gave a {interface.cls} with other methods than before; give instances of one class"
             self._discard(instance)
             raise UserCodeError(text, "TypeError", making.where)
         return instance
@@ -207,15 +225,15 @@ class Pool:
         self.give_back(instance)
 
     def _discard(self, instance: Instance) -> None:
-        face = instance.face
-        _spawn(self._ended(face.cls, _closing(face), instance.emptied()), self._ends)
+        interface = instance.interface
+        _spawn(self._ended(interface.cls, _closing(interface), instance.emptied()), self._ends)
 
     async def _ended(self, cls: str, closing: Callable[..., Any], holder: Holder) -> None:
         """Close it, where it has a `close`, and let go of it where it was used."""
         try:
             await self._code.call(closing, _none, self._timeout_s, Kind.CLOSE, holder=holder)
         except UserCodeError as error:
-            self.trouble(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
+            self._notify(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
         finally:
             self.alive -= 1
 
@@ -226,9 +244,9 @@ def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> N
     task.add_done_callback(tasks.discard)
 
 
-def _closing(face: EnvironmentInterface) -> Callable[..., Any]:
-    """What closes the held object of this face, if it can be closed, and lets go of it."""
-    close = face.methods.get("close")
+def _closing(interface: EnvironmentInterface) -> Callable[..., Any]:
+    """What closes the held object of this interface, if it can be closed, and lets go of it."""
+    close = interface.methods.get("close")
     if close is None:
         return lambda holder: _none(holder())
     if is_async(close):

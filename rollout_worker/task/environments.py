@@ -17,7 +17,7 @@ from protocol.config import ConfigError, RunConfig, checks
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.data.rows import Row, RowPosition, Rows
 from rollout_worker.task.environment_instance import EMPTY_PROMPT, EnvironmentInterface, Instance, no_reset, tools_of
-from rollout_worker.task.environment_pool import Pool
+from rollout_worker.task.environment_pool import Notify, Pool
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
 
@@ -125,41 +125,41 @@ class EnvironmentKind:
     """What the episodes of one environment have in common. name: its factory's, None where there is but one."""
 
     name: str | None
-    face: EnvironmentInterface
+    interface: EnvironmentInterface
     tools: ToolBox
     chat: ChatFormat
 
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The task's environments, open. stages: by name, None where there is but one."""
+    """The task's environments, open. kinds: by name, None where there is but one."""
 
-    stages: Mapping[str | None, EnvironmentKind]
+    kinds: Mapping[str | None, EnvironmentKind]
     pool: Pool
 
-    def stage_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
+    def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
         """That of a row. Raises `ConfigError` where it names none."""
-        if None in self.stages:
-            return self.stages[None]
-        if fault := check_row(self.stages, columns):
+        if None in self.kinds:
+            return self.kinds[None]
+        if fault := check_row(self.kinds, columns):
             raise ConfigError(fault)
-        return self.stages[columns[COLUMN]]
+        return self.kinds[columns[COLUMN]]
 
-    def reset_columns(self, stage: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def reset_columns(self, kind: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
         """What of a row's columns `reset` gets: as in TRL all that it takes, without the name that chose it. Raises
         `ConfigError`."""
-        return stage.face.reset_arguments(
-            {name: value for name, value in columns.items() if stage.name is None or name != COLUMN}
+        return kind.interface.reset_arguments(
+            {name: value for name, value in columns.items() if kind.name is None or name != COLUMN}
         )
 
     @property
     def rewards(self) -> list[str]:
         """The rewards that environments give, one for each class that has `get_reward`, named after it as in TRL."""
-        return list(dict.fromkeys(stage.face.cls for stage in self.stages.values() if stage.face.rewards))
+        return list(dict.fromkeys(kind.interface.cls for kind in self.kinds.values() if kind.interface.rewards))
 
     @property
     def chat(self) -> ChatFormat:
-        return next(iter(self.stages.values())).chat
+        return next(iter(self.kinds.values())).chat
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -167,23 +167,26 @@ class Environments:
         return [
             {
                 "environment": name,
-                "class": stage.face.cls,
-                "responds": stage.face.responds,
-                "tools": stage.tools.schemas,
+                "class": kind.interface.cls,
+                "responds": kind.interface.responds,
+                "tools": kind.tools.schemas,
             }
-            for name, stage in self.stages.items()
+            for name, kind in self.kinds.items()
         ]
 
 
 @asynccontextmanager
 async def open_environments(
-    config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat
-) -> AsyncIterator[Environments | None]:
-    """The environments of `task` beside its other `tools`, None if it has none; one instance of each is made at once,
-    to see what it can do, and all are closed at the end. Raises `ConfigError`."""
-    if task.environment is None:
-        yield None
-        return
+    config: RunConfig, task: Task, tools: ToolBox, code: UserCode, make_chat: MakeChat, notify: Notify
+) -> AsyncIterator[Environments]:
+    """Open the environments of a task, which has some, beside its other `tools`.
+
+    One instance of each is made at once, to see what it can do. All instances are closed at the end.
+
+    Raises:
+        ConfigError: An environment cannot be made or described, or goes with no setting of the run file.
+    """
+    assert task.environment is not None
     if config.worker.tool_isolation == "process":
         raise ConfigError(
             "worker.tool_isolation = process: an environment keeps its state from call to call, and cannot be called "
@@ -193,12 +196,12 @@ async def open_environments(
         checks.check_patience(config.queue, config.worker, config.learner, environments=True)
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s)
+    pool = Pool(factories_of(task.environment), code, config.worker.environment_timeout_s, config.max_open, notify)
     try:
-        stages = {name: await _stage(name, pool, tools, make_chat) for name in pool.factories}
-        environments = Environments(stages, pool)
+        kinds = {name: await _kind(name, pool, tools, make_chat) for name in pool.factories}
+        environments = Environments(kinds, pool)
         if not (task.rewards or environments.rewards):
-            raise no_reward(stage.face.cls for stage in stages.values())
+            raise no_reward(kind.interface.cls for kind in kinds.values())
         if both := set(environments.rewards).intersection(map(_name, task.rewards)):
             raise ConfigError(
                 f"Task(rewards=...): {min(both)!r} is a reward function and the class of an environment with "
@@ -209,15 +212,15 @@ async def open_environments(
         await pool.close()
 
 
-async def _stage(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeChat) -> EnvironmentKind:
+async def _kind(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeChat) -> EnvironmentKind:
     try:
         instance = await pool.take(name)
     except UserCodeError as error:
         place = f" ({error.where})" if error.where else ""
         raise ConfigError(f"{given_as(name)}: no instance can be made: {error}{place}; mend it there") from None
     try:
-        box = tools.and_tools(tools_of(instance.face, instance.object))
-        return EnvironmentKind(name, instance.face, box, make_chat(box.schemas, instance.face.responds))
+        box = tools.and_tools(tools_of(instance.interface, instance.object))
+        return EnvironmentKind(name, instance.interface, box, make_chat(box.schemas, instance.interface.responds))
     finally:
         pool.give_back(instance)
 

@@ -54,8 +54,8 @@ class RewardBatch:
 
     A completion is a list of messages where the prompt is one, else text; its ids are all that followed the
     prompt, tool messages included. `columns` are those of the group's row. prompts: one per rollout, where environments
-    gave each its own; environments: the objects themselves, one per rollout; own: the rewards that the rollouts brought
-    with them, by component; results: what their agents returned, None where the task has none.
+    gave each its own; own: the rewards that the rollouts brought with them, by component; inputs: what else the
+    rollouts bring for functions that ask for it, by the name of the parameter, one value per rollout.
     """
 
     prompt: Any
@@ -64,9 +64,8 @@ class RewardBatch:
     columns: Mapping[str, Any]
     state: TrainerState = TrainerState()
     prompts: list[Any] | None = None
-    environments: list[Any] | None = None
     own: Sequence[Mapping[str, float | None]] = ()
-    results: Sequence[Any] | None = None
+    inputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
         """What every function gets; what it may ask for besides is not among them."""

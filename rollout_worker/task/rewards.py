@@ -105,16 +105,16 @@ class FunctionReward:
 
     def _with_environments(self, batch: RewardBatch) -> Callable[..., Any]:
         """The function, with the environments if it takes them: the objects themselves, where all else is copied."""
-        if batch.environments is None or not (self._takes is None or ENVIRONMENTS in self._takes):
+        if ENVIRONMENTS not in batch.inputs or not (self._takes is None or ENVIRONMENTS in self._takes):
             return self._function
-        return partial(self._function, **{ENVIRONMENTS: batch.environments})
+        return partial(self._function, **{ENVIRONMENTS: list(batch.inputs[ENVIRONMENTS])})
 
     def _arguments(self, batch: RewardBatch, notes: Notes) -> dict[str, Any]:
         on_request = {
             "trainer_state": batch.state,
             "log_metric": notes.log_metric,
             "log_extra": notes.log_extra,
-            **({} if batch.results is None else {RESULTS: list(batch.results)}),
+            **{name: list(values) for name, values in batch.inputs.items() if name != ENVIRONMENTS},
         }
         asked = {name: value for name, value in on_request.items() if self._takes is None or name in self._takes}
         return {**batch.arguments(), **asked}

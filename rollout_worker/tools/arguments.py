@@ -1,7 +1,7 @@
 """A call's arguments, against the schema of its tool: read, made to fit where it is plain how, and checked.
 
 What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and size and time
-are bounded. Arguments that are not `small` are to be made fit in a thread (F19). Patterns and the like, whose check may
+are bounded. Arguments that are not `small` are to be made fit in a thread. Patterns and the like, whose check may
 take for ever, are left to the tool.
 
 How much there is to a value of JSON, counted no further than is asked.

@@ -12,7 +12,7 @@ import asyncio
 import copy
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TextIO, cast
 
@@ -34,6 +34,8 @@ DEFAULT_TIMEOUT_S = 60.0
 _ID_CHARACTERS = 128
 
 _KNOWN_CHARACTERS = 2000
+
+_STDERR_LINES = 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +161,7 @@ class ToolBox:
 
 
 async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
-    """Large arguments are made fit in a thread: it would stop the loop (F19)."""
+    """Large arguments are made fit in a thread: it would stop the loop."""
     if small(given):
         return parameters.fit(given)
     arguments: Arguments = await in_thread(parameters.fit, given=given)
@@ -187,10 +189,30 @@ async def open_tools(
     code: UserCode,
     errors: TextIO | None = None,
 ) -> AsyncIterator[ToolBox]:
-    """The task's `tools`, and those of its `mcp_servers` and the run file's, connected until the end of the context.
-    Servers that are commands run in the task file's folder; `errors`: where they write what goes wrong, None for this
-    process's stderr. Raises `ConfigError`."""
+    """Open the task's tools, and those of its MCP servers and the run file's, which stay connected inside.
+
+    Servers that are commands run in the task file's folder.
+
+    Args:
+        errors: A file that is read and written, for the servers' stderr; None for this process's.
+
+    Raises:
+        ConfigError: A server gives no tools (with the end of its stderr, where `errors` has it), or tools do not fit
+            together.
+    """
     addresses = [*mcp_servers, *config.task.mcp_servers]
-    async with mcp_tools(addresses, config.task.file.parent, errors=errors) as found:
+    async with AsyncExitStack() as stack:
+        try:
+            found = await stack.enter_async_context(mcp_tools(addresses, config.task.file.parent, errors=errors))
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_written_to(errors)}") from None
         isolated = config.worker.tool_isolation == "process"
         yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated)
+
+
+def _written_to(errors: TextIO | None) -> str:
+    if errors is None:
+        return ""
+    errors.seek(0)
+    lines = " | ".join(line.strip() for line in errors.readlines()[-_STDERR_LINES:] if line.strip())
+    return f" (stderr: {lines:.600})" if lines else ""

@@ -14,7 +14,7 @@ import pytest
 
 from protocol.config import load as load_config
 from rollout_worker.chat.build import build_chat_format
-from rollout_worker.task.environment_instance import face_of, tools_of
+from rollout_worker.task.environment_instance import interface_of, tools_of
 from rollout_worker.task.task import load_task
 from rollout_worker.tools.toolbox import ToolBox
 from tests.examples.conftest import EXAMPLES, modules_of
@@ -75,7 +75,7 @@ def _tools(task: Any) -> list[Any] | None:
     """The schemas of a task's tools; None where an agent names its own."""
     if task.environment is not None:
         instance = task.environment()
-        return ToolBox(tools_of(face_of(instance), instance)).schemas
+        return ToolBox(tools_of(interface_of(instance), instance)).schemas
     return None if task.agent is not None else ToolBox(task.tools).schemas
 
 

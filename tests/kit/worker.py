@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from protocol.config import RunConfig
 from protocol.messages import Rollout
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
+from rollout_worker.episodes.source import BuildChat, SourceContext
 from rollout_worker.inference.client import InferenceClient
-from rollout_worker.task.environments import open_environments
+from rollout_worker.inference.failures import FailureNotices
+from rollout_worker.sources import source_of
 from rollout_worker.task.task import Task
 from rollout_worker.ticket_loop import Worker
-from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 from tests import kit
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, Fault, serving
@@ -68,6 +70,17 @@ def chat_format(tools: Sequence[dict[str, Any]] = ()) -> TemplateFormat:
     return TemplateFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
 
 
+def built_by(make: Callable[[Sequence[dict[str, Any]]], ChatFormat]) -> BuildChat:
+    """A builder of chat formats for a source, by the tools' schemas alone."""
+
+    def build(
+        config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
+    ) -> ChatFormat:
+        return make(tools)
+
+    return build
+
+
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(timeout_s):
@@ -110,13 +123,10 @@ async def roll(
         code = await stack.enter_async_context(
             UserCode(config.worker.user_threads, look_s=look_s, environment_threads=config.worker.episodes)
         )
-        tools = await stack.enter_async_context(open_tools(config, the_task.tools, the_task.mcp_servers, code))
-        environments = await stack.enter_async_context(
-            open_environments(config, the_task, tools, code, lambda schemas, answers: chat(schemas))
-        )
-        the_chat = chat(tools.schemas) if environments is None else environments.chat
-        options = {"build_format": chat, **options}
-        worker = Worker(config, the_task, queue, "w0", the_chat, tools, client, code, environments, **options)
+        notices = FailureNotices()
+        context = SourceContext(config, the_task, code, partial(notices.add, "code"), built_by(chat))
+        source = await stack.enter_async_context(source_of(the_task).open(context))
+        worker = Worker(config, the_task, queue, "w0", source, client, code, notices, **options)
         stop = asyncio.Event()
         running = asyncio.create_task(worker.run(stop))
         if stop_when is not None:

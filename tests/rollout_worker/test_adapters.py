@@ -115,7 +115,7 @@ async def test_prefix_caches_are_apart_by_adapter():
         assert all(salt.endswith(model) for model, salt in salts)
 
 
-async def test_f16_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_proven_again():
+async def test_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_proven_again():
     async with against(served(SEVEN), served(SEVEN)) as s:
         first, second = s.fakes
         names = s.pool._router.serving
@@ -132,7 +132,7 @@ async def test_f16_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_p
         assert s.pool._router.serving == [names[1]]
 
 
-async def test_f16_a_worker_that_never_knew_of_adapters_trains_no_token_of_the_base():
+async def test_a_worker_that_never_knew_of_adapters_trains_no_token_of_the_base():
     async with against(served(SEVEN), served(SEVEN)) as s:
         s.fakes[0].adapters.restart()  # it answers a request for the base, with the base's label
         await asyncio.gather(*(s.turn() for _ in range(6)))

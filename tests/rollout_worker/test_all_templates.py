@@ -78,7 +78,7 @@ def test_without_tools_a_second_question_is_appended_as_the_template_has_it_or_a
 
 
 @pytest.mark.parametrize("template", TEMPLATES, ids=named)
-def test_f18_content_in_parts_of_text_is_rendered_as_the_text_that_they_are(template):
+def test_content_in_parts_of_text_is_rendered_as_the_text_that_they_are(template):
     """With tools and without, in a prompt, in one that is continued, and in the history of a new segment."""
 
     def halved(message):

@@ -238,12 +238,12 @@ def test_a_long_list_in_text_is_no_nesting() -> None:
         {"ints": str([1] * MOST.values)},
     ],
 )
-def test_f19_arguments_that_are_too_large_are_refused_saying_so(given: Any) -> None:
+def test_arguments_that_are_too_large_are_refused_saying_so(given: Any) -> None:
     with pytest.raises(ArgumentsError, match="too large, at most 100000 values and 1000000 characters"):
         fit(given)
 
 
-def test_f19_what_fits_as_it_is_asks_no_validator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_as_it_is_asks_no_validator(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes a hundred times as long."""
     monkeypatch.setattr(PARAMETERS, "_validator", None)
     values = {"ints": [1] * 16_000, "counts": {str(number): number for number in range(16_000)}, "either": [1, 2]}
@@ -252,7 +252,7 @@ def test_f19_what_fits_as_it_is_asks_no_validator(monkeypatch: pytest.MonkeyPatc
     assert plain.fit(values) == Arguments(values)
 
 
-def test_f19_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
 
     def plain(text: str) -> str:
@@ -264,7 +264,7 @@ def test_f19_pairs_of_one_name_are_read_once(monkeypatch: pytest.MonkeyPatch) ->
     assert read == ["1"]
 
 
-def test_f19_small_arguments_are_told_from_large_ones() -> None:
+def test_small_arguments_are_told_from_large_ones() -> None:
     assert small({"ints": [1] * 200})
     assert small("n: 7")
     assert not small({"ints": [1] * 300})

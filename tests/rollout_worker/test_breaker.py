@@ -65,7 +65,7 @@ def test_a_trial_that_is_given_up_leaves_another_one_due():
 
 
 @given(st.lists(st.sampled_from(["fail", "fail for all", "begin", "succeed", "give up", "pause over"]), max_size=60))
-def test_f5_it_is_never_shut_for_good(actions):
+def test_it_is_never_shut_for_good(actions):
     """Whenever nothing may go to the server, a pause is running or a trial is out."""
     breaker, trial, pausing = Breaker(), False, False
     for action in actions:

@@ -75,7 +75,7 @@ async def test_i7_slots_that_are_idle_because_enough_is_open_are_told_apart():
     assert (capacity.full_s, capacity.waited_s) == (pytest.approx(2.0), 0.0)
 
 
-async def test_f8_a_ticket_is_asked_for_when_enough_slots_are_free():
+async def test_a_ticket_is_asked_for_when_enough_slots_are_free():
     capacity = capacity_of(4, 100)
     reservation = await started(capacity, 4)
     capacity._enough_open = 100
@@ -198,7 +198,7 @@ async def test_the_seconds_that_a_turn_waited_are_told():
     assert await held(capacity) == 0.0
 
 
-async def test_f15_a_turn_that_is_cancelled_as_it_gets_its_slot_gives_it_back():
+async def test_a_turn_that_is_cancelled_as_it_gets_its_slot_gives_it_back():
     capacity = capacity_of(1, 8)
     reservation = await started(capacity, 1)
     waiting = asyncio.create_task(held(capacity))
@@ -209,7 +209,7 @@ async def test_f15_a_turn_that_is_cancelled_as_it_gets_its_slot_gives_it_back():
     assert capacity.free == 1
 
 
-async def test_f15_a_cancelled_first_turn_makes_way_for_those_behind_it():
+async def test_a_cancelled_first_turn_makes_way_for_those_behind_it():
     capacity = capacity_of(4, 8)
     first = await started(capacity, 3)
     second = await started(capacity, 2)

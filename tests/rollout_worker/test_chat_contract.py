@@ -83,7 +83,7 @@ def test_a_prompt_is_the_templates_whole_rendering(built):
 
 
 @given(said=st.text(max_size=30), answers=st.lists(st.text(max_size=30), min_size=1, max_size=3))
-def test_f18_prompt_turn_and_suffix_are_the_templates_whole_rendering(built, said, answers):
+def test_prompt_turn_and_suffix_are_the_templates_whole_rendering(built, said, answers):
     """The turn is as it was sampled, and no id of it changes."""
     _, chat, _ = built
     messages = [answer(content) for content in answers]

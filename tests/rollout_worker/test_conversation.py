@@ -1,4 +1,4 @@
-"""What no format renders: the same is refused of a template's conversations and of a renderer's (F18)."""
+"""What no format renders: the same is refused of a template's conversations and of a renderer's."""
 
 import asyncio
 
@@ -45,7 +45,7 @@ def user(*parts):
         ),
     ],
 )
-def test_f18_what_would_be_rendered_as_something_else_is_refused_by_both_formats(name, messages, told):
+def test_what_would_be_rendered_as_something_else_is_refused_by_both_formats(name, messages, told):
     chat = FORMATS[name]()
     for render in (chat.prompt_ids(messages), chat.render_ids(messages, True)):
         with pytest.raises(PromptError) as raised:

@@ -180,9 +180,7 @@ def test_a_hub_name_goes_to_the_library_with_config_and_split(monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("name", "meant"), [("rows.xyz", True), ("org/rows.txt", True), ("org/set-v1.5", False)])
-def test_f19_a_name_that_may_be_a_file_s_is_told_as_both(
-    name: str, meant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_may_be_a_file_s_is_told_as_both(name: str, meant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def load_dataset(*_: object, **__: object) -> None:
         raise ConnectionError("no hub here")
 

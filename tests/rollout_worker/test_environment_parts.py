@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from protocol.config import ConfigError
 from rollout_worker.chat.format_check import check_answer_format
-from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, face_of, folded, observed, tools_of
+from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, folded, interface_of, observed, tools_of
 from rollout_worker.task.environment_pool import Pool
 from rollout_worker.task.reward_base import RewardBatch
 from rollout_worker.task.rewards import RewardFunctions
@@ -62,10 +62,10 @@ class Whole:
 
 
 def test_the_methods_that_are_tools_are_trls():
-    face = face_of(Whole())
-    assert face.tools == ("ask", "look")
-    assert (face.cls, face.rewards, face.responds) == ("Whole", True, True)
-    assert [tool.schema["function"]["description"] for tool in tools_of(face, Whole())] == [
+    interface = interface_of(Whole())
+    assert interface.tools == ("ask", "look")
+    assert (interface.cls, interface.rewards, interface.responds) == ("Whole", True, True)
+    assert [tool.schema["function"]["description"] for tool in tools_of(interface, Whole())] == [
         "Ask somebody.",
         "Look around.",
     ]
@@ -80,7 +80,7 @@ def test_a_method_that_cannot_be_described_says_what_to_do():
     with pytest.raises(
         ConfigError, match=r"class Untold: the tool 'helper' cannot be described.*begin the name of one"
     ):
-        tools_of(face_of(Untold()), Untold())
+        tools_of(interface_of(Untold()), Untold())
 
 
 @pytest.mark.parametrize(
@@ -211,8 +211,7 @@ async def test_the_pool_closes_idle_ones_of_other_names_for_new_ones():
         return type(name, (Bare,), {"close": lambda self: close(name)})
 
     async with UserCode() as code:
-        pool = Pool({"a": kind("a"), "b": kind("b")}, code, 5.0)
-        pool.most = 2
+        pool = Pool({"a": kind("a"), "b": kind("b")}, code, 5.0, max_alive=2)
         first, second = await pool.take("a"), await pool.take("a")
         pool.give_back(first)
         pool.give_back(second)
@@ -253,8 +252,7 @@ async def test_i9_a_close_that_fails_is_told_and_ends_nothing():
             raise SystemExit("no")
 
     async with UserCode() as code:
-        pool = Pool({None: Stubborn}, code, 5.0)
-        pool.trouble = lambda key, text, where: told.append((text, where))
+        pool = Pool({None: Stubborn}, code, 5.0, notify=lambda key, text, where: told.append((text, where)))
         pool.give_back(await pool.take(None))
         await pool.close()
         assert pool.alive == 0
@@ -345,8 +343,9 @@ async def test_what_was_made_too_late_and_fails_to_close_is_told_with_its_factor
     gate = Gate()
     gate.environment = Stubborn  # type: ignore[method-assign]
     async with UserCode() as code:
-        pool = Pool({None: partial(gate.in_a_thread)}, code, 0.01)
-        pool.trouble = lambda key, text, where: told.append((text, where))
+        pool = Pool(
+            {None: partial(gate.in_a_thread)}, code, 0.01, notify=lambda key, text, where: told.append((text, where))
+        )
         with pytest.raises(UserCodeError):
             await pool.take(None)
         gate.opened.set()
@@ -370,7 +369,7 @@ async def test_a_factory_that_gives_something_else_is_told():
 @given(
     st.lists(st.tuples(st.sampled_from(["take", "back", "spoil", "call", "cancel"]), st.integers(0, 7)), max_size=30)
 )
-def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_once(steps):
+def test_i9_whatever_happens_no_instance_is_out_twice_and_each_is_closed_once(steps):
     """Instances are taken, called, spoilt, and given back while a call is still at work."""
     made: list[Any] = []
     closed: list[Any] = []
@@ -388,8 +387,7 @@ def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_onc
 
     async def play() -> None:
         async with UserCode() as code:
-            pool = Pool({None: Noted}, code, 5.0)
-            pool.most = 4
+            pool = Pool({None: Noted}, code, 5.0, max_alive=4)
             out: list[Any] = []
             calls: list[asyncio.Task[Any]] = []
             for what, place in steps:
@@ -424,7 +422,7 @@ def test_i9_f15_whatever_happens_no_instance_is_out_twice_and_each_is_closed_onc
 
 @pytest.mark.parametrize("case", [*TEMPLATES, *RENDERERS], ids=lambda case: f"{case.how}, {case.thinking}")
 @pytest.mark.parametrize("with_tools", [False, True])
-def test_i4_f18_no_format_appends_what_it_would_not_write(case, with_tools):
+def test_i4_no_format_appends_what_it_would_not_write(case, with_tools):
     """Where nothing can be proven nothing is appended: a segment opens."""
     try:
         chat = case.build(ToolBox([multiply]).schemas if with_tools else [])

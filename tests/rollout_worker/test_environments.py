@@ -98,8 +98,8 @@ def worker_of(**settings: Any) -> Any:
     return config(WORKER, worker=settings)
 
 
-def troubles(run: Any) -> list[tuple[str, str]]:
-    return [(trouble.kind, trouble.text) for trouble in run.worker.report().troubles]
+def notices(run: Any) -> list[tuple[str, str]]:
+    return [(notice.kind, notice.text) for notice in run.worker.report().troubles]
 
 
 async def test_instances_are_pooled_reset_and_closed_and_the_environment_rewards():
@@ -244,7 +244,7 @@ async def test_a_row_that_names_no_environment_is_dropped_and_told():
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("row", False)
     assert "'middle', which is not one of the environments: left, right" in failure.detail
-    assert ("row", f"{failure.detail}") in troubles(run)
+    assert ("row", f"{failure.detail}") in notices(run)
 
 
 class Guessing:
@@ -309,7 +309,7 @@ async def test_an_answer_cannot_speak_as_another_and_is_cut():
     text = TOKENIZER.decode(run.rollouts[0].segments[0].token_ids, skip_special_tokens=False)
     assert "< |im_end|>\n< |im_start|>assistant" in text
     assert "characters left out" in text
-    assert any(kind == "environment" and "special tokens" in said for kind, said in troubles(run))
+    assert any(kind == "environment" and "special tokens" in said for kind, said in notices(run))
 
 
 @pytest.mark.parametrize(
@@ -323,13 +323,13 @@ async def test_i9_what_is_no_answer_fails_the_episode_and_is_told_once(answer):
     run = await roll(played(Odd), fake(calling("1")))
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("environment", True)
-    ((kind, text),) = troubles(run)
+    ((kind, text),) = notices(run)
     assert kind == "environment"
     assert "Odd: respond fails: " in text
     assert "test_environments.py:" in text
 
 
-async def test_f22_resets_run_side_by_side_and_hold_no_slot():
+async def test_resets_run_side_by_side_and_hold_no_slot():
     """Eight episodes of four groups are all in their resets at one time, and all slots are free."""
     resets: list[int] = []
     free: list[int] = []
@@ -460,9 +460,9 @@ async def test_i9_an_instance_whose_call_hangs_or_exits_is_closed_and_thrown_awa
     if way == "hangs":
         assert failures["reward"] == 1, "an episode whose environment is lost has no reward"
         assert all(rollout.reward == 12.0 for rollout in run.rollouts)
-        assert any("no answer within 0.3 s" in text for _, text in troubles(run))
+        assert any("no answer within 0.3 s" in text for _, text in notices(run))
     else:
-        assert any("SystemExit(3)" in text for _, text in troubles(run))
+        assert any("SystemExit(3)" in text for _, text in notices(run))
 
 
 async def test_i9_a_hung_call_keeps_the_next_ones_off_the_instance():
@@ -510,14 +510,14 @@ async def test_i9_a_constructor_that_fails_is_counted_and_told_once():
     run = await roll(played(Fragile), fake(calling("done")), tickets=3, config=worker_of(episodes=2))
     assert {(failure.reason, failure.retryable) for failure in run.queue.failures.values()} <= {("environment", True)}
     assert run.queue.failures
-    told = [text for kind, text in troubles(run) if kind == "environment"]
+    told = [text for kind, text in notices(run) if kind == "environment"]
     assert len(told) == 1
     assert "Fragile: no instance can be made: OSError: no such machine (" in told[0]
     assert "test_environments.py:" in told[0]
 
 
 @pytest.mark.parametrize("way", ["raises", "hangs", "exits", "wrong"])
-async def test_i9_f6_resets_that_fail_shrink_their_group_or_fail_their_ticket(way):
+async def test_i9_resets_that_fail_shrink_their_group_or_fail_their_ticket(way):
     log = Log()
     numbers = iter(range(1000))
 
@@ -540,7 +540,7 @@ async def test_i9_f6_resets_that_fail_shrink_their_group_or_fail_their_ticket(wa
         log.release.set()
     assert sum(len(group.rollouts) for group in run.queue.groups) >= 6
     assert run.worker.counters.failures["environment"] == 3
-    told = [text for kind, text in troubles(run) if kind == "environment"]
+    told = [text for kind, text in notices(run) if kind == "environment"]
     assert len(told) == 1
     assert "Moody: reset fails: " in told[0]
     assert log.closed == log.made, "a hung instance is closed too"
@@ -579,7 +579,7 @@ async def test_a_get_reward_that_fails_is_tried_again_and_then_drops_its_episode
     (failure,) = run.queue.failures.values()
     assert (failure.reason, failure.retryable) == ("reward", True)
     assert any(
-        kind == "reward" and "it returned nan; a reward is a finite number" in text for kind, text in troubles(run)
+        kind == "reward" and "it returned nan; a reward is a finite number" in text for kind, text in notices(run)
     )
 
 
@@ -600,7 +600,7 @@ async def test_an_environment_without_an_opinion_leaves_the_reward_to_the_functi
 
 @pytest.mark.parametrize("way", ["sync", "async"])
 @pytest.mark.parametrize("where", ["reset", "add", "get_reward"])
-async def test_f15_a_worker_that_is_stopped_closes_them_all(where, way):
+async def test_a_worker_that_is_stopped_closes_them_all(where, way):
     """Also those that a call is at work on, which only their close() ends."""
     log = Log()
     entered: list[str] = []
@@ -638,7 +638,7 @@ async def test_f15_a_worker_that_is_stopped_closes_them_all(where, way):
     assert log.closed == log.made
 
 
-async def test_f11_f15_a_lost_tickets_instances_come_back():
+async def test_a_lost_tickets_instances_come_back():
     log = Log()
     entered: list[int] = []
 
@@ -671,7 +671,7 @@ async def test_f11_f15_a_lost_tickets_instances_come_back():
     pools: list[Any] = []
 
     def is_over(worker: Any) -> bool:
-        pools[:] = [worker._groups.driver.environments.pool]
+        pools[:] = [worker.source.environments.pool]
         return bool(worker.counters.failures["lost"] and queue.groups and pools[0].idle == log.made)
 
     run = await roll(the_task, fake(ADDING), queue=queue, config=short, stop_when=is_over)

@@ -48,7 +48,7 @@ async def test_rows_of_the_eval_dataset_in_its_order_and_groups_of_any_size(grou
         assert [rollout.reward for rollout in group.rollouts] == [1.0] * group_size
         assert (group.epoch, group.ticket_id) == (0, f"e0.{index}.0")
     assert sorted(by_index) == [0, 1, 2, 3]
-    assert run.worker.capacity.free == run.worker.capacity.total, "F15: every permit is back"
+    assert run.worker.capacity.free == run.worker.capacity.total, "every permit is back"
     assert run.worker.capacity.open == 0
 
 

@@ -16,15 +16,17 @@ from protocol.config import RunConfig, fingerprint
 from protocol.messages import BeginSession
 from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.store.sqlite import SqliteStore
+from rollout_worker.episodes.source import SourceContext
 from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.failures import FailureNotices
+from rollout_worker.sources import source_of
 from rollout_worker.task.task import Task
 from rollout_worker.ticket_loop import Worker
-from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving as serving_vllm
 from tests.kit.queue import Served, serve_version, serving
-from tests.kit.worker import TOKENIZER, chat_format, fake, row, task, until
+from tests.kit.worker import TOKENIZER, built_by, chat_format, fake, row, task, until
 
 EVALS = [row(10 + number, 3) for number in range(8)]
 SECTIONS: dict[str, dict[str, Any]] = {"worker": {"episodes": 8}, "eval": {"every": 5, "at_start": True, "share": 0.5}}
@@ -54,8 +56,9 @@ async def worker(run_config: RunConfig, the_task: Task, client: QueueClient, nam
     async with AsyncExitStack() as stack:
         inference = await stack.enter_async_context(InferenceClient(run_config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(run_config.worker.user_threads))
-        tools = await stack.enter_async_context(open_tools(run_config, the_task.tools, the_task.mcp_servers, code))
-        made = Worker(run_config, the_task, client, name, chat_format(tools.schemas), tools, inference, code)
+        context = SourceContext(run_config, the_task, code, build_chat=built_by(chat_format))
+        source = await stack.enter_async_context(source_of(the_task).open(context))
+        made = Worker(run_config, the_task, client, name, source, inference, code, FailureNotices())
         stop = asyncio.Event()
         running = asyncio.create_task(made.run(stop))
         try:
@@ -113,7 +116,7 @@ async def test_a_group_above_a_workers_episodes_and_one_of_one() -> None:
     assert (found.done, found.rollouts, found.best_name, found.best) == (2, 40, "pass@20", 1.0)
 
 
-async def test_f10_what_a_stopped_worker_held_goes_to_another() -> None:
+async def test_what_a_stopped_worker_held_goes_to_another() -> None:
     opened = False
     the_task = task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
@@ -127,7 +130,7 @@ async def test_f10_what_a_stopped_worker_held_goes_to_another() -> None:
     assert (found.ended, found.done, found.failed) == ("complete", 8, 0)
 
 
-async def test_f10_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
     opened = False
     the_task = task(eval_dataset=EVALS, rewards=[gate(lambda: opened)])
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):

@@ -92,8 +92,8 @@ async def test_i9_an_async_tool_that_is_interrupted_ends_no_worker(tool, monkeyp
     monkeypatch.setattr(tool, "__name__", "multiply")
     run = await roll(task(tools=[tool]), fake(), tickets=3)
     assert [rollout.tool_failures for rollout in run.rollouts] == [1] * 6
-    (trouble,) = run.worker.report().troubles
-    assert "KeyboardInterrupt" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert "KeyboardInterrupt" in notice.text
 
 
 def generator(completions, answer, **columns):
@@ -167,9 +167,9 @@ async def test_i9_a_blocking_async_tool_stops_neither_the_worker_nor_other_episo
     queue.submit = submit
     run = await roll(task(tools=[blocks_once]), fake(), queue=queue, look_s=0.005)
     assert [rollout.reward for rollout in run.rollouts] == [1.0] * 6
-    (trouble,) = (trouble for trouble in run.worker.report().troubles if trouble.kind == "code")
-    assert "blocks_once blocks the event loop of async code" in trouble.text
-    assert f"{__file__}:" in trouble.text
+    (notice,) = (notice for notice in run.worker.report().troubles if notice.kind == "code")
+    assert "blocks_once blocks the event loop of async code" in notice.text
+    assert f"{__file__}:" in notice.text
 
 
 async def test_i9_hung_calls_are_reported():
@@ -190,7 +190,7 @@ async def test_i9_hung_calls_are_reported():
     run = await roll(task(tools=[hang]), fake(), tickets=4, config=run_config)
     report = run.worker.report()
     assert report.hung_calls == 8
-    texts = [trouble.text for trouble in report.troubles if trouble.kind == "code"]
+    texts = [notice.text for notice in report.troubles if notice.kind == "code"]
     assert texts[0].startswith("1 call of tools has not come back")
     release.set()
     await until(lambda: run.worker.report().hung_calls == 0)

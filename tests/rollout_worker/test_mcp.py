@@ -131,7 +131,7 @@ async def test_a_tool_whose_name_models_cannot_write_is_left_out_with_a_warning(
     assert "has a tool that is named 'tool_0', which models cannot write: it is left out" in caplog.text
 
 
-async def test_f19_a_server_with_very_many_tools_is_refused_saying_so(monkeypatch):
+async def test_a_server_with_very_many_tools_is_refused_saying_so(monkeypatch):
     monkeypatch.setattr(mcp, "MAX_TOOLS", 2)
     with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* have it give fewer"):
         async with box_of(f"{STDIO} low"):

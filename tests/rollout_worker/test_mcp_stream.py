@@ -26,7 +26,7 @@ def answer(result: Any) -> str:
     return json.dumps({"jsonrpc": "2.0", "id": 7, "result": result})
 
 
-def test_f19_half_characters_are_replaced_so_that_the_call_is_answered() -> None:
+def test_half_characters_are_replaced_so_that_the_call_is_answered() -> None:
     item = mended(come(answer({"content": [{"type": "text", "text": "bad \ud800"}]})))
     assert isinstance(item, SessionMessage)
     assert isinstance(item.message, JSONRPCResponse)
@@ -41,7 +41,7 @@ def test_f19_half_characters_are_replaced_so_that_the_call_is_answered() -> None
         '{"jsonrpc": "2.0", "id": 7, "result": {"id": 3, "content": [}}',
     ],
 )
-def test_f19_an_answer_that_cannot_be_read_fails_its_call_at_once(line: str) -> None:
+def test_an_answer_that_cannot_be_read_fails_its_call_at_once(line: str) -> None:
     item = mended(come(line))
     assert isinstance(item, SessionMessage)
     assert isinstance(item.message, JSONRPCError)
@@ -54,7 +54,7 @@ def test_what_answers_no_call_stays_an_error(line: str) -> None:
     assert isinstance(mended(come(line)), ValidationError)
 
 
-def test_f19_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
+def test_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
     item = mended(come(answer({"content": [{"type": "text", "text": "x"}] * (MAX_PARTS + 5)})))
     assert isinstance(item, SessionMessage)
     assert isinstance(item.message, JSONRPCResponse)

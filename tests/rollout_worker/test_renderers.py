@@ -145,9 +145,7 @@ def test_d2_the_schemas_are_shown(chat, name):
 
 
 @over(EXACT)
-def test_f18_a_rendered_call_is_read_back_and_what_follows_is_the_whole_rendering_through_three_rounds(
-    case, chat, name
-):
+def test_a_rendered_call_is_read_back_and_what_follows_is_the_whole_rendering_through_three_rounds(case, chat, name):
     ids, messages = prompt_of(chat), []
     for number in range(3):
         turn, answers = calling(case, first=number)
@@ -163,7 +161,7 @@ def test_f18_a_rendered_call_is_read_back_and_what_follows_is_the_whole_renderin
 
 
 @over(EXACT)
-def test_f18_two_calls_in_one_turn_and_two_answers(case, chat, name):
+def test_two_calls_in_one_turn_and_two_answers(case, chat, name):
     turn, answers = calling(case, calls=2)
     ids = prompt_of(chat)
     try:
@@ -193,7 +191,7 @@ def test_the_content_is_told_from_reasoning_and_calls(case, chat, name):
     assert parsed.text == text_of(chat, turn_ids[:-1] if turn_ids[-1] in chat.stop_token_ids else turn_ids)
 
 
-def test_f18_a_call_that_was_cut_off_before_its_end_is_closed_and_keeps_its_ids(case, chat, name):
+def test_a_call_that_was_cut_off_before_its_end_is_closed_and_keeps_its_ids(case, chat, name):
     """So ends a turn at a stop text of the run file's, which comes after the call."""
     ids, (turn, answers) = prompt_of(chat), calling(case)
     if name in NEVER_EXACT:
@@ -299,7 +297,7 @@ def test_a_text_prompt_is_taken_as_it_is(chat):
     assert text_of(chat, asyncio.run(chat.prompt_ids("Once upon a time"))).endswith("Once upon a time")
 
 
-async def test_f19_long_texts_are_rendered_in_a_thread_and_short_ones_at_once(monkeypatch):
+async def test_long_texts_are_rendered_in_a_thread_and_short_ones_at_once(monkeypatch):
     chat = build("qwen3", {}, SCHEMAS)
     in_thread, threads = user_code.in_thread, []
 

@@ -115,7 +115,7 @@ async def test_i9_a_reward_whose_float_fails_or_hangs_fails_the_reward_and_block
         await RewardFunctions([odd_async if is_async else odd], timeout_s=0.2).score(BATCH)
 
 
-async def test_f22_rewards_run_side_by_side():
+async def test_rewards_run_side_by_side():
     both = asyncio.Barrier(2)
 
     async def one(completions, **kwargs):

@@ -37,7 +37,7 @@ def start(router, affinities, need=NEED, **options):
     [
         (ServerLoad(0, 9), ServerLoad(0, 0), True),
         (ServerLoad(99, 1), ServerLoad(0, 0), True),  # less than one request like this
-        (ServerLoad(100, 1), ServerLoad(0, 0), False),  # F21: the other stands idle
+        (ServerLoad(100, 1), ServerLoad(0, 0), False),  # the other stands idle
         (ServerLoad(400, 4), ServerLoad(0, 1), True),  # its episodes are in their tools
         (ServerLoad(401, 4), ServerLoad(0, 1), False),
         (ServerLoad(1000, 8), ServerLoad(1000, 8), True),
@@ -53,20 +53,20 @@ LOADS = st.builds(ServerLoad, st.integers(0, 10**6), st.integers(0, 100))
 
 
 @given(LOADS, LOADS, st.integers(1, 10**5), st.integers(0, 10**5))
-def test_f21_more_load_at_home_never_makes_an_episode_stay(current, best, need, more):
+def test_more_load_at_home_never_makes_an_episode_stay(current, best, need, more):
     if not stays(current, best, need):
         assert not stays(current._replace(tokens=current.tokens + more), best, need)
 
 
 @given(LOADS, LOADS, st.integers(1, 10**5))
-def test_f20_an_episode_never_moves_to_a_server_that_carries_as_much(current, best, need):
+def test_an_episode_never_moves_to_a_server_that_carries_as_much(current, best, need):
     assume(best.tokens >= current.tokens)
     assume(best != ServerLoad(0, 0))
     assert stays(current, best, need)
 
 
 @given(st.integers(1, 40), st.integers(1, 5))
-def test_f20_new_requests_spread_evenly(requests, servers):
+def test_new_requests_spread_evenly(requests, servers):
     names = [f"s{number}" for number in range(servers)]
     router = router_of(*names)
     for _ in range(requests):
@@ -75,7 +75,7 @@ def test_f20_new_requests_spread_evenly(requests, servers):
     assert max(loads) - min(loads) <= NEED
 
 
-def test_f20_one_long_request_weighs_as_many_short_ones():
+def test_one_long_request_weighs_as_many_short_ones():
     router = router_of("a", "b")
     start(router, [Affinity()], need=800)
     assert [start(router, [Affinity()]) for _ in range(8)] == ["b"] * 8
@@ -114,7 +114,7 @@ def test_parts_of_a_group_that_is_too_large_for_one_server_spread():
     assert [start(router, [Affinity(siblings=siblings)]) for _ in range(4)] == ["a", "b", "a", "b"]
 
 
-def test_f21_an_idle_server_takes_over():
+def test_an_idle_server_takes_over():
     router = router_of("a")
     affinities = [Affinity() for _ in range(16)]
     for affinity in affinities:
@@ -142,7 +142,7 @@ def test_a_server_that_is_left_alone_gets_nothing():
     assert router.place([Affinity()], NEED, admits=lambda name: False) is None
 
 
-def test_f16_a_distrusted_server_is_used_again_only_after_its_record_changed():
+def test_a_distrusted_server_is_used_again_only_after_its_record_changed():
     router = router_of("a")
     assert router.distrust("a").name == "a"
     assert router.distrust("a") is None
@@ -183,14 +183,14 @@ def test_a_server_without_a_proven_version_is_not_used():
         ([server("a", changed_at=2.0)], Leave.CUT, "it was restarted"),
     ],
 )
-def test_f16_a_server_that_left_is_named(now, how, why):
+def test_a_server_that_left_is_named(now, how, why):
     router = router_of("a")
     (left,) = router.update(now)
     assert (left.server.name, left.how, left.why) == ("a", how, why)
     assert router.update(now) == []
 
 
-def test_f3_a_publication_is_no_leave():
+def test_a_publication_is_no_leave():
     router = router_of("a")
     assert router.update([server("a", version=2, changed_at=2.0)]) == []
     assert router.update([server("a", version=2, changed_at=2.0)]) == []

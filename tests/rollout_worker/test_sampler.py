@@ -215,7 +215,7 @@ async def test_a_lone_server_that_refuses_whatever_is_asked_is_tried_after_growi
     assert len(s.fakes[0].calls) == 4
 
 
-async def test_f5_a_server_that_fails_in_a_row_is_tried_by_one_request_while_the_others_wait():
+async def test_a_server_that_fails_in_a_row_is_tried_by_one_request_while_the_others_wait():
     async with setup(Fault("status", status=404, times=4), worker={"request_attempts": 2}) as s:
         turns = [asyncio.create_task(s.turn()) for _ in range(4)]
         await until(lambda: s.sampler.retries == 4)
@@ -302,7 +302,7 @@ async def test_d2_a_first_turn_that_one_server_refuses_is_counted_once_and_sampl
     assert s.troubles == []
 
 
-async def test_f5_attempts_are_bounded():
+async def test_attempts_are_bounded():
     async with setup(Fault("hang", times=None), timeout_s=0.05, worker={"request_attempts": 3}) as s:
         with pytest.raises(EpisodeFailed, match=r"3 attempts, the last: .*no answer within 0.05 s") as caught:
             await s.turn()
@@ -319,7 +319,7 @@ async def test_f5_attempts_are_bounded():
         ("no_versions", "missing_versions"),
     ],
 )
-async def test_f17_a_sample_that_cannot_be_trained_on_fails_the_episode(fault, reason):
+async def test_a_sample_that_cannot_be_trained_on_fails_the_episode(fault, reason):
     async with setup(Fault(fault)) as s:
         with pytest.raises(EpisodeFailed) as caught:
             await s.turn()
@@ -327,7 +327,7 @@ async def test_f17_a_sample_that_cannot_be_trained_on_fails_the_episode(fault, r
     assert len(s.fakes[0].requests) == 1
 
 
-async def test_f17_a_sample_that_cannot_be_trained_on_is_sampled_again_on_another_server():
+async def test_a_sample_that_cannot_be_trained_on_is_sampled_again_on_another_server():
     async with setup(Fault("nan_logprobs", times=None), servers=3) as s:
         turns = [await s.turn() for _ in range(6)]
     assert [turn.token_ids for turn in turns] == [TURN] * 6
@@ -336,7 +336,7 @@ async def test_f17_a_sample_that_cannot_be_trained_on_is_sampled_again_on_anothe
     assert "after 3 failures in a row; the last: a log-prob is -9999.0" in text
 
 
-async def test_f17_a_turn_that_two_servers_spoil_fails_its_episode_and_names_both():
+async def test_a_turn_that_two_servers_spoil_fails_its_episode_and_names_both():
     async with setup(servers=3) as s:
         for one in s.fakes:
             one.faults.append(Fault("nan_logprobs"))
@@ -347,14 +347,14 @@ async def test_f17_a_turn_that_two_servers_spoil_fails_its_episode_and_names_bot
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_f17_a_group_whose_first_turn_is_spoiled_is_one_failure_and_goes_on_elsewhere(stream):
+async def test_a_group_whose_first_turn_is_spoiled_is_one_failure_and_goes_on_elsewhere(stream):
     async with setup(Fault("nan_logprobs"), servers=2, stream_first_turn=stream) as s:
         turns = await s.first_turns([Affinity() for _ in range(4)])
     assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 4
     assert (s.troubles, s.sampler.retries) == ([], 4)
 
 
-async def test_f16_i5_a_restarted_server_is_reported_and_left_alone():
+async def test_i5_a_restarted_server_is_reported_and_left_alone():
     async with setup(servers=2) as s:
         s.fakes[0].engine.restart()
         turn = await s.turn()
@@ -366,7 +366,7 @@ async def test_f16_i5_a_restarted_server_is_reported_and_left_alone():
     assert "'default'" in stale.reason
 
 
-async def test_f16_with_no_server_left_the_episode_waits_for_the_registry():
+async def test_with_no_server_left_the_episode_waits_for_the_registry():
     async with setup() as s:
         s.fakes[0].engine.restart()
         turn = asyncio.create_task(s.turn())
@@ -392,14 +392,14 @@ async def test_an_aborted_turn_goes_on_after_its_tokens():
     assert s.slept == []
 
 
-async def test_f16_a_turn_that_is_aborted_at_its_end_is_not_continued():
+async def test_a_turn_that_is_aborted_at_its_end_is_not_continued():
     async with setup(Fault("abort", after=5)) as s:
         turn = await s.turn()
     assert (turn.token_ids, turn.finish_reason) == (TURN, "stop")
     assert len(s.fakes[0].requests) == 1
 
 
-async def test_f17_versions_far_ahead_of_the_registry_are_the_servers_failure():
+async def test_versions_far_ahead_of_the_registry_are_the_servers_failure():
     async with setup(servers=2) as s:
         s.fakes[0].engine.weight_version = str(2**40)
         turns = [await s.turn() for _ in range(5)]
@@ -464,7 +464,7 @@ async def test_a_first_turn_that_is_rejected_fails_every_episode(stream):
     assert len(s.fakes[0].calls) == 1
 
 
-async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
+async def test_a_finished_continuation_does_not_wait_for_its_siblings():
     async with setup() as s:
         s.fakes[0].engine.latency_s = lambda index: 0.0 if index == 0 else 30.0
         first = s.sampler.first_turn([Affinity(), Affinity()], PROMPT, 16)
@@ -476,7 +476,7 @@ async def test_f22_a_finished_continuation_does_not_wait_for_its_siblings():
 
 
 @pytest.mark.parametrize("state", [ServerState.DOWN, ServerState.QUARANTINED, ServerState.JOINING])
-async def test_f21_requests_move_at_once_when_their_server_leaves(state):
+async def test_requests_move_at_once_when_their_server_leaves(state):
     """It never answers: its time-out would come in an hour."""
     async with setup(Fault("hang"), servers=2, timeout_s=3600.0) as s:
         affinity = Affinity()
@@ -489,7 +489,7 @@ async def test_f21_requests_move_at_once_when_their_server_leaves(state):
     assert "/inference/v1/abort_requests" not in s.fakes[0].calls
 
 
-async def test_f16_a_server_that_was_restarted_between_two_heartbeats_has_left():
+async def test_a_server_that_was_restarted_between_two_heartbeats_has_left():
     async with setup(Fault("hang"), timeout_s=3600.0) as s:
         turn = asyncio.create_task(s.turn())
         await until(lambda: s.fakes[0].calls)
@@ -553,7 +553,7 @@ async def test_a_groups_finished_continuations_stay_when_its_server_dies():
     assert [request["sampling_params"]["n"] for request in s.fakes[1].requests] == [1, 1]
 
 
-async def test_f16_what_else_runs_on_a_server_of_unknown_weights_moves_at_once():
+async def test_what_else_runs_on_a_server_of_unknown_weights_moves_at_once():
     async with setup(servers=2, timeout_s=3600.0) as s:
         s.fakes[0].engine.pause()
         waiting = asyncio.create_task(s.turn())
@@ -639,7 +639,7 @@ async def test_i7_an_episode_that_is_cancelled_waits_no_more():
         assert s.pool.waiting == 0
 
 
-async def test_f20_a_groups_finished_continuations_are_no_load():
+async def test_a_groups_finished_continuations_are_no_load():
     """Three of four are done on the first server, two run on the second: the next turn goes to the first."""
     async with setup(servers=2, timeout_s=3600.0) as s:
         s.fakes[0].engine.latency_s = lambda index: 0.0 if index < 3 else 3600.0

@@ -111,7 +111,7 @@ def check_each_token_arrived(fleet, run):
     assert {name: count for (name, _), count in sampled_by(run).items()} == generated
 
 
-async def test_f21_a_server_that_dies_in_mid_turn_costs_the_broken_turns_and_no_episode():
+async def test_a_server_that_dies_in_mid_turn_costs_the_broken_turns_and_no_episode():
     fleet = Fleet()
     run = await fleet.run(fleet.fakes[0].crash)
     check_nothing_lost(fleet, run)
@@ -179,9 +179,9 @@ async def test_a_server_with_the_wrong_model_is_told_once_and_costs_nothing():
     fleet.fakes[0].faults.append(Fault("status", status=404, times=None))
     run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
     check_nothing_lost(fleet, run)
-    (trouble,) = run.worker.report().troubles
-    assert trouble.kind == "server"
-    assert "HTTP 404" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert notice.kind == "server"
+    assert "HTTP 404" in notice.text
     assert run.worker.counters.episodes_failed == 0
 
 

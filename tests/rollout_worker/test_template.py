@@ -56,7 +56,7 @@ async def test_a_text_prompt_is_taken_as_it_is():
 
 
 @given(st.text(max_size=40), st.text(max_size=40))
-def test_f18_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answered):
+def test_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answered):
     """Appending the suffix to a turn gives the text that rendering the conversation anew would."""
     turn = {"role": "assistant", "content": said}
     whole = TOKENIZER.apply_chat_template(
@@ -68,7 +68,7 @@ def test_f18_turn_and_suffix_are_what_the_template_makes_of_the_whole(said, answ
 
 
 @pytest.mark.parametrize("said", ["<tool_call>{}</tool_call>", "", "half a wor"])
-async def test_f18_a_turn_that_a_stop_string_ended_gets_its_end_of_turn_as_context(said):
+async def test_a_turn_that_a_stop_string_ended_gets_its_end_of_turn_as_context(said):
     chat = chat_format(SCHEMAS)
     prompt = await chat.prompt_ids([USER])
     cut = TOKENIZER.encode(said, add_special_tokens=False)
@@ -170,7 +170,7 @@ def test_a_template_that_renders_the_last_turn_differently_is_fine():
     assert asyncio.run(check_tool_format(with_template(template), SCHEMAS)).fit_for_tools
 
 
-async def test_f19_a_long_text_is_tokenised_beside_the_loop():
+async def test_a_long_text_is_tokenised_beside_the_loop():
     chat = chat_format(SCHEMAS)
     text = "Multiply 12 by 34. " * 10_000
     lags = []

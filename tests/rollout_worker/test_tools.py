@@ -272,7 +272,7 @@ async def test_i9_what_no_tokenizer_takes_is_replaced(call):
     assert all(text.encode("utf-8") for text in result.message().values())
 
 
-async def test_f19_large_arguments_are_checked_beside_the_loop(monkeypatch):
+async def test_large_arguments_are_checked_beside_the_loop(monkeypatch):
     threads = []
     fit = Parameters.fit
     monkeypatch.setattr(
@@ -303,7 +303,7 @@ async def test_tools_beyond_a_number_are_counted_together():
     assert (len(names), max(map(len, names))) == (MAX_COUNTED + 1, 64)
 
 
-async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():
+async def test_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():
     release = threading.Event()
 
     def block() -> None:
@@ -320,7 +320,7 @@ async def test_f5_a_sync_tool_that_never_returns_is_bounded_and_takes_no_slot():
     release.set()
 
 
-async def test_f5_an_async_tool_that_swallows_its_cancellation_is_bounded():
+async def test_an_async_tool_that_swallows_its_cancellation_is_bounded():
     over = asyncio.Event()
 
     async def stubborn() -> None:
@@ -334,7 +334,7 @@ async def test_f5_an_async_tool_that_swallows_its_cancellation_is_bounded():
     over.set()
 
 
-async def test_f22_the_calls_of_a_turn_run_side_by_side():
+async def test_the_calls_of_a_turn_run_side_by_side():
     barrier = threading.Barrier(3, timeout=5)
 
     def meet() -> str:

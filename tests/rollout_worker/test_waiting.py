@@ -21,13 +21,13 @@ def plain():
     return simulate(Scene(steps=STEPS), new())
 
 
-def test_f22_a_judge_of_a_second_costs_less_than_a_tenth(plain):
+def test_a_judge_of_a_second_costs_less_than_a_tenth(plain):
     judged = simulate(Scene(judge_s=1.0, steps=STEPS), new())
     assert judged.step_s < 1.1 * plain.step_s
     assert simulate(Scene(judge_s=1.0, steps=16), held()).step_s > 2.0 * plain.step_s
 
 
-def test_f22_f25_a_tool_of_heavy_tail_costs_no_more_than_with_four_times_the_slots():
+def test_a_tool_of_heavy_tail_costs_no_more_than_with_four_times_the_slots():
     """And no more groups come too late, with `queue.depth` left to admission."""
     times = {"best": 0.0, "found": 0.0}
     dropped = {"best": 0, "found": 0}

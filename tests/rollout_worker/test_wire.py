@@ -70,7 +70,7 @@ def test_a_choice_is_read_as_it_came():
         ({"finish_reason": "error"}, "finish_reason"),
     ],
 )
-def test_f17_what_is_missing_or_wrong_is_never_filled_in(changes, reason):
+def test_what_is_missing_or_wrong_is_never_filled_in(changes, reason):
     with pytest.raises(BadSample) as caught:
         sampled_of(choice(**changes), "a", ASKED)
     assert caught.value.reason == reason
@@ -81,7 +81,7 @@ def test_a_sure_token_may_be_a_rounding_above_zero():
 
 
 @pytest.mark.parametrize("label", ["default", "", "-1", "step-4", "4.0", "٤", "²", "1" * 19, "9" * 5000])
-def test_f16_a_label_that_is_no_version_is_told_apart(label):
+def test_a_label_that_is_no_version_is_told_apart(label):
     with pytest.raises(UnknownWeights, match=f"a: weights labelled {label[:80]!r}"):
         sampled_of(choice(versions=[(label, 0, 3)]), "a", ASKED)
 
@@ -112,16 +112,16 @@ def test_tokens_of_our_own_run_have_their_version():
     assert spans == [SampledSpan(4, 0, 3, "a")]
 
 
-def test_f16_samples_may_be_some_versions_ahead_of_the_registry():
+def test_samples_may_be_some_versions_ahead_of_the_registry():
     assert sampled_of(choice(versions=[("9", 0, 3)]), "a", ASKED).spans == [SampledSpan(9, 0, 3, "a")]
 
 
-def test_f17_a_choice_that_was_not_asked_for_is_refused():
+def test_a_choice_that_was_not_asked_for_is_refused():
     with pytest.raises(msgspec.ValidationError, match="index"):
         msgspec.json.decode(b'{"index": -1}', type=SampledChoice)
 
 
-def test_f16_an_abort_after_the_end_of_the_turn_is_no_abort():
+def test_an_abort_after_the_end_of_the_turn_is_no_abort():
     """Continued after its end, the turn would hold the next one too."""
     ended = choice(tokens=(5, 6, END_OF_TURN), finish_reason="abort")
     assert sampled_of(ended, "a", ASKED).finish_reason == "stop"

@@ -28,7 +28,7 @@ def repr_of(value):
 
 
 def idle(worker):
-    """Whether nothing is left of any ticket: every permit back (F15)."""
+    """Whether nothing is left of any ticket: every permit back."""
     return worker.capacity.free == worker.capacity.total
 
 
@@ -115,7 +115,7 @@ async def test_the_conversation_is_kept_with_its_prompt():
     assert (messages[0]["content"], messages[-1]["content"]) == ("Multiply 12 by 34.", "408")
 
 
-async def test_f18_the_conversation_that_is_kept_begins_with_the_run_files_system_prompt():
+async def test_the_conversation_that_is_kept_begins_with_the_run_files_system_prompt():
     """As the policy read it; the rewards get the row's own prompt."""
     run = await roll(task(), fake(), chat=lambda tools: WithSystemPrompt(chat_format(tools), "Be brief."))
     messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
@@ -276,7 +276,7 @@ async def test_no_more_tickets_are_asked_for_than_there_is_room():
     assert (run.worker.capacity.open, run.worker.report().max_open) == (0, 11)
 
 
-async def test_f22_groups_that_are_judged_leave_their_slots_to_others():
+async def test_groups_that_are_judged_leave_their_slots_to_others():
     """With slots for one group, later ones are judged before the second: it waits for all others."""
     queue = StandInQueue(tickets_for(6, 2))
     reports = []
@@ -315,7 +315,7 @@ async def test_a_group_of_more_episodes_than_there_are_slots_is_made():
     assert (run.worker.capacity.free, run.worker.capacity.open, run.worker.capacity.waiting) == (20, 0, 0)
 
 
-async def test_f22_a_slow_tool_of_one_episode_does_not_hold_up_another():
+async def test_a_slow_tool_of_one_episode_does_not_hold_up_another():
     """The first call only returns when every other episode has asked for its second turn."""
     server = fake()
     waiting = []
@@ -338,7 +338,7 @@ async def test_f22_a_slow_tool_of_one_episode_does_not_hold_up_another():
     assert [rollout.reward for rollout in run.rollouts] == [1.0] * 4
 
 
-async def test_f22_a_slow_reward_of_one_group_does_not_hold_up_another():
+async def test_a_slow_reward_of_one_group_does_not_hold_up_another():
     queue = StandInQueue(tickets_for(3, 2))
 
     async def slow_once(completions, answer, **columns):
@@ -352,7 +352,7 @@ async def test_f22_a_slow_reward_of_one_group_does_not_hold_up_another():
     assert len(queue.groups) == 3
 
 
-async def test_f25_long_episodes_come_through_as_often_as_short_ones():
+async def test_long_episodes_come_through_as_often_as_short_ones():
     rows = [row(2, 99 if number % 4 == 0 else 3) for number in range(16)]
 
     def wordy(text, index):
@@ -365,7 +365,7 @@ async def test_f25_long_episodes_come_through_as_often_as_short_ones():
     assert sum(size > 1.5 * min(sizes) for size in sizes) == 4
 
 
-async def test_f6_a_stuck_episode_is_bounded_and_only_shrinks_its_group():
+async def test_a_stuck_episode_is_bounded_and_only_shrinks_its_group():
     """Two of four requests are never answered."""
     server = fake(faults=[Fault("hang"), Fault("hang")])
     queue = StandInQueue(tickets_for(1, 4))
@@ -428,7 +428,7 @@ class Faulty(list):
         ({}, Fault("stream_error", status=400, times=None), "rejected", False),
     ],
 )
-async def test_f15_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, reason, retryable):
+async def test_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, reason, retryable):
     server = fake(faults=[fault] if fault else [])
     run = await roll(task(**changes), server, tickets=2)
     assert {(f.reason, f.retryable) for f in run.queue.failures.values()} == {(reason, retryable)}
@@ -437,7 +437,7 @@ async def test_f15_no_failure_ends_the_worker_or_keeps_a_permit(changes, fault, 
     assert idle(run.worker)
 
 
-async def test_f15_an_error_that_nobody_foresaw_costs_one_ticket(monkeypatch):
+async def test_an_error_that_nobody_foresaw_costs_one_ticket(monkeypatch):
     first = iter([True])
     original = Task.row_for
 
@@ -452,7 +452,7 @@ async def test_f15_an_error_that_nobody_foresaw_costs_one_ticket(monkeypatch):
     assert idle(run.worker)
 
 
-async def test_f16_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more():
+async def test_i5_a_restarted_server_is_reported_stale_and_gets_nothing_more():
     restarted, sound = fake(), fake()
     restarted.engine.restart()
     run = await roll(task(), restarted, sound, tickets=6)
@@ -638,8 +638,8 @@ async def test_a_model_without_a_chat_template_does_not_drop_row_after_row(monke
         stop_when=lambda worker: bool(stopping),
     )
     assert 0 < len(queue.failures) <= 16 * 9
-    (trouble,) = run.worker.report().troubles
-    assert "the tokenizer has no chat template" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert "the tokenizer has no chat template" in notice.text
 
 
 async def test_work_reads_model_and_task_and_ends_with_the_run(tmp_path):

@@ -74,7 +74,7 @@ async def test_without_any_reward_the_ticket_fails_with_the_remedy():
     run = await roll(agent_task(ask_once), fake())
     failure = run.queue.failures["t0"]
     assert failure.reason == "no_reward"
-    assert "the agent returned no reward for 2 of 2 episodes" in failure.detail
+    assert "for 2 of 2 episodes the agent returned no reward: return a number" in failure.detail
 
 
 async def test_an_agent_that_is_cut_off_before_it_returns_its_reward_is_told_as_such():
@@ -86,7 +86,9 @@ async def test_an_agent_that_is_cut_off_before_it_returns_its_reward_is_told_as_
     run = await roll(agent_task(slow), fake(), config=brief)
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("timeout", True)
-    assert "2 of 2 agents had not returned within worker.episode_timeout_s = 1: raise it" in failure.detail
+    assert (
+        "for 2 of 2 episodes the agent had not returned within worker.episode_timeout_s = 1: raise it" in failure.detail
+    )
     assert "returned no reward" not in failure.detail
     assert run.worker.counters.failures["timeout"] == 2
     assert run.worker.counters.failures["no_reward"] == 0
@@ -100,7 +102,10 @@ async def test_an_agent_that_a_limit_stops_before_it_returns_its_reward_is_told_
     run = await roll(agent_task(agent), fake(), config=kit.config(kit.WORKER, rollout={"max_turns": 2}))
     failure = run.queue.failures["t0"]
     assert failure.reason == "no_reward"
-    assert "2 of 2 agents raised at the limit turn_limit: catch that, and return what there is" in failure.detail
+    assert (
+        "for 2 of 2 episodes the agent raised at the limit turn_limit: catch that, and return what there is"
+        in failure.detail
+    )
 
 
 async def test_it_gets_the_columns_that_it_names():
@@ -140,10 +145,10 @@ async def test_i9_one_that_raises_fails_its_episode_and_one_trouble_names_its_li
     run = await roll(agent_task(agent), fake(), tickets=2)
     assert {failure.reason for failure in run.queue.failures.values()} == {"agent"}
     assert all(failure.retryable for failure in run.queue.failures.values())
-    (trouble,) = run.worker.report().troubles
-    assert trouble.kind == "agent"
-    assert "SystemExit(no more)" in trouble.text
-    assert "test_episodes.py:" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert notice.kind == "agent"
+    assert "SystemExit(no more)" in notice.text
+    assert "test_episodes.py:" in notice.text
     assert run.worker.report().failures["agent"] == 4
 
 
@@ -161,7 +166,7 @@ async def test_i9_one_of_two_that_raises_takes_no_sibling_with_it():
     assert run.queue.failures == {}
 
 
-async def test_f6_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept():
+async def test_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept():
     ends = []
 
     async def agent(endpoint):
@@ -177,7 +182,7 @@ async def test_f6_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_ke
     assert len(ends) == 2
 
 
-async def test_f6_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good_no_more(monkeypatch):
+async def test_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good_no_more(monkeypatch):
     monkeypatch.setattr("rollout_worker.user_code.boundary._AGENT_ENDS_S", 0.05)
     go_on, told = threading.Event(), []
 
@@ -205,7 +210,7 @@ async def test_f6_a_plain_function_that_hangs_counts_as_hung_and_its_key_is_good
     assert (reports, told) == ([2], [410, 410])
 
 
-async def test_f6_a_time_out_before_the_first_answer_fails_the_episode():
+async def test_a_time_out_before_the_first_answer_fails_the_episode():
     async def agent(endpoint):
         await asyncio.Event().wait()
 
@@ -450,7 +455,7 @@ async def test_prompts_that_are_text_have_completions_that_are_text():
     assert [rollout.reward for rollout in run.rollouts] == [1.0, 1.0]
 
 
-async def test_f15_a_ticket_that_is_lost_ends_its_agents():
+async def test_a_ticket_that_is_lost_ends_its_agents():
     waiting, ends = [], []
 
     async def agent(endpoint):

@@ -86,10 +86,10 @@ def runner(sampler):
 
 
 def session_of(plain, chat, *turns):
-    stage = AgentContext(
+    context = AgentContext(
         ChatFormats(plain, lambda schemas: chat), runner(ScriptedSampler(*turns)), kit.config().rollout
     )
-    return Session(stage, Affinity(), 1.0, Deadline(30.0))
+    return Session(context, Affinity(), 1.0, Deadline(30.0))
 
 
 async def ask(session, messages):
@@ -100,7 +100,7 @@ async def ask(session, messages):
 
 @pytest.mark.parametrize("calls", [1, 2])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}, {case.how}, {case.thinking}")
-async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
+async def test_the_same_ids_as_in_the_native_loop(case, calls):
     try:
         chat, plain = case.build(TOOLS.schemas), case.build([])
     except ConfigError:
@@ -127,7 +127,7 @@ async def test_f18_the_same_ids_as_in_the_native_loop(case, calls):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}, {case.how}, {case.thinking}")
-async def test_f18_a_users_message_behind_the_results_is_appended_as_the_format_writes_it(case):
+async def test_a_users_message_behind_the_results_is_appended_as_the_format_writes_it(case):
     """Or a new segment opens, whose prompt is the whole conversation."""
     try:
         chat, plain = case.build(TOOLS.schemas), case.build([])

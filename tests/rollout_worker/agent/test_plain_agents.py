@@ -72,7 +72,6 @@ async def coroutine(endpoint):
         (plain, 50, 64, 50),
         (plain, 50, 8, 8),
         (coroutine, "auto", 4, 32),
-        (None, "auto", 4, 32),
     ],
 )
 def test_how_many_are_open_at_most(agent, opened, threads, most):

@@ -7,13 +7,13 @@ import asyncio
 from rollout_worker.episodes.capacity import LoopYield
 
 
-async def rounds_of(turnstile: LoopYield, tasks: int) -> list[int]:
+async def rounds_of(loop_yield: LoopYield, tasks: int) -> list[int]:
     """The round of the loop in which each of `tasks`, all ready at once, came through."""
     now = 0
     through: list[int] = []
 
     async def one() -> None:
-        await turnstile.passed()
+        await loop_yield.passed()
         through.append(now)
 
     running = [asyncio.ensure_future(one()) for _ in range(tasks)]
@@ -31,9 +31,9 @@ async def test_i9_episodes_that_are_ready_at_once_do_not_hold_the_loop() -> None
 
 
 async def test_whoever_is_alone_passes_at_once() -> None:
-    turnstile = LoopYield(per_round=1)
+    loop_yield = LoopYield(per_round=1)
     for _ in range(5):
-        passing = turnstile.passed()
+        passing = loop_yield.passed()
         try:
             passing.send(None)
         except StopIteration:
@@ -45,9 +45,9 @@ async def test_whoever_is_alone_passes_at_once() -> None:
 
 
 async def test_one_that_is_cancelled_takes_nobody_s_place() -> None:
-    turnstile = LoopYield(per_round=1)
-    await turnstile.passed()
-    first, cancelled, last = (asyncio.ensure_future(turnstile.passed()) for _ in range(3))
+    loop_yield = LoopYield(per_round=1)
+    await loop_yield.passed()
+    first, cancelled, last = (asyncio.ensure_future(loop_yield.passed()) for _ in range(3))
     await asyncio.sleep(0)
     cancelled.cancel()
     async with asyncio.timeout(5):
@@ -57,8 +57,8 @@ async def test_one_that_is_cancelled_takes_nobody_s_place() -> None:
 
 async def test_it_comes_to_rest() -> None:
     """Or an idle worker would spin."""
-    turnstile = LoopYield()
-    await turnstile.passed()
+    loop_yield = LoopYield()
+    await loop_yield.passed()
     for _ in range(4):
         await asyncio.sleep(0)
-    assert not turnstile._turning
+    assert not loop_yield._turning

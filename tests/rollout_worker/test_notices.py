@@ -23,7 +23,7 @@ PATIENT = config(WORKER, queue={"ticket_timeout_s": 3000.0})
 async def troubles_of(the_task, *servers, **options):
     """What a worker has told of when it is done with its tickets."""
     run = await roll(the_task, *(servers or [fake()]), **options)
-    return [(trouble.kind, trouble.text) for trouble in run.worker.report().troubles]
+    return [(notice.kind, notice.text) for notice in run.worker.report().troubles]
 
 
 def line_of(function, below=0):
@@ -32,27 +32,28 @@ def line_of(function, below=0):
 
 def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
     told = []
-    troubles = FailureNotices(lambda: told.append(None))
+    notices = FailureNotices()
+    notices.on_new = lambda: told.append(None)
     with caplog.at_level(logging.WARNING):
         for kind, key in [("tool", "a"), ("tool", "a"), ("tool", "b"), ("reward", "a")]:
-            troubles.add(kind, key, f"{kind} {key} failed")
-    assert [trouble.text for trouble in troubles.found] == ["tool a failed", "tool b failed", "reward a failed"]
+            notices.add(kind, key, f"{kind} {key} failed")
+    assert [notice.text for notice in notices.found] == ["tool a failed", "tool b failed", "reward a failed"]
     assert len(told) == 3
     assert caplog.records[0].message == "tool a failed; others like it are only counted"
 
 
-def test_troubles_are_bounded_in_number_and_length_and_keep_the_line():
-    troubles = FailureNotices()
+def test_notices_are_bounded_in_number_and_length_and_keep_the_line():
+    notices = FailureNotices()
     for number in range(MOST + 5):
-        troubles.add("tool", str(number), "x " * 1000, "/a/task.py:3")
-    assert len(troubles.found) == MOST
-    for trouble in troubles.found:
-        assert len(trouble.text) <= MAX_CHARACTERS
-        assert trouble.text.endswith("... (/a/task.py:3)")
-    troubles = FailureNotices()
-    troubles.add("tool", "deep", "x " * 1000, "/deep" * 1000 + "/task.py:3")
-    assert len(troubles.found[0].text) <= MAX_CHARACTERS
-    assert troubles.found[0].text.endswith("/task.py:3)")
+        notices.add("tool", str(number), "x " * 1000, "/a/task.py:3")
+    assert len(notices.found) == MOST
+    for notice in notices.found:
+        assert len(notice.text) <= MAX_CHARACTERS
+        assert notice.text.endswith("... (/a/task.py:3)")
+    notices = FailureNotices()
+    notices.add("tool", "deep", "x " * 1000, "/deep" * 1000 + "/task.py:3")
+    assert len(notices.found[0].text) <= MAX_CHARACTERS
+    assert notices.found[0].text.endswith("/task.py:3)")
 
 
 def short(completions, **columns):
@@ -230,9 +231,9 @@ async def test_a_group_that_the_queue_refuses_is_told():
         queue=queue,
         stop_when=lambda worker: worker.counters.failures["refused:logprob_positive"] == 2,
     )
-    (trouble,) = run.worker.report().troubles
-    assert trouble.kind == "ticket"
-    assert "rollout 0: a log-prob is 3, above 0" in trouble.text
+    (notice,) = run.worker.report().troubles
+    assert notice.kind == "ticket"
+    assert "rollout 0: a log-prob is 3, above 0" in notice.text
 
 
 async def test_a_new_trouble_is_reported_at_once(monkeypatch):
@@ -246,10 +247,10 @@ async def test_a_new_trouble_is_reported_at_once(monkeypatch):
         config=PATIENT,
         stop_when=lambda worker: any(report.troubles for report in queue.reports),
     )
-    assert [trouble.kind for trouble in queue.reports[-1].troubles] == ["reward"]
+    assert [notice.kind for notice in queue.reports[-1].troubles] == ["reward"]
 
 
 def test_i9_a_trouble_can_be_sent_whatever_its_text_is():
-    troubles = FailureNotices()
-    troubles.add("tool", "a", "caf\udce9", "/caf\udce9/task.py:3")
-    assert troubles.found[0].text.encode() == b"caf? (/caf?/task.py:3)"
+    notices = FailureNotices()
+    notices.add("tool", "a", "caf\udce9", "/caf\udce9/task.py:3")
+    assert notices.found[0].text.encode() == b"caf? (/caf?/task.py:3)"

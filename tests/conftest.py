@@ -25,7 +25,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # alone. One that is not here is only later than it could be.
 LONG_FILES = (
     "e2e/test_run.py",
+    "deploy/test_supervisor_restarts.py",
     "deploy/test_supervisor.py",
+    "deploy/test_supervisor_stops.py",
     "learner/test_rank_checkpoints.py",
     "learner/test_rank_processes.py",
     "rollout_worker/test_isolation.py",

@@ -24,5 +24,5 @@ fi
 # One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
 export OMP_NUM_THREADS=1
 pytest "${all[@]}" -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
-# Mostly waits for servers that start: two at a time. Each of the two has its own shared server.
-exec pytest "${all[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5
+# Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
+exec pytest "${all[@]}" -n 2 --dist loadgroup --no-loadscope-reorder -m e2e --durations=5

@@ -24,8 +24,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The files that take longest, longest first. With xdist a file is a piece of work: a long one that came last would run
 # alone. One that is not here is only later than it could be.
 LONG_FILES = (
-    "e2e/test_run.py",
+    "deploy/test_supervisor_restarts.py",
     "deploy/test_supervisor.py",
+    "deploy/test_supervisor_stops.py",
     "learner/test_rank_checkpoints.py",
     "learner/test_rank_processes.py",
     "rollout_worker/test_isolation.py",

@@ -32,6 +32,9 @@ STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 # What has been up so long does not count as dying in a row.
 STEADY_AFTER_S = 60.0
 
+# Before the first restart in a row; each further one waits twice as long.
+FIRST_PAUSE_S = 1.0
+
 MAX_PAUSE_S = 60.0
 
 
@@ -101,7 +104,7 @@ class RestartPolicy:
             return Over(code, f"once more than deploy.restart = {self.times} allows" if self.times else "")
         self._in_a_row[name] += 1
         attempt = self._in_a_row[name]
-        return Again(min(MAX_PAUSE_S, 2.0 ** min(attempt - 1, 10)), attempt)
+        return Again(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10)), attempt)
 
 
 HEALTH_TIMEOUT_S = 5.0

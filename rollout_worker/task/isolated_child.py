@@ -76,7 +76,9 @@ def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
     """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
     from rollout_worker.task.task import load_task
     from rollout_worker.tools.function import callables
+    from rollout_worker.tools.schema import leave_out_schemas
 
+    leave_out_schemas()
     return callables(load_task(TaskSection(path=task_path)).tools)
 
 

@@ -17,13 +17,14 @@ from typing import Any, Literal, NotRequired, Required, Union, get_args, get_ori
 
 from pydantic import PydanticUserError, TypeAdapter
 from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
-from transformers.utils import get_json_schema
-from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 from typing_extensions import TypedDict
 
 from protocol.config import ConfigError
 
 _BASIC = (int, float, str, bool, list, dict, tuple, type(None), Any)
+
+# Whether functions are described without schemas: see `leave_out_schemas`.
+_left_out = False
 
 _TYPES = "int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a pydantic model"
 
@@ -35,6 +36,16 @@ class Described:
     name: str
     schema: dict[str, Any]
     converters: Mapping[str, TypeAdapter[Any]]
+
+
+def leave_out_schemas() -> None:
+    """Describe functions without their schemas from now on.
+
+    For a process that runs tools which another process has described to the policy: to import transformers, which makes
+    the schemas, takes a second.
+    """
+    global _left_out
+    _left_out = True
 
 
 def described(function: Callable[..., Any]) -> Described:
@@ -52,11 +63,6 @@ def described(function: Callable[..., Any]) -> Described:
         )
     try:
         return _described(name, function)
-    except (DocstringParsingException, TypeHintParsingException) as error:
-        raise ConfigError(
-            f"Task(tools=...): the tool {name!r} cannot be described to the policy: {error}; give every parameter a "
-            f"type hint, and the function a Google-style docstring with a line for each under 'Args:'"
-        ) from None
     except (TypeError, ValueError, NameError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -86,7 +92,9 @@ def _described(name: str, function: Callable[..., Any]) -> Described:
     hints = get_type_hints(target, include_extras=True)
     exotic = {each.name for each in parameters if each.name in hints and not _is_plain(hints[each.name])}
     stand_in = _stand_in(name, target, function, parameters, hints, exotic)
-    schema = get_json_schema(stand_in)
+    if _left_out:
+        return Described(name, _bare(name), {each: _adapter(name, each, hints[each]) for each in exotic})
+    schema = _by_transformers(stand_in)
     properties, definitions = schema["function"]["parameters"]["properties"], {}
     converters = {}
     for each in sorted(exotic, key=list(properties).index):
@@ -97,6 +105,26 @@ def _described(name: str, function: Callable[..., Any]) -> Described:
     if definitions:
         schema["function"]["parameters"]["$defs"] = definitions
     return Described(name, schema, converters)
+
+
+def _bare(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+
+def _by_transformers(function: Callable[..., Any]) -> dict[str, Any]:
+    """The schema as chat templates are given it. Raises `ConfigError` for a function that lacks hints or docstring."""
+    # Here, so that a task without tools, and a process that leaves schemas out, do without the import.
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+        return schema
+    except (DocstringParsingException, TypeHintParsingException) as error:
+        raise ConfigError(
+            f"Task(tools=...): the tool {function.__name__!r} cannot be described to the policy: {error}; give every "
+            f"parameter a type hint, and the function a Google-style docstring with a line for each under 'Args:'"
+        ) from None
 
 
 def _target(function: Any) -> tuple[Callable[..., Any], set[str]]:

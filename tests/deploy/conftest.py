@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.deploy.stage import Stage
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.ports import free_port
 
@@ -76,6 +81,19 @@ def run_file(tmp_path: Path, model_folder: Path) -> Path:
         encoding="utf-8",
     )
     return path
+
+
+@pytest.fixture
+def stage(tmp_path: Path, run_file: Path) -> Iterator[Stage]:
+    folder = tmp_path / "a stage"
+    folder.mkdir()
+    stage = Stage(folder, run_file)
+    yield stage
+    if stage.process and stage.process.poll() is None:
+        stage.process.kill()
+    for pid in stage.alive():
+        with contextlib.suppress(ProcessLookupError):  # it may end between the look and the kill
+            os.kill(pid, signal.SIGKILL)
 
 
 def run_directory(run_file: Path) -> Path:

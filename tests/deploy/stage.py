@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.config import load
-from tests.deploy.conftest import run_directory
 
 LIMIT_S = 60.0
 
@@ -73,13 +72,17 @@ class Stage:
         (self.folder / "answering.py").write_text(ANSWERING, encoding="utf-8")
         config = load(self.run_file)
         self.ports = {"queue": config.queue.port, "vllm": config.vllm.port}
-        self.run_dir = run_directory(self.run_file)
+        self.run_dir = config.run_dir
         self.logs = self.run_dir / "logs"
         self.play(queue=STAYS, vllm=STAYS, worker=STAYS, learner=STAYS, preflight="exit 0")
 
     def answers(self, role: str) -> str:
         """An act: it stays, and is up as the supervisor sees it."""
         return f"sleep 300 & echo $! >>children; {sys.executable} -I -S answering.py {self.ports[role]}"
+
+    def waits_for(self, role: str) -> str:
+        """A command that ends once the port of `role` is open."""
+        return f"until (: </dev/tcp/127.0.0.1/{self.ports[role]}) 2>/dev/null; do sleep 0.05; done"
 
     def play(self, **acts: str) -> None:
         for role, act in acts.items():

@@ -1,11 +1,12 @@
-"""`slipstream up` with the command in $STAND_IN in the place of `slipstream` for every process that it starts."""
+"""`slipstream up` with the command in $STAND_IN in the place of `slipstream` for every process that it starts, and with
+short waits: the first before a restart takes $FIRST_PAUSE_S."""
 
 from __future__ import annotations
 
 import os
 
 from deploy import cli
-from deploy.run import processes
+from deploy.run import process_keeper, processes
 from deploy.run.process_keeper import RestartPolicy
 
 
@@ -15,6 +16,8 @@ def broken(self: RestartPolicy, name: str) -> None:
 
 if __name__ == "__main__":
     processes.SLIPSTREAM = (os.environ["STAND_IN"],)
+    process_keeper.FIRST_PAUSE_S = float(os.environ.get("FIRST_PAUSE_S", "0.1"))
+    process_keeper.GIVEN_UP_EVERY_S = process_keeper.HEALTH_EVERY_S = processes.POLL_S = 0.05
     if "BROKEN" in os.environ:
         setattr(RestartPolicy, "up", broken)  # noqa: B010
     cli.main()

@@ -22,8 +22,30 @@ from protocol.status import Status
 from tests.kit.ports import free_port
 from tests.kit.supervised import Patience, Processes, processes
 
+HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
+
+
+# The longest first, others after them. A group of tests runs in one process, and its fixtures are made once.
+GROUPS = ("test_up", "the shared server", "test_adapters", "test_engine", "test_http")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give tests that share a server, or another thing that takes long to start, to one process of xdist's."""
+
+    def group_of(item: pytest.Item) -> str:
+        shared = "vllm_url" in getattr(item, "fixturenames", ())
+        return "the shared server" if shared else item.path.stem
+
+    ours = {item: group_of(item) for item in items if item.path.is_relative_to(HERE)}
+    for item, group in ours.items():
+        item.add_marker(pytest.mark.xdist_group(group))
+    places = [place for place, item in enumerate(items) if item in ours]
+    in_order = sorted(ours, key=lambda item: ((*GROUPS, ours[item]).index(ours[item]), ours[item]))
+    for place, item in zip(places, in_order, strict=True):
+        items[place] = item
 
 
 @pytest.fixture(scope="session")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -262,61 +260,3 @@ async def test_p7_weights_that_are_not_the_models_leave_the_old_ones_untouched(
     assert np.array_equal(await control.score_by_request(PROBE_IDS), before)
     assert (await server.publish(snapshot(model, 3))).probe_max_abs_diff < TOLERANCE
     await server.disconnect()
-
-
-RELOADED = """
-import os, sys
-os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCH_COMPILE_DISABLE": "1",
-               "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
-from vllm import LLM, SamplingParams
-from learner.model.export import Published
-from weight_sync.vllm.engine import shadow, shadow_modules
-
-folder, kind = sys.argv[1:]
-torch.manual_seed(0)
-sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-    num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True)
-experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, initializer_range=0.1)
-if kind == "tied head":
-    model = Qwen3ForCausalLM(Qwen3Config(**sizes))
-else:
-    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
-model.save_pretrained(folder)
-llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
-          max_num_seqs=8, max_num_batched_tokens=256, kv_cache_memory_bytes=8_000_000, block_size=32)
-config = llm.llm_engine.vllm_config
-shadow_modules.install_torch_packing()
-built = []
-
-def swap(served, weights):
-    new = shadow.build(served, config, weights)
-    built.append(type(new).__name__)
-    new.exchange()
-
-for update in range(3):
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
-    weights = {name: tensor.clone() for name, tensor in Published(model)}
-    assert "lm_head.weight" not in weights
-    llm.apply_model(lambda served: swap(served, weights))
-ids = list(range(40, 100))
-reply = llm.generate({"prompt_token_ids": ids}, SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False))
-served = [entry[token].logprob for entry, token in zip(reply[0].prompt_logprobs[1:], ids[1:])]
-ours = torch.log_softmax(model(torch.tensor([ids])).logits[0, :-1], -1)
-ours = ours.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
-assert built == ["Shadow"] * 3, built
-print("difference", (ours - torch.tensor(served)).abs().max().item())
-"""
-
-
-@pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", RELOADED, str(tmp_path / "model"), kind], capture_output=True, text=True, timeout=110
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    difference = float(done.stdout.split("difference")[1])
-    assert difference < 1e-4

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from learner.feed.packing import pack
+from learner.ranks import liveness
 from learner.ranks.liveness import RankLost
 from learner.training.trainer import Trainer
 from protocol.config import RunConfig
@@ -24,7 +25,9 @@ from tests.kit.model import save_tiny_model
 from tests.kit.ranks import Ranks
 
 GONE_WITHIN_S = 60.0
-SILENT_S = 15.0
+TIMEOUT_S = 15.0
+# How often a rank's silence is taken to be so long as it is, where a test waits for its end.
+FASTER = 5.0
 # As the follower is run, but for what it does.
 FAILS = """
 import sys
@@ -44,13 +47,27 @@ sys.exit(follow_rank_0())
 def run_file(tmp_path: Path) -> RunConfig:
     path = str(save_tiny_model(tmp_path / "model"))
     return config(
-        LEARNER, model={"path": path}, run={"dir": str(tmp_path)}, learner={"ranks": 2, "rank_timeout_s": SILENT_S}
+        LEARNER, model={"path": path}, run={"dir": str(tmp_path)}, learner={"ranks": 2, "rank_timeout_s": TIMEOUT_S}
     )
 
 
 @pytest.fixture
 def ranks(run_file: RunConfig) -> Iterator[Ranks]:
     with Ranks(run_file) as ranks:
+        yield ranks
+
+
+def impatient(_: int) -> None:
+    """Have this rank lose its patience sooner, and beat more often."""
+    lost = liveness.lost
+    liveness.lost = lambda silences, timeout_s, signalled: lost(silences, timeout_s / FASTER, signalled)
+    liveness.BEAT_EVERY_S /= FASTER
+    liveness.ANSWERS_WITHIN_S /= FASTER
+
+
+@pytest.fixture
+def impatient_ranks(run_file: RunConfig) -> Iterator[Ranks]:
+    with Ranks(run_file, first=impatient) as ranks:
         yield ranks
 
 
@@ -92,20 +109,20 @@ def step_with_a_follower_that_hangs(trainer: Trainer) -> str | None:
     return step(trainer)
 
 
-def test_a_rank_that_hangs_ends_the_step_by_name(ranks: Ranks) -> None:
-    assert ranks.call(step) is None
-    (pid,) = ranks.call(followers)
+def test_a_rank_that_hangs_ends_the_step_by_name(impatient_ranks: Ranks) -> None:
+    assert impatient_ranks.call(step) is None
+    (pid,) = impatient_ranks.call(followers)
     follower = psutil.Process(pid)
-    said = ranks.call(step_with_a_follower_that_hangs)
+    said = impatient_ranks.call(step_with_a_follower_that_hangs)
     assert f"rank 1 of the learner (process {pid} on " in said
-    assert f"(learner.rank_timeout_s = {SILENT_S:g})" in said
+    assert f"(learner.rank_timeout_s = {TIMEOUT_S:g})" in said
     follower.wait(GONE_WITHIN_S)
 
 
-def test_a_rank_ends_when_rank_0_hangs(ranks: Ranks) -> None:
+def test_a_rank_ends_when_rank_0_hangs(impatient_ranks: Ranks) -> None:
     """The store, which rank 0 holds, hangs with it."""
-    (pid,) = ranks.call(followers)
-    follower, rank_0 = psutil.Process(pid), psutil.Process(ranks.call(own_pid))
+    (pid,) = impatient_ranks.call(followers)
+    follower, rank_0 = psutil.Process(pid), psutil.Process(impatient_ranks.call(own_pid))
     rank_0.suspend()
     try:
         deadline = time.monotonic() + GONE_WITHIN_S

@@ -1,0 +1,142 @@
+"""`slipstream up`, with stand-ins for the processes: which are started again when they end, and which end the
+run."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.deploy.stage import ANSWERING, FAILS, LIMIT_S, STAYS, Stage, until
+
+# A queue whose run is not finished.
+UNFINISHED = ANSWERING.replace("Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 19\\r\\n\\r\\n{\\"finished\\": false}')
+NAMES = {"queue": "queue", "vllm": "vllm-0", "worker": "worker-0", "learner": "learner"}
+
+
+@pytest.mark.parametrize("role", NAMES)
+def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(stage: Stage, role: str) -> None:
+    stage.play(**{role: FAILS})
+    result = stage.run("--deploy.restart", "0")
+    assert result.returncode == 3
+    again = "; mend it and start again: it made no step, so the run's name is free"
+    why = {"vllm": " before it ever answered", "learner": again}.get(role, "")
+    log = f"{stage.logs}/{NAMES[role]}.log"
+    assert result.stderr.endswith(
+        f"slipstream: {NAMES[role]} ended with code 3{why}; the first error in {log}:\nand an Error: of {role}\n"
+    )
+    assert (f"last words of {role}" in result.stdout) == (role == "learner")
+    assert stage.children()
+    until(lambda: not stage.alive())
+    assert len(stage.calls(role)) == 1
+
+
+@pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
+def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role: str) -> None:
+    """With nothing left of what it had started before."""
+    if role in stage.ports:
+        stage.play(**{role: f"echo life $lives; {stage.answers(role)}"})
+    else:
+        stage.play(**{role: f"echo life $lives; {STAYS}"})
+    stage.play(learner="until [ -e finish ]; do sleep 0.1; done")
+    process = stage.start("--deploy.restart", "1")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    if role in stage.ports:
+        until(lambda: f"{NAMES[role]} answers" in process.stdout.readline())  # type: ignore[union-attr]
+    until(lambda: len(stage.children()) == 3)
+    before = stage.alive()
+    (first,) = stage.calls(role)
+    os.kill(first.pid, signal.SIGKILL)
+    told = process.stderr.readline()
+    name = NAMES[role]
+    assert (
+        told
+        == f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 0.1 s (restart 1 of 1 in a row)\n"
+    )
+    until(lambda: len(stage.calls(role)) == 2 and len(stage.children()) == 4)
+    assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
+    (stage.folder / "finish").touch()
+    assert process.wait(LIMIT_S) == 0
+    assert (stage.logs / f"{name}.log").read_text() == "life 1\nlife 2\n"
+    until(lambda: not stage.alive())
+
+
+def test_what_a_killed_server_left_behind_is_ended_at_once_and_not_after_the_grace(stage: Stage) -> None:
+    """vLLM's engine takes its time on SIGTERM when its API process is gone: nobody needs what it does."""
+    orphan = "(trap '' TERM; while :; do sleep 1; done) & echo $! >>children"
+    stage.play(vllm=f"{orphan}; {stage.answers('vllm')}", learner="until [ -e finish ]; do sleep 0.1; done")
+    process = stage.start("--deploy.restart", "1", "--deploy.grace_s", "40")
+    assert process.stdout is not None
+    until(lambda: "vllm-0 answers" in process.stdout.readline())  # type: ignore[union-attr]
+    (first,) = stage.calls("vllm")
+    started = time.monotonic()
+    os.kill(first.pid, signal.SIGKILL)
+    until(lambda: len(stage.calls("vllm")) == 2)
+    assert time.monotonic() - started < 20
+    os.killpg(stage.calls("vllm")[-1].pid, signal.SIGKILL)  # it would sit out the grace at the end
+    (stage.folder / "finish").touch()
+    process.wait(LIMIT_S)
+    until(lambda: not stage.alive())
+
+
+def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> None:
+    stage.play(worker=FAILS)
+    result = stage.run("--deploy.restart", "1")
+    assert result.returncode == 3
+    again, *_ = result.stderr.splitlines()
+    assert again == (
+        "slipstream: worker-0 ended with code 3: and an Error: of worker; starting it again in 0.1 s "
+        "(restart 1 of 1 in a row)"
+    )
+    assert "worker-0 ended with code 3 once more than deploy.restart = 1 allows; the first error in" in result.stderr
+    assert len(stage.calls("worker")) == 2
+    until(lambda: not stage.alive())
+
+
+@pytest.mark.parametrize(
+    ("role", "act", "code"),
+    [("learner", FAILS, 3), ("vllm", FAILS, 3), ("worker", "exit 2", 2), ("queue", "exit 2", 2)],
+    ids=["the learner", "a server that never answered", "a worker's wrong setting", "the queue's wrong setting"],
+)
+def test_what_would_end_alike_is_not_started_again(stage: Stage, role: str, act: str, code: int) -> None:
+    stage.play(**{role: act})
+    assert stage.run("--deploy.restart", "3").returncode == code
+    assert len(stage.calls(role)) == 1
+    until(lambda: not stage.alive())
+
+
+def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage) -> None:
+    """As one whose tool calls os._exit(0) ends."""
+    stage.play(
+        queue=f"sleep 300 & {sys.executable} -I -S unfinished.py {stage.ports['queue']}", vllm=stage.answers("vllm")
+    )
+    (stage.folder / "unfinished.py").write_text(UNFINISHED, encoding="utf-8")
+    stage.play(
+        worker=f"[ $lives = 1 ] && {stage.waits_for('queue')} && exit 0; {STAYS}",
+        learner="until [ $(grep -c '|worker ' calls) = 2 ]; do sleep 0.1; done",
+    )
+    result = stage.run("--deploy.restart", "3")
+    assert result.returncode == 0, result.stderr
+    assert "worker-0 ended with code 0; starting it again in 0.1 s" in result.stderr
+
+
+def test_f19_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
+    """The learner says why, and that once."""
+    given_up = ANSWERING.replace(
+        "Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 16\\r\\n\\r\\n{\\"gave_up\\": \\"x\\"}'
+    )
+    (stage.folder / "given_up.py").write_text(given_up, encoding="utf-8")
+    stage.play(
+        queue=f"sleep 300 & {sys.executable} -I -S given_up.py {stage.ports['queue']}", vllm=stage.answers("vllm")
+    )
+    stage.play(
+        worker=f"{stage.waits_for('queue')}; touch ended; exit 1",
+        learner="until [ -e ended ]; do sleep 0.05; done; sleep 1; exit 1",
+    )
+    result = stage.run("--deploy.restart", "3")
+    assert result.returncode == 1
+    assert "starting it again" not in result.stderr

@@ -23,7 +23,7 @@ FAILED = "failed-start-"
 _KEPT = (FAILED, "launcher.lock", "queue.lock")
 
 
-def check(config: RunConfig, resume: bool) -> None:
+def check_run_directory(config: RunConfig, resume: bool) -> None:
     """Raises `ConfigError` where the directory cannot be written, holds a run that would be written over, or, to
     `resume`, none."""
     _check_writable(config)
@@ -70,9 +70,15 @@ def finished(config: RunConfig) -> int | None:
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Move what a start that made no step has left into a folder beside it, and return that; None: there is nothing.
+    """Moves what a start that made no step left behind into a folder beside it.
 
-    Call it after `check`, without `resume`, and with the directory held. Raises `ConfigError` if a queue still runs.
+    Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
+
+    Returns:
+        The new folder; None if there was nothing to move.
+
+    Raises:
+        ConfigError: A queue still runs on the directory.
     """
     folder = config.run_dir
     if not (folder / FILE_NAME).exists():

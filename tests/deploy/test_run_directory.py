@@ -49,10 +49,10 @@ def test_what_a_directory_holds_decides_whether_a_start_must_resume(
 ) -> None:
     config = holding(run_file, store=store, checkpoint=checkpoint)
     if refused is None:
-        run_directory.check(config, resume)
+        run_directory.check_run_directory(config, resume)
         return
     with pytest.raises(ConfigError, match=refused):
-        run_directory.check(config, resume)
+        run_directory.check_run_directory(config, resume)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_start_that_made_no_step_leaves_the_name_free_and_its_logs_behind(run_
         else:
             SqliteStore(config.run_dir / FILE_NAME).close()
         with run_directory.held_alone(config):
-            run_directory.check(config, resume=False)
+            run_directory.check_run_directory(config, resume=False)
             aside = run_directory.clear(config)
             assert run_directory.clear(config) is None, "there is nothing left to move"
         assert aside == config.run_dir / f"failed-start-{number}"
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_starts(run_
     (run_file.parent / "file").touch()
     config = load(run_file, ["--run.dir", str(run_file.parent / parent)])
     with pytest.raises(ConfigError, match=r"run.dir = .*: .*/small cannot be written: .*; choose another run.dir"):
-        run_directory.check(config, resume=False)
+        run_directory.check_run_directory(config, resume=False)
 
 
 def test_the_written_run_file_loads_from_anywhere_and_holds_no_token(

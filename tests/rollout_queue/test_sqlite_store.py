@@ -35,9 +35,9 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.ledger.servers import ServerRegistry
 from rollout_queue.store import migrations
-from rollout_queue.store.base import StoreError
+from rollout_queue.store.base import LedgerRow, StoreError
 from rollout_queue.store.migrations import LAYOUT, MIGRATIONS, layout_of
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import serving
 
@@ -283,7 +283,11 @@ def test_a_file_of_a_newer_release_is_refused_with_the_remedy_and_left_alone(tmp
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {LAYOUT + 1}")
     before = dump(path)
-    for read in (SqliteStore, read_ledger):
+    for read in (
+        SqliteStore,
+        lambda path: SqliteReader(path).read_ledger(),
+        lambda path: SqliteReader(path).run_state(),
+    ):
         with pytest.raises(ConfigError, match=rf"queue\.db.*layout {LAYOUT + 1}.*upgrade, or move it away"):
             read(path)
     assert dump(path) == before
@@ -303,7 +307,7 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"queue\.db.*move it away"):
         SqliteStore(path)
     with pytest.raises(ConfigError, match=r"queue\.db.*cannot be read as a run's ledger"):
-        read_ledger(path)
+        SqliteReader(path).read_ledger()
     path.unlink()
     SqliteStore(path).close()
 
@@ -327,13 +331,13 @@ def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
     path = tmp_path / "50% #1?" / FILE_NAME
     store = SqliteStore(path)
     store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
-    assert read_ledger(path) == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
+    assert SqliteReader(path).read_ledger() == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
     store.close()
 
 
 def test_the_ledger_of_an_old_file_can_be_read_and_stays_as_it_is(old_file: Path) -> None:
     before = dump(old_file)
-    rows = read_ledger(old_file)
+    rows = SqliteReader(old_file).read_ledger()
     assert [row.ticket_id for row in rows] == list(ROWS)
     assert rows[3] == LedgerRow("2.1", 2, TicketState.TRAINED, None, 3, 3)
     assert [row.ticket_id for row in rows if row.trained] == ["0.0", "1.0", "2.1", "3.0"]
@@ -341,7 +345,7 @@ def test_the_ledger_of_an_old_file_can_be_read_and_stays_as_it_is(old_file: Path
 
 
 def test_slipstream_ledger_says_trained_whether_or_not_the_payload_was_let_go(old_file: Path) -> None:
-    rows = {row.ticket_id: (row.state, row.step) for row in read_ledger(old_file)}
+    rows = {row.ticket_id: (row.state, row.step) for row in SqliteReader(old_file).read_ledger()}
     assert (rows["1.0"], rows["2.1"]) == ((TicketState.TRAINED, 2), (TicketState.TRAINED, 3))
 
 

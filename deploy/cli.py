@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_support import ending_at_once, leave, print_error, reading
+from deploy.cli_support import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands import look
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
@@ -23,8 +23,18 @@ from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
 from protocol import access
 from protocol.client import QueueError
-from protocol.config import ConfigError, Need, RunConfig, checks, load, missing_files, parse_overrides, resolve, to_toml
-from protocol.config.checks import find_algorithm_doubts
+from protocol.config import (
+    ConfigError,
+    Finding,
+    Need,
+    RunConfig,
+    load,
+    missing_files,
+    parse_overrides,
+    resolve,
+    to_toml,
+)
+from protocol.config.checks import find_algorithm_warnings, find_quorum_warnings
 from protocol.config.fingerprint import release
 from protocol.config.text import nearest
 
@@ -91,9 +101,11 @@ def config(
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
     typer.echo(to_toml(found, section and [section], unset.keys()))
-    doubted = [*find_algorithm_doubts(found.learner), *checks.find_quorum_doubts(found.weight_sync, found.vllm)]
-    for fault in [*doubted, *(missing_files(found, EVERYTHING) if run_file else [])]:
-        print(f"slipstream: warning: {fault}", file=sys.stderr)
+    # A file may still be missing here: only the commands that start something need it.
+    missing = [Finding("warning", text) for text in missing_files(found, EVERYTHING)] if run_file else []
+    print_findings(
+        [*find_algorithm_warnings(found.learner), *find_quorum_warnings(found.weight_sync, found.vllm), *missing]
+    )
 
 
 @app.command(**reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"))
@@ -252,9 +264,10 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
         try:
             config = load(run_file, context.args, needs=EVERYTHING)
             access.hide_token()
-            rows = check_run(config, resume)
+            checked = check_run(config, resume)
+            print_findings(checked.findings)
             if config.learner.epochs is not None:
-                answer.write(str(rows))
+                answer.write(str(checked.rows))
         except ConfigError as error:
             answer.write(str(error))
             code = 2

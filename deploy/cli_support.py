@@ -9,7 +9,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
 from typing import Any, ClassVar, NoReturn
 
@@ -21,7 +21,7 @@ from typer.core import TyperCommand
 
 from deploy.run.process_keeper import RunFailed
 from protocol.client import QueueError
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, Finding, RunConfig
 from protocol.config.load import OPTION
 from protocol.config.sections.base import toml_value
 from protocol.config.text import find_field, named, nearest, settings
@@ -130,6 +130,12 @@ def leave(code: int) -> NoReturn:
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the task's code may have closed it
             stream.flush()
     os._exit(code)
+
+
+def print_findings(findings: Iterable[Finding]) -> None:
+    """Prints one line for each finding on stderr, with its severity."""
+    for finding in findings:
+        print(f"slipstream: {finding.severity}: {finding}", file=sys.stderr, flush=True)
 
 
 def print_error(error: Exception) -> int:

@@ -30,7 +30,7 @@ from learner.training.trainer import Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
-from protocol.config.checks import find_algorithm_doubts
+from protocol.config.checks import find_algorithm_warnings
 from weight_sync.publisher import Publisher
 from weight_sync.weights import snapshot
 
@@ -78,12 +78,12 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 for line in start.introduction(config, checkpoint, position):
                     progress.say(line)
             progress.say(start.algorithm(config.learner))
-            doubted = [
-                *find_algorithm_doubts(config.learner),
-                *adapter_checks.find_adapter_doubts(config.learner, config.lora),
+            findings = [
+                *find_algorithm_warnings(config.learner),
+                *adapter_checks.find_adapter_warnings(config.learner, config.lora),
             ]
-            for doubt in [*doubted, *checks.find_quorum_doubts(config.weight_sync, config.vllm)]:
-                progress.warn(doubt)
+            for finding in [*findings, *checks.find_quorum_warnings(config.weight_sync, config.vllm)]:
+                progress.warn(str(finding))
             for said in unheeded:
                 progress.warn(said)
             if place.count > 1:

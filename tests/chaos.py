@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from rollout_queue.store.sqlite import FILE_NAME, read_ledger
+from rollout_queue.store.sqlite import FILE_NAME, SqliteReader
 from tests.kit.ports import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
@@ -98,7 +98,7 @@ def kill_now_and_then(
 def broken_rules(folder: Path, group_size: int) -> list[str]:
     steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((folder / "summary.json").read_text())
-    rows = read_ledger(folder / FILE_NAME)
+    rows = SqliteReader(folder / FILE_NAME).read_ledger()
     trained = [row.index for row in rows if row.trained]
     outcomes = Counter("trained" if row.trained else str(row.state) for row in rows)
     versions = [line["version"] for line in steps]

@@ -35,8 +35,8 @@ _SHAPES = (
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-def check(config: RunConfig) -> None:
-    """Raises `ConfigError`."""
+def check_model(config: RunConfig) -> None:
+    """Raises `ConfigError` if the model cannot be loaded, is given too long a context, or lacks `model.attention`."""
     model = config.model
     architecture = _architecture(model)
     if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):

@@ -1,11 +1,7 @@
-"""What is checked before the first process of a run starts: each fault is one message with its remedy.
+"""Checks a run before its first process starts: packages, run directory, ports, servers, task, model and learner.
 
-What is checked of the learner's optimiser, schedule and adapter before a run starts: that they can be made here, and
-that the adapter fits the model and the checkpoint to go on from.
-
-Whether a vLLM server that somebody else started is one that a run can use: its version and flags.
-
-The probe of weight sync runs at temperature 1, so it is blind to log-probs of the wrong kind.
+What would stop the run is a `ConfigError`, one message with its remedy. What would not is a `Finding`. Nothing is
+printed here. Torch is imported only where the run file asks for more than the defaults.
 """
 
 from __future__ import annotations
@@ -14,28 +10,106 @@ import json
 import logging
 import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
 from deploy.checks import model_check
-from deploy.checks.task_check import warn
 from deploy.run import run_directory
 from deploy.servers import devices, kv_cache, probes
 from deploy.servers.probes import check_port
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
-from protocol.config import ConfigError, LearnerSection, RunConfig
+from protocol.config import ConfigError, Finding, LearnerSection, RunConfig
 from weight_sync.fleet.eligibility import TRIED_VERSION, Wanted, describe_mismatches, judge
 from weight_sync.server.answers import ServerFacts
 
-_OWN = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
+# Settings of [learner] that name optimisers and schedules of other packages.
+_NAMED_ELSEWHERE = ("optim", "optim_args", "lr_scheduler_type", "lr_scheduler_kwargs")
+
+TIMEOUT_S = 10.0
+
+# Before vLLM answers /server_info it collects what it knows about the machine.
+INFO_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class RunCheck:
+    """A run that can start.
+
+    Attributes:
+        rows: Rows of the data set; None if their number is not known.
+        findings: What works, but hardly as it was meant.
+    """
+
+    rows: int | None
+    findings: list[Finding]
+
+
+def check_run(config: RunConfig, resume: bool) -> RunCheck:
+    """Checks everything that can be checked before a process starts.
+
+    Args:
+        config: The run file.
+        resume: Whether the run goes on from its newest checkpoint.
+
+    Raises:
+        ConfigError: Something would stop the run later.
+    """
+    probes.require_modules(
+        "slipstream up", probes.LEARNER_MODULES if config.vllm.servers else probes.LEARNER_MODULES + probes.VLLM_MODULES
+    )
+    check_learner(config)
+    run_directory.check_run_directory(config, resume)
+    findings: list[Finding] = []
+    if not resume:
+        findings += _check_addresses(config)
+    from deploy.checks import task_check
+    from learner.callbacks import load as load_callbacks
+    from learner.checkpoints import uploads
+    from learner.report import trackers
+    from rollout_worker.data.dataset import check_evaluation, find_evaluation_warnings
+    from rollout_worker.task.rewards import build_rewards
+    from rollout_worker.task.task import load_task
+
+    trackers.wanted_trackers(config.tracking)
+    uploads.require(config.hub)
+    # The hub's client warns at every try to reach it; here one message is enough.
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
+    # The task comes first: users write it themselves, so most mistakes are there.
+    task = load_task(config.task)
+    build_rewards(config, task.rewards, task.reward_weights, own=task.own_rewards)
+    rows = task.rows.size
+    if task.has_no_data and config.learner.epochs is not None:
+        raise ConfigError(
+            f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
+            f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
+        )
+    counted = run_directory.with_steps_for_epochs(config, rows)
+    is_over = resume and run_directory.finished(counted) is not None
+    if resume and not is_over:
+        findings += _check_addresses(config)
+    if task.agent is not None and not is_over:
+        run_file = config.run_file.absolute()
+        check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
+    load_callbacks(config.learner.callbacks)
+    check_evaluation(config, task.eval_dataset)
+    findings += find_evaluation_warnings(config, task.eval_dataset)
+    model_check.check_model(config)
+    model_check.check_resumed(config, resume)
+    check_adapter(config, resume)
+    if not config.vllm.servers and on_cpu():
+        kv_cache.check_cache_fits(config)
+    devices.check_quantised(config)
+    task_check.check_task(config, task)
+    return RunCheck(rows, findings)
 
 
 def check_learner(config: RunConfig) -> None:
-    """Raises `ConfigError`. Imports torch only where the run file asks for more than the defaults."""
-    plain = LearnerSection()
-    if any(getattr(config.learner, name) != getattr(plain, name) for name in _OWN):
+    """Raises `ConfigError` if the optimiser, the schedule, the adapter or the precision cannot be made here."""
+    defaults = LearnerSection()
+    if any(getattr(config.learner, name) != getattr(defaults, name) for name in _NAMED_ELSEWHERE):
         from learner.training import optimiser
 
         optimiser.check(config.learner)
@@ -50,7 +124,7 @@ def check_learner(config: RunConfig) -> None:
 
 
 def check_adapter(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError`. Of a model that can be found; imports torch only where an adapter is or was."""
+    """Raises `ConfigError` if the adapter fits neither the model nor the checkpoint to resume."""
     kept = checkpoints.complete(config.run_dir) if resume else {}
     had_one = bool(kept) and (kept[max(kept)] / checkpoints.ADAPTER).is_dir()
     if config.lora.r or had_one:
@@ -59,32 +133,62 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
         resuming.check_adapter(config, resume)
 
 
-logger = logging.getLogger(__name__)
+def _check_addresses(config: RunConfig) -> list[Finding]:
+    """Checks that ports are free and that `vllm.servers` can be used. A run that is over needs neither."""
+    run_file = config.run_file.absolute()
+    findings: list[Finding] = []
+    check_port(config.queue.host, config.queue.port, "queue.port", run_file)
+    if config.vllm.servers:
+        findings = find_untried_versions(check_servers(config))
+    else:
+        for index in range(config.vllm.count):
+            check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
+    sync = config.weight_sync
+    # An adapter is sent over the servers' own routes.
+    if sync.adapter_only is not True:
+        port = sync.http_port if sync.transport == "http" else 0
+        check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")
+    return findings
 
-TIMEOUT_S = 10.0
 
-# vLLM collects what it knows of the machine first.
-INFO_TIMEOUT_S = 60.0
+def check_servers(config: RunConfig) -> dict[str, ServerFacts]:
+    """Asks each server of `vllm.servers` for its flags, since the probe of weight sync is blind to some of them.
 
+    Returns:
+        What each server says of itself, by URL.
 
-def check_servers(config: RunConfig) -> None:
-    """Ask each of `vllm.servers`. Raises `ConfigError` with all faults of the first that has one; a version that was
-    not tried is a warning."""
+    Raises:
+        ConfigError: With all mismatches of the first server that has any.
+    """
+    servers: dict[str, ServerFacts] = {}
     for url in config.vllm.servers:
-        facts = fetch(url, config.token_for("learner"))
-        if faults := judge(facts, Wanted.of(config)):
-            raise ConfigError(f"vllm.servers: {url}: {describe_mismatches(faults)}")
-        if facts.version != TRIED_VERSION:
-            logger.warning(
-                "vllm.servers: %s runs vLLM %s; weight sync was tried with %s only: if a publication fails, install "
-                "that one",
-                *(url, facts.version or "of an unknown version", TRIED_VERSION),
-            )
+        servers[url] = fetch(url, config.token_for("learner"))
+        if mismatches := judge(servers[url], Wanted.of(config)):
+            raise ConfigError(f"vllm.servers: {url}: {describe_mismatches(mismatches)}")
+    return servers
+
+
+def find_untried_versions(servers: Mapping[str, ServerFacts]) -> list[Finding]:
+    """Finds servers whose vLLM is not the version that weight sync was tried with."""
+    return [
+        Finding(
+            "warning",
+            f"vllm.servers: {url} runs vLLM {facts.version or 'of an unknown version'}; weight sync was tried with "
+            f"{TRIED_VERSION} only",
+            "if a publication fails, install that one",
+        )
+        for url, facts in servers.items()
+        if facts.version != TRIED_VERSION
+    ]
 
 
 def fetch(url: str, token: str | None) -> ServerFacts:
-    """Raises `ConfigError` where no vLLM server answers, or one without the routes of weight sync."""
-    # A route of weight sync, which a server without VLLM_SERVER_DEV_MODE lacks, and which wants the token.
+    """Returns what the vLLM server at `url` says of itself.
+
+    Raises:
+        ConfigError: No vLLM server answers, or one without the routes of weight sync.
+    """
+    # This route needs VLLM_SERVER_DEV_MODE and the token, so its answer tells whether the server has both.
     try:
         _ask(url, "/weight_info", token)
     except ConfigError as error:
@@ -98,7 +202,7 @@ def fetch(url: str, token: str | None) -> ServerFacts:
     info = _ask(url, "/server_info?config_format=json", token, timeout_s=INFO_TIMEOUT_S)
     version = _ask(url, "/version", token).get("version")
     try:
-        # No request at all: a server that has the route refuses it as such.
+        # An empty object is no valid request: a server that has the route refuses it as such.
         _ask(url, "/inference/v1/generate", token, body=b"{}")
         scale_out = True
     except ConfigError as error:
@@ -108,7 +212,7 @@ def fetch(url: str, token: str | None) -> ServerFacts:
 
 
 def _is_vllm(url: str, token: str | None) -> bool:
-    """Whether it says its version, as every vLLM server does."""
+    """Tells whether the server answers /version, as every vLLM server does."""
     try:
         return isinstance(_ask(url, "/version", token).get("version"), str)
     except ConfigError:
@@ -118,10 +222,10 @@ def _is_vllm(url: str, token: str | None) -> bool:
 def _ask(
     url: str, path: str, token: str | None, *, body: bytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> Mapping[str, Any]:
-    """The JSON object that the route answers with."""
+    """Returns the JSON object that the route answers with, {} for another kind of JSON."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     headers |= {"Content-Type": "application/json"} if body else {}
-    # As the worker asks: never by a proxy of the environment.
+    # Workers use no proxy of the environment either.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(url + path, data=body, headers=headers)
@@ -141,73 +245,3 @@ def _ask(
             f"leave vllm.servers empty to have it launched"
         ) from None
     return answer if isinstance(answer, Mapping) else {}
-
-
-def check_run(config: RunConfig, resume: bool) -> int | None:
-    """Raises `ConfigError` for what would stop the run later: packages, run directory, ports, servers, trackers, the
-    hub's token, task, callbacks, model, adapter.
-
-    Returns the rows of the data set; None where their number is not known.
-    """
-    probes.require_modules(
-        "slipstream up", probes.LEARNER_MODULES if config.vllm.servers else probes.LEARNER_MODULES + probes.VLLM_MODULES
-    )
-    check_learner(config)
-    run_directory.check(config, resume)
-    if not resume:
-        _check_addresses(config)
-    from deploy.checks import task_check
-    from learner.callbacks import load as load_callbacks
-    from learner.checkpoints import uploads
-    from learner.report import trackers
-    from rollout_worker.data.dataset import check_evaluation
-    from rollout_worker.task.rewards import build_rewards
-    from rollout_worker.task.task import load_task
-
-    trackers.wanted_trackers(config.tracking)
-    uploads.require(config.hub)
-    # Every try to reach the hub is a warning of its own; here one message says it.
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
-    # The task first: it is what people write themselves.
-    task = load_task(config.task)
-    build_rewards(config, task.rewards, task.reward_weights, own=task.own_rewards)
-    rows = task.rows.size
-    if task.has_no_data and config.learner.epochs is not None:
-        raise ConfigError(
-            f"learner.epochs = {config.learner.epochs:g}: the task has no data set, as its environment says what there "
-            f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
-        )
-    counted = run_directory.with_steps_for_epochs(config, rows)
-    over = resume and run_directory.finished(counted) is not None
-    if resume and not over:
-        _check_addresses(config)
-    if task.agent is not None and not over:
-        run_file = config.run_file.absolute()
-        check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
-    load_callbacks(config.learner.callbacks)
-    if warning := check_evaluation(config, task.eval_dataset):
-        warn(warning)
-    model_check.check(config)
-    model_check.check_resumed(config, resume)
-    check_adapter(config, resume)
-    if not config.vllm.servers and on_cpu():
-        kv_cache.check(config)
-    devices.check_quantised(config)
-    task_check.check_task(config, task)
-    return rows
-
-
-def _check_addresses(config: RunConfig) -> None:
-    """Not of a run that is over: it needs none."""
-    run_file = config.run_file.absolute()
-    check_port(config.queue.host, config.queue.port, "queue.port", run_file)
-    if config.vllm.servers:
-        check_servers(config)
-    else:
-        for index in range(config.vllm.count):
-            check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
-    sync = config.weight_sync
-    # An adapter is sent over the servers' own routes.
-    if sync.adapter_only is not True:
-        port = sync.http_port if sync.transport == "http" else 0
-        check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")

@@ -19,7 +19,7 @@ from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig, load
 from protocol.status import Status
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, read_ledger
+from rollout_queue import store
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 
@@ -91,12 +91,9 @@ async def _status(client: QueueClient) -> Status:
 
 def print_ledger(config: RunConfig) -> None:
     """One JSON object a line; works beside a running queue. Raises `ConfigError` where there is no ledger."""
-    if config.queue.store == MEMORY:
-        raise ConfigError(f'queue.store = "{MEMORY}" keeps no ledger: choose "sqlite" to be able to read it later')
-    path = config.run_dir / FILE_NAME
-    if not path.exists():
-        raise ConfigError(f"{path}: there is no ledger; has the run's queue been started?")
-    for row in read_ledger(path):
+    if config.queue.store == ":memory:":
+        raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
+    for row in store.open_for_reading(config).read_ledger():
         print(msgspec.json.encode(row).decode())
 
 

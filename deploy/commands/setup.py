@@ -25,7 +25,7 @@ from rich.text import Text
 
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
-from protocol.config import ConfigError, ModelSection, RunConfig, RunSection
+from protocol.config import ConfigError, Finding, ModelSection, RunConfig, RunSection
 from protocol.config.fingerprint import DISTRIBUTION, release
 from protocol.config.sections.base import toml_value
 
@@ -52,11 +52,11 @@ def examine(config: RunConfig | None) -> int:
     of_run = (*_ports(config), *_plan(config)) if config else ()
     for name, value in (*_software(), *_devices(), *of_run):
         table.add_row(Text(name, style="bold"), Text(value))
-    faults = [*_unfit(), *_unimportable()]
+    faults = [*find_unfit_packages(), *find_broken_imports()]
     console = Console()
     console.print(table)
     for fault in faults:
-        console.print(Text.assemble(("broken: ", "bold red"), fault))
+        console.print(Text.assemble(("broken: ", "bold red"), str(fault)))
     return 1 if faults else 0
 
 
@@ -100,7 +100,7 @@ def _memory_limit() -> str:
 def _gpus() -> list[str]:
     try:
         import torch
-    except Exception:  # `_unimportable` tells
+    except Exception:  # `find_broken_imports` says why
         return []
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     return [f"{device.name} ({device.total_memory / 1e9:.0f} GB)" for device in found]
@@ -138,8 +138,8 @@ def _process(pid: int | None) -> str:
         return f"process {pid}"
 
 
-def _unfit() -> Iterator[str]:
-    """What is installed in a version that Slipstream cannot work with, or is missing from an extra."""
+def find_unfit_packages() -> Iterator[Finding]:
+    """Finds packages in a version that Slipstream cannot work with, and packages that an extra lacks."""
     try:
         needed = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -156,11 +156,12 @@ def _unfit() -> Iterator[str]:
         found = _version(requirement.name)
         if requirement.name != DISTRIBUTION and (found is None or not requirement.specifier.contains(found, True)):
             wanted = f"{requirement.name}{requirement.specifier}"
-            yield f"{requirement.name} {found or 'is not installed'}, and {wanted} is needed: pip install '{wanted}'"
+            text = f"{requirement.name} {found or 'is not installed'}, and {wanted} is needed"
+            yield Finding("error", text, f"pip install '{wanted}'")
 
 
-def _unimportable() -> Iterator[str]:
-    """The first package that is there and cannot be imported; those after it would fail of the same."""
+def find_broken_imports() -> Iterator[Finding]:
+    """Finds the first installed package that cannot be imported; those after it would fail for the same reason."""
     for name, remedy in IMPORTED.items():
         if find_spec(name) is None:
             continue
@@ -168,7 +169,9 @@ def _unimportable() -> Iterator[str]:
             import_module(name)
         except Exception as error:
             first = str(error).strip().partition("\n")[0]
-            yield f"{name} {_version(name) or ''} cannot be imported ({type(error).__name__}: {first}); {remedy}"
+            yield Finding(
+                "error", f"{name} {_version(name) or ''} cannot be imported ({type(error).__name__}: {first})", remedy
+            )
             return
 
 

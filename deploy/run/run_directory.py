@@ -14,16 +14,18 @@ from pathlib import Path
 
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
-from rollout_queue.store import base
-from rollout_queue.store.sqlite import FILE_NAME, run_of, steps_made
+from rollout_queue.store import base, open_for_reading
 
 # The folder that a start which made no step is moved to, and what stays where it is.
 FAILED = "failed-start-"
 
-_KEPT = (FAILED, "launcher.lock", "queue.lock")
+# Another launcher holds the first, a queue the second.
+LAUNCHER_LOCK, QUEUE_LOCK = "launcher.lock", "queue.lock"
+
+_KEPT = (FAILED, LAUNCHER_LOCK, QUEUE_LOCK)
 
 
-def check(config: RunConfig, resume: bool) -> None:
+def check_run_directory(config: RunConfig, resume: bool) -> None:
     """Raises `ConfigError` where the directory cannot be written, holds a run that would be written over, or, to
     `resume`, none."""
     _check_writable(config)
@@ -63,25 +65,31 @@ def has_checkpoint(config: RunConfig) -> bool:
 def finished(config: RunConfig) -> int | None:
     """The steps that the run has made, where it has made all of `learner.steps` and has ended; None for one that has
     more to do, or of which that is not known before its queue runs. Raises `ConfigError`."""
-    kept, store = checkpoints.complete(config.run_dir), config.run_dir / FILE_NAME
-    if not kept or max(kept) < config.learner.steps or not store.exists() or not run_of(store).finished:
+    kept = checkpoints.complete(config.run_dir)
+    if not kept or max(kept) < config.learner.steps or not open_for_reading(config).run_state().finished:
         return None
     return max(kept)
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Move what a start that made no step has left into a folder beside it, and return that; None: there is nothing.
+    """Moves what a start that made no step left behind into a folder beside it.
 
-    Call it after `check`, without `resume`, and with the directory held. Raises `ConfigError` if a queue still runs.
+    Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
+
+    Returns:
+        The new folder; None if there was nothing to move.
+
+    Raises:
+        ConfigError: A queue still runs on the directory.
     """
     folder = config.run_dir
-    if not (folder / FILE_NAME).exists():
+    if not open_for_reading(config).exists():
         return None
     left = [path for path in folder.iterdir() if not path.name.startswith(_KEPT)]
     with _held(
         config,
-        folder / f"{Path(FILE_NAME).stem}.lock",
-        f"run.name = {config.run.name}: a queue still runs on {folder / FILE_NAME}; stop it, or choose another name: "
+        folder / QUEUE_LOCK,
+        f"run.name = {config.run.name}: a queue still runs in {folder}; stop it, or choose another name: "
         f"--run.name {config.run.name}-2",
     ):
         taken = [path.name.removeprefix(FAILED) for path in folder.glob(f"{FAILED}*")]
@@ -97,7 +105,7 @@ def clear(config: RunConfig) -> Path | None:
 
 def check_unused(config: RunConfig) -> None:
     """Raises `ConfigError` if another launcher has the run directory; makes nothing."""
-    if (config.run_dir / "launcher.lock").exists():
+    if (config.run_dir / LAUNCHER_LOCK).exists():
         with held_alone(config):
             pass
 
@@ -110,7 +118,7 @@ def held_alone(config: RunConfig) -> Iterator[None]:
     """
     with _held(
         config,
-        config.run_dir / "launcher.lock",
+        config.run_dir / LAUNCHER_LOCK,
         f"run.name = {config.run.name}: {config.run_dir} is in use by another launcher; stop that one, or choose "
         f"another name: --run.name {config.run.name}-2",
     ):
@@ -157,8 +165,8 @@ def _newest_version(config: RunConfig) -> int:
 
 
 def _steps(config: RunConfig) -> int:
-    store = config.run_dir / FILE_NAME
-    return steps_made(store) if store.exists() else 0
+    """Returns the optimiser steps made over all starts: the version, since a resume may begin the steps again."""
+    return open_for_reading(config).run_state().version
 
 
 def _check_writable(config: RunConfig) -> None:

@@ -94,7 +94,7 @@ def budget(model: Model, config: RunConfig, available: int) -> Budget:
     return Budget(sequence, sequence * vllm.max_num_seqs, int(room))
 
 
-def check(config: RunConfig) -> None:
+def check_cache_fits(config: RunConfig) -> None:
     """Raises `ConfigError`, with the figures, where one sequence would not fit on each server."""
     model = _model(config)
     if is_set(config.vllm.args, os.environ) or model is None:

@@ -1,6 +1,7 @@
 """The run file: one TOML file, read by `load` into a `RunConfig` (`sections` has its settings, `schema` how they must
 fit together, `text` its faults)."""
 
+from protocol.config.checks import Finding
 from protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve
 from protocol.config.schema import RunConfig
 from protocol.config.sections import (
@@ -29,6 +30,7 @@ __all__ = [
     "ConfigError",
     "DeploySection",
     "EvalSection",
+    "Finding",
     "HubSection",
     "LearnerSection",
     "LoraSection",

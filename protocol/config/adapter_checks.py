@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
+from protocol.config.checks import Finding
 from protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
 from protocol.config.sections.base import toml_value
 
@@ -146,14 +147,15 @@ def _check_published_alone(weight_sync: WeightSyncSection, model: ModelSection, 
         )
 
 
-def find_adapter_doubts(learner: LearnerSection, lora: LoraSection) -> list[str]:
-    """What may be meant, but hardly is."""
+def find_adapter_warnings(learner: LearnerSection, lora: LoraSection) -> list[Finding]:
+    """Finds a learning rate that is valid but too low for an adapter to learn."""
     if not lora.r or learner.learning_rate >= _LITTLE:
         return []
-    return [
+    text = (
         f"learner.learning_rate = {learner.learning_rate:g} with lora.r = {lora.r}: an adapter learns next to nothing "
-        f"from steps that are right for all weights; 1e-5 to 2e-4 is usual"
-    ]
+        f"from steps that are right for all weights"
+    )
+    return [Finding("warning", text, "1e-5 to 2e-4 is usual")]
 
 
 def _check_quantised(model: ModelSection, lora: LoraSection) -> None:

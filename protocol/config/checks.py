@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from protocol.config.sections import (
     ChatSection,
@@ -36,6 +37,25 @@ from protocol.config.sections.algorithm import CLIPPED
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.learner import SHARDED
 from protocol.config.sections.presets import PRESETS
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something a check found that does not stop the start. What stops it is a `ConfigError`.
+
+    Attributes:
+        severity: "warning" for what works, but hardly as it was meant; "error" for a part that cannot work.
+        text: What was found, with the value.
+        remedy: What to change; empty if the text says it.
+    """
+
+    severity: Literal["warning", "error"]
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}" if self.remedy else self.text
+
 
 # The arguments that each of transformers' schedules takes (`transformers.optimization`).
 SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
@@ -145,17 +165,18 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 _WIDE_FOR_GSPO = 0.05
 
 
-def find_algorithm_doubts(learner: LearnerSection) -> list[str]:
-    """What may be meant, but hardly is."""
+def find_algorithm_warnings(learner: LearnerSection) -> list[Finding]:
+    """Finds bounds of a clip that are valid but too wide for the objective."""
     bounds = {name: getattr(learner, name) for name in ("clip_low", "clip_high")}
     wide = [f"learner.{name} = {value:g}" for name, value in bounds.items() if value > _WIDE_FOR_GSPO]
     if learner.objective != "gspo" or not wide:
         return []
     papers = " and ".join(f"{name} = {PRESETS['gspo'][name]:g}" for name in bounds)
-    return [
+    text = (
         f'{" and ".join(wide)} with objective = "gspo": the mean ratio of a rollout hardly ever moves so far, and '
-        f"nothing would be clipped; its paper has {papers}"
-    ]
+        f"nothing would be clipped"
+    )
+    return [Finding("warning", text, f"its paper has {papers}")]
 
 
 def check_algorithm(learner: LearnerSection) -> None:
@@ -281,15 +302,15 @@ def _settings(parts: list[_Part]) -> str:
     return " or ".join(name.removeprefix("2 x ") for name, _ in parts)
 
 
-def find_quorum_doubts(weight_sync: WeightSyncSection, vllm: VllmSection) -> list[str]:
-    """What may be meant, as servers may join, but hardly is."""
+def find_quorum_warnings(weight_sync: WeightSyncSection, vllm: VllmSection) -> list[Finding]:
+    """Finds a quorum above the number of servers, which is only right if more servers join."""
     there = len(vllm.servers) if vllm.servers else vllm.count
     if weight_sync.quorum <= there:
         return []
     named = f"the {there} of vllm.servers" if vllm.servers else f"vllm.count = {there}"
-    return [
+    text = (
         f"weight_sync.quorum = {weight_sync.quorum} with {named}: the first step waits until "
         f"{weight_sync.quorum - there} more have joined (`slipstream vllm run.toml --join URL`), and without them the "
-        f"run ends after vllm.start_timeout_s = {vllm.start_timeout_s:g} s; if none are to join, lower "
-        f"weight_sync.quorum to {max(1, there)}"
-    ]
+        f"run ends after vllm.start_timeout_s = {vllm.start_timeout_s:g} s"
+    )
+    return [Finding("warning", text, f"if none are to join, lower weight_sync.quorum to {max(1, there)}")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from protocol.config import RunConfig
-from rollout_queue.store.base import Store
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteStore
+from rollout_queue.store.base import Store, StoreReader
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
 
 STORES: Mapping[str, Callable[[RunConfig], Store]] = {
     "sqlite": lambda config: SqliteStore(config.run_dir / FILE_NAME),
@@ -14,6 +14,18 @@ STORES: Mapping[str, Callable[[RunConfig], Store]] = {
 }
 
 
+# A store in memory leaves nothing, but an earlier start of the run may have used the file.
+READERS: Mapping[str, Callable[[RunConfig], StoreReader]] = {
+    "sqlite": lambda config: SqliteReader(config.run_dir / FILE_NAME),
+    ":memory:": lambda config: SqliteReader(config.run_dir / FILE_NAME),
+}
+
+
 def build(config: RunConfig) -> Store:
     """Open the run's store. Raises `ConfigError` if it cannot be used."""
     return STORES[config.queue.store](config)
+
+
+def open_for_reading(config: RunConfig) -> StoreReader:
+    """Opens what the queues of the run have stored, without holding it."""
+    return READERS[config.queue.store](config)

@@ -11,8 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from protocol.client import QueueError
-from rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
+from rollout_queue.ledger.records import Decision, RunState, StoreContents, TicketRecord, TicketState
 
 
 class StoreError(QueueError):
@@ -59,6 +61,47 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Close the store. Nothing may be called afterwards."""
+        ...
+
+
+class LedgerRow(msgspec.Struct, frozen=True):
+    """One ticket, for audits.
+
+    Attributes:
+        state: `trained` whether or not its payload was deleted since.
+        step: Optimiser step that trained it, if one did.
+        version: Policy version that this step made.
+    """
+
+    ticket_id: str
+    index: int
+    state: TicketState
+    reason: str | None
+    step: int | None
+    version: int | None
+
+    @property
+    def trained(self) -> bool:
+        return self.state is TicketState.TRAINED
+
+
+class StoreReader(Protocol):
+    """What a run has stored, read without holding the store: a queue may run on it meanwhile."""
+
+    def exists(self) -> bool:
+        """Tells whether a queue of the run has stored anything."""
+        ...
+
+    def read_ledger(self) -> list[LedgerRow]:
+        """Returns every ticket of the run in the order of issue. Those that are kept as sums only are left out.
+
+        Raises:
+            ConfigError: There is no ledger, or it cannot be read.
+        """
+        ...
+
+    def run_state(self) -> RunState:
+        """Returns how far the run is, `RunState()` if nothing is stored. Raises `ConfigError` if it cannot be read."""
         ...
 
 

@@ -30,7 +30,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import StoreError, hold_lock_file
+from rollout_queue.store.base import LedgerRow, StoreError, hold_lock_file
 from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
 
 T = TypeVar("T")
@@ -66,24 +66,6 @@ _ALL_SUMS = f"""SELECT state, reason, SUM(tickets), SUM(tokens)
 _EVERY_INDEX = 2**63 - 1
 _TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
     (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
-
-
-class LedgerRow(msgspec.Struct, frozen=True):
-    """One ticket, for audits. `step` and `version` are of the optimiser step that trained it, None without one.
-
-    A trained ticket is TRAINED here whether or not its payload is still kept.
-    """
-
-    ticket_id: str
-    index: int
-    state: TicketState
-    reason: str | None
-    step: int | None
-    version: int | None
-
-    @property
-    def trained(self) -> bool:
-        return self.state is TicketState.TRAINED
 
 
 class SqliteStore:
@@ -226,42 +208,40 @@ class SqliteStore:
                 self._db.rollback()
 
 
-def read_ledger(path: Path | str) -> list[LedgerRow]:
-    """Read every ticket of a run from its store, in the order of issue.
+class SqliteReader:
+    """Reads what a run has stored, from a file of this or any older layout, beside a running queue. Changes nothing."""
 
-    Tickets that are kept as sums alone are left out. Changes nothing, and works beside a running queue. Raises
-    `ConfigError`.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
-            _check_layout(db, path)
+    def __init__(self, path: Path | str) -> None:
+        self._path = Path(path)
+
+    def exists(self) -> bool:
+        return self._path.exists()
+
+    def read_ledger(self) -> list[LedgerRow]:
+        if not self.exists():
+            raise ConfigError(f"{self._path}: there is no ledger; has the run's queue been started?")
+        with self._opened("cannot be read as a run's ledger") as db:
             # Columns that every layout has.
             rows = db.execute(
                 """SELECT id, "index", state, reason, step, trained_version FROM tickets ORDER BY serial"""
             ).fetchall()
-    except sqlite3.Error as error:
-        raise ConfigError(f"{path}: cannot be read as a run's ledger: {error}") from error
-    return [LedgerRow(row[0], row[1], _state_for_people(row[2]), *row[3:]) for row in rows]
+        return [LedgerRow(row[0], row[1], _state_for_people(row[2]), *row[3:]) for row in rows]
 
-
-def steps_made(path: Path | str) -> int:
-    """Read how many optimiser steps a run has made over all its starts; see `run_of`."""
-    # The version counts on where a resume sets the step back.
-    return run_of(path).version
-
-
-def run_of(path: Path | str) -> RunState:
-    """Read from a run's store how far it is.
-
-    Changes nothing, and works beside a running queue. Raises `ConfigError`.
-    """
-    try:
-        with contextlib.closing(sqlite3.connect(f"{Path(path).absolute().as_uri()}?mode=ro", uri=True)) as db:
-            _check_layout(db, path)
+    def run_state(self) -> RunState:
+        if not self.exists():
+            return RunState()
+        with self._opened("cannot be read as a run's store", "; move it away") as db:
             run = db.execute("SELECT record FROM run").fetchone() if layout_of(db) else None
-    except sqlite3.Error as error:
-        raise ConfigError(f"{path}: cannot be read as a run's store: {error}; move it away") from error
-    return msgspec.json.decode(run[0], type=RunState) if run else RunState()
+        return msgspec.json.decode(run[0], type=RunState) if run else RunState()
+
+    @contextlib.contextmanager
+    def _opened(self, fault: str, remedy: str = "") -> Iterator[sqlite3.Connection]:
+        try:
+            with contextlib.closing(sqlite3.connect(f"{self._path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+                _check_layout(db, self._path)
+                yield db
+        except sqlite3.Error as error:
+            raise ConfigError(f"{self._path}: {fault}: {error}{remedy}") from error
 
 
 def _state_for_people(state: str) -> TicketState:

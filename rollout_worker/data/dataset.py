@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, Finding, RunConfig
 from rollout_worker.data import files
 from rollout_worker.data.rows import Rows, Stream, Table
 
@@ -146,8 +146,8 @@ def named_eval(error: ConfigError) -> ConfigError:
     return ConfigError(re.sub(r"(?<!eval_)\bdataset_split", "eval_dataset_split", text))
 
 
-def check_evaluation(config: RunConfig, eval_dataset: Any) -> str | None:
-    """Raises `ConfigError` for evaluations without an eval_dataset. Returns a warning for one that is never read."""
+def check_evaluation(config: RunConfig, eval_dataset: Any) -> None:
+    """Raises `ConfigError` for evaluations without an eval_dataset."""
     settings = config.eval
     if settings.is_on and eval_dataset is None:
         on = next(name for name in ("every", "at_start", "at_end") if getattr(settings, name))
@@ -155,15 +155,18 @@ def check_evaluation(config: RunConfig, eval_dataset: Any) -> str | None:
             f"eval.{on} = {str(getattr(settings, on)).lower()}, and the task {config.task.path} has no rows to "
             f"evaluate on: give Task(eval_dataset=...), or leave out eval.{on}"
         )
+
+
+def find_evaluation_warnings(config: RunConfig, eval_dataset: Any) -> list[Finding]:
+    """Finds an eval_dataset that is never read, and evaluations that are never made."""
+    settings, steps = config.eval, config.learner.steps
     if not settings.is_on and eval_dataset is not None:
-        return f"Task(eval_dataset=...) is never read, since {_OFF}: set one of them, or leave the data set out"
-    steps = config.learner.steps
+        text = f"Task(eval_dataset=...) is never read, since {_OFF}"
+        return [Finding("warning", text, "set one of them, or leave the data set out")]
     if config.learner.epochs is None and settings.every and settings.every > steps:
-        return (
-            f"eval.every = {settings.every} is beyond the last step, learner.steps = {steps}: no evaluation is made in "
-            f"between; lower eval.every, or set eval.at_end"
-        )
-    return None
+        text = f"eval.every = {settings.every} is beyond the last step, learner.steps = {steps}"
+        return [Finding("warning", text, "lower eval.every, or set eval.at_end")]
+    return []
 
 
 def count_eval_rows(rows: Rows, wanted: int | str) -> int:

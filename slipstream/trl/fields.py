@@ -2,7 +2,7 @@
 becomes of it here.
 
 This table is the only place where that stands: the configs take what it names, the translation follows it, and
-`python -m slipstream.trl.page` writes the tables of docs/from_trl.md from it. As long as there are fields.
+`python -m docs.generate from_trl` writes the tables of docs/from_trl.md from it. As long as there are fields.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ def test_a_version_that_is_too_old_and_a_package_that_is_missing_are_told(
     assert setup.examine(None) == 1
     faults = [line for line in capsys.readouterr().out.splitlines() if line.startswith("broken: ")]
     assert [fault.split(", and ")[1] for fault in faults] == [
-        "rich>=1000 is needed: pip install 'rich>=1000'",
-        "no-such-package>=2 is needed: pip install 'no-such-package>=2'",
+        "rich>=1000 is needed; pip install 'rich>=1000'",
+        "no-such-package>=2 is needed; pip install 'no-such-package>=2'",
     ]
 
 

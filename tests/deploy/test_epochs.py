@@ -45,11 +45,11 @@ def test_an_iterable_cannot_be_counted(run_file: Path) -> None:
         ConfigError, match=r"learner.epochs = 2: the data set is an iterable.*give learner.steps instead"
     ):
         preflight.check_run(load(run_file, ["--learner.epochs", "2.0"]), resume=False)
-    assert preflight.check_run(load(run_file), resume=False) is None
+    assert preflight.check_run(load(run_file), resume=False).rows is None
 
 
 def test_the_preflight_counts_the_rows(run_file: Path) -> None:
-    assert preflight.check_run(load(run_file, ["--learner.epochs", "2.0"]), resume=False) == 1
+    assert preflight.check_run(load(run_file, ["--learner.epochs", "2.0"]), resume=False).rows == 1
 
 
 def write_run_file(folder: Path, *lines: str) -> Path:

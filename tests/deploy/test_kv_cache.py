@@ -100,12 +100,14 @@ def test_a_cpu_server_is_started_with_a_size(
 def test_too_little_memory_is_refused_with_the_figures(qwen: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 20 * GIB)
     with pytest.raises(ConfigError) as error:
-        kv_cache.check(qwen)
+        kv_cache.check_cache_fits(qwen)
     for text in ("vllm.max_model_len = 8000", "1.8 GiB", "0.0 GiB is left", "1 servers", "20.0 GiB", "2.2 GiB"):
         assert text in str(error.value)
-    kv_cache.check(qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": ["--kv-cache-memory-bytes"]})}))
+    kv_cache.check_cache_fits(
+        qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": ["--kv-cache-memory-bytes"]})})
+    )
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 40 * GIB)
-    kv_cache.check(qwen)
+    kv_cache.check_cache_fits(qwen)
 
 
 @pytest.mark.parametrize(

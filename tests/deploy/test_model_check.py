@@ -60,10 +60,10 @@ def test_a_context_above_the_models_is_refused_unless_vllm_was_told_to_allow_it(
         ConfigError,
         match=rf"vllm\.max_model_len = {longest + 1} is more than the model's {longest}: .* at most {longest}",
     ):
-        model_check.check(load(run_file, overrides))
-    model_check.check(load(run_file, ["--vllm.max_model_len", str(longest), "--learner.token_budget", "99999"]))
+        model_check.check_model(load(run_file, overrides))
+    model_check.check_model(load(run_file, ["--vllm.max_model_len", str(longest), "--learner.token_budget", "99999"]))
     monkeypatch.setenv("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "1")
-    model_check.check(load(run_file, overrides))
+    model_check.check_model(load(run_file, overrides))
 
 
 REMOTE = "from transformers import PretrainedConfig\n\n\nclass Odd(PretrainedConfig):\n    model_type = 'odd'\n"
@@ -77,9 +77,9 @@ def test_a_model_with_code_of_its_own_is_run_only_where_it_is_trusted(run_file: 
     (folder / "config.json").write_text(json.dumps(facts), encoding="utf-8")
     settings = ["--model.path", str(folder)]
     with pytest.raises(ConfigError, match=r"if you trust it set model.trust_remote_code = true$"):
-        model_check.check(load(run_file, settings))
+        model_check.check_model(load(run_file, settings))
     with pytest.raises(ConfigError, match="is more than the model's 512"):
-        model_check.check(load(run_file, [*settings, "--model.trust_remote_code", "true"]))
+        model_check.check_model(load(run_file, [*settings, "--model.trust_remote_code", "true"]))
 
 
 def test_a_revision_is_looked_up_and_named_where_there_is_none(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,7 +91,7 @@ def test_a_revision_is_looked_up_and_named_where_there_is_none(run_file: Path, m
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", from_pretrained)
     with pytest.raises(ConfigError, match=r"org/name, model.revision = abc: .*or commit that it has"):
-        model_check.check(load(run_file, ["--model.path", "org/name", "--model.revision", "abc"]))
+        model_check.check_model(load(run_file, ["--model.path", "org/name", "--model.revision", "abc"]))
     assert asked == [{"path": "org/name", "revision": "abc", "trust_remote_code": False}]
 
 
@@ -103,7 +103,7 @@ def test_a_model_folder_that_is_not_there(run_file: Path, tmp_path: Path, exists
         path.mkdir()
     gone = config.model_copy(update={"model": config.model.model_copy(update={"path": str(path)})})
     with pytest.raises(ConfigError, match=f"model.path = {path}: {says}"):
-        model_check.check(gone)
+        model_check.check_model(gone)
 
 
 def folder_of(path: Path, **changed: Any) -> Path:

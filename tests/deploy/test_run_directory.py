@@ -9,7 +9,7 @@ import pytest
 from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import Decision, RunState
-from rollout_queue.store.sqlite import FILE_NAME, SqliteStore, steps_made
+from rollout_queue.store.sqlite import FILE_NAME, SqliteReader, SqliteStore
 from tests.deploy.conftest import save_checkpoint
 
 
@@ -49,10 +49,10 @@ def test_what_a_directory_holds_decides_whether_a_start_must_resume(
 ) -> None:
     config = holding(run_file, store=store, checkpoint=checkpoint)
     if refused is None:
-        run_directory.check(config, resume)
+        run_directory.check_run_directory(config, resume)
         return
     with pytest.raises(ConfigError, match=refused):
-        run_directory.check(config, resume)
+        run_directory.check_run_directory(config, resume)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_start_that_made_no_step_leaves_the_name_free_and_its_logs_behind(run_
         else:
             SqliteStore(config.run_dir / FILE_NAME).close()
         with run_directory.held_alone(config):
-            run_directory.check(config, resume=False)
+            run_directory.check_run_directory(config, resume=False)
             aside = run_directory.clear(config)
             assert run_directory.clear(config) is None, "there is nothing left to move"
         assert aside == config.run_dir / f"failed-start-{number}"
@@ -95,7 +95,7 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
     config = holding(run_file, store=0)
     store = SqliteStore(config.run_dir / FILE_NAME)
     try:
-        with pytest.raises(ConfigError, match=r"a queue still runs on .*queue\.db; stop it, or choose another name"):
+        with pytest.raises(ConfigError, match=r"a queue still runs in .*small; stop it, or choose another name"):
             run_directory.clear(config)
         assert (config.run_dir / FILE_NAME).exists()
     finally:
@@ -105,13 +105,13 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
 def test_steps_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
     """A resume from the first step has the version go on."""
     store = SqliteStore(tmp_path / FILE_NAME)
-    assert steps_made(tmp_path / FILE_NAME) == 0
+    assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 0
     store.commit(Decision(run=RunState(version=9, step=0)), {})
-    assert steps_made(tmp_path / FILE_NAME) == 9, "beside the queue that has it open"
+    assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 9, "beside the queue that has it open"
     store.close()
     (tmp_path / "no-store").write_text("something else", encoding="utf-8")
     with pytest.raises(ConfigError, match="cannot be read as a run's store"):
-        steps_made(tmp_path / "no-store")
+        SqliteReader(tmp_path / "no-store").run_state()
 
 
 @pytest.mark.parametrize("parent", ["file", "/proc/self"])
@@ -120,7 +120,7 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_starts(run_
     (run_file.parent / "file").touch()
     config = load(run_file, ["--run.dir", str(run_file.parent / parent)])
     with pytest.raises(ConfigError, match=r"run.dir = .*: .*/small cannot be written: .*; choose another run.dir"):
-        run_directory.check(config, resume=False)
+        run_directory.check_run_directory(config, resume=False)
 
 
 def test_the_written_run_file_loads_from_anywhere_and_holds_no_token(

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from docs.generate.from_trl import page
 from protocol.config import RunConfig
 from slipstream.trl.configs import DEFAULTS
 from slipstream.trl.fields import FIELDS
-from slipstream.trl.page import written
 
 HERE = Path(__file__).parent
 PAGE = (HERE.parents[1] / "docs" / "from_trl.md").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def test_the_list_of_fields_is_that_of_trl(config: str) -> None:
 
 
 def test_the_tables_are_those_of_the_code() -> None:
-    assert written(PAGE) == PAGE, "renew the page: python -m slipstream.trl.page"
+    assert page() == PAGE, "renew the page: python -m docs.generate from_trl"
 
 
 @pytest.mark.parametrize(("config", "letter"), list(zip(CONFIGS, "GRA", strict=True)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.models_page import page
+from docs.generate.models import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m tests.models_page > docs/models.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), "make it anew: python -m docs.generate models"

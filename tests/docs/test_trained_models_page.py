@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.trained_models_page import page
+from docs.generate.trained_models import page
 
 PAGE = Path(__file__).parents[2] / "docs" / "trained_models.md"
 
 
 def test_the_page_is_what_the_command_writes() -> None:
-    written = "make it anew: python -m tests.trained_models_page > docs/trained_models.md"
+    written = "make it anew: python -m docs.generate trained_models"
     assert PAGE.read_text(encoding="utf-8") == page(), written

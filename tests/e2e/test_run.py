@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollout_queue.store.sqlite import FILE_NAME, read_ledger
+from rollout_queue.store import open_for_reading
 from tests.e2e.conftest import SmallRun
 
 # The waits end by themselves where nothing moves any more; the time-out is for what they cannot see.
@@ -54,7 +54,7 @@ def newest_checkpoint(run: SmallRun) -> int:
 
 def check_ledger(run: SmallRun) -> Counter[str]:
     """I1: every ticket ended once, and no row of the data set was trained twice on the surviving time line."""
-    rows = read_ledger(run.config.run_dir / FILE_NAME)
+    rows = open_for_reading(run.config).read_ledger()
     assert len({row.ticket_id for row in rows}) == len(rows)
     trained = [row.index for row in rows if row.trained]
     assert len(trained) == len(set(trained))

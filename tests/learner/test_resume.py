@@ -27,7 +27,8 @@ from protocol import reasons, trained_record
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Group, Ticket
-from rollout_queue.store.sqlite import FILE_NAME, LedgerRow, read_ledger
+from rollout_queue.store import open_for_reading
+from rollout_queue.store.base import LedgerRow
 from tests.kit import LEARNER, config
 from tests.kit.live_queue import LivePublisher, LiveQueue, live_queue, of_row
 from weight_sync.publisher import Publisher
@@ -87,7 +88,7 @@ def told(progress: TerminalProgress) -> str:
 
 
 def ledger_of(config: RunConfig) -> list[LedgerRow]:
-    return read_ledger(config.run_dir / FILE_NAME)
+    return open_for_reading(config).read_ledger()
 
 
 def rows_of_steps(config: RunConfig) -> dict[int, list[int]]:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from protocol.config import ConfigError, RunConfig, load, resolve
-from protocol.config.adapter_checks import find_adapter_doubts, is_adapter_published_alone, merged_adapter_message
+from protocol.config.adapter_checks import find_adapter_warnings, is_adapter_published_alone, merged_adapter_message
 
 
 def made(**sections: dict[str, Any]) -> RunConfig:
@@ -120,11 +120,11 @@ def test_an_adapter_that_is_published_alone_takes_no_delta() -> None:
 
 
 @pytest.mark.parametrize(("rate", "said"), [(1e-6, 1), (1e-4, 0)])
-def test_a_learning_rate_that_is_too_low_for_an_adapter_is_doubted(rate: float, said: int) -> None:
+def test_a_learning_rate_that_is_too_low_for_an_adapter_is_a_warning(rate: float, said: int) -> None:
     config = made(lora=LORA, learner={"learning_rate": rate})
-    assert len(find_adapter_doubts(config.learner, config.lora)) == said
+    assert len(find_adapter_warnings(config.learner, config.lora)) == said
     plain = made(learner={"learning_rate": rate})
-    assert find_adapter_doubts(plain.learner, plain.lora) == []
+    assert find_adapter_warnings(plain.learner, plain.lora) == []
 
 
 @pytest.mark.parametrize(

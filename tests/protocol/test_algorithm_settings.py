@@ -8,7 +8,7 @@ from typing import Any, get_args
 import pytest
 
 from protocol.config import ConfigError, LearnerSection, RunConfig, load, to_toml
-from protocol.config.checks import READERS, find_algorithm_doubts
+from protocol.config.checks import READERS, find_algorithm_warnings
 from protocol.config.schema import TRL_NAMES
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
@@ -151,13 +151,13 @@ def test_a_setting_that_nothing_reads_is_refused_with_the_remedy(tmp_path: Path,
     assert "\n" not in message
 
 
-def test_gspo_with_the_bounds_of_another_objective_is_doubted() -> None:
-    (doubt,) = find_algorithm_doubts(LearnerSection(objective="gspo"))
-    assert doubt.startswith('learner.clip_low = 0.2 and learner.clip_high = 0.28 with objective = "gspo": ')
-    assert doubt.endswith("its paper has clip_low = 0.0003 and clip_high = 0.0004")
-    (doubt,) = find_algorithm_doubts(LearnerSection(algorithm="luspo", clip_high=0.1))
-    assert doubt.startswith("learner.clip_high = 0.1 with ")
-    assert not [name for name in PRESETS if find_algorithm_doubts(LearnerSection.model_validate({"algorithm": name}))]
+def test_gspo_with_the_bounds_of_another_objective_is_a_warning() -> None:
+    (finding,) = find_algorithm_warnings(LearnerSection(objective="gspo"))
+    assert str(finding).startswith('learner.clip_low = 0.2 and learner.clip_high = 0.28 with objective = "gspo": ')
+    assert str(finding).endswith("its paper has clip_low = 0.0003 and clip_high = 0.0004")
+    (finding,) = find_algorithm_warnings(LearnerSection(algorithm="luspo", clip_high=0.1))
+    assert str(finding).startswith("learner.clip_high = 0.1 with ")
+    assert not [name for name in PRESETS if find_algorithm_warnings(LearnerSection.model_validate({"algorithm": name}))]
 
 
 def test_a_setting_may_stand_there_at_its_default_and_where_something_reads_it(tmp_path: Path) -> None:

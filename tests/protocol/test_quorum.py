@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from protocol.config.checks import find_quorum_doubts
+from protocol.config.checks import find_quorum_warnings
 from protocol.config.sections.servers import MAX_SERVERS
 from rollout_queue.ledger import servers
 from tests.kit import config
@@ -22,13 +22,13 @@ from tests.kit import config
         (4, {"servers": ["http://a:1", "http://b:1"]}, r"the 2 of vllm.servers: .*until 2 more .*= 600 s"),
     ],
 )
-def test_a_quorum_above_the_servers_that_are_listed_is_doubted(
+def test_a_quorum_above_the_servers_that_are_listed_is_a_warning(
     quorum: int, vllm: dict[str, Any], said: str | None
 ) -> None:
     made = config(weight_sync={"quorum": quorum}, vllm={"start_timeout_s": 600.0, **vllm})
-    found = find_quorum_doubts(made.weight_sync, made.vllm)
+    found = find_quorum_warnings(made.weight_sync, made.vllm)
     assert len(found) == (said is not None)
-    assert said is None or re.search(said, found[0])
+    assert said is None or re.search(said, str(found[0]))
 
 
 def test_a_quorum_above_what_a_run_may_register_is_refused() -> None:

@@ -19,7 +19,7 @@ from protocol.client import QueueClient, QueueRefused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
 from rollout_queue.service import listen, serve
-from rollout_queue.store.sqlite import read_ledger
+from rollout_queue.store import open_for_reading
 from tests.kit import group
 from tests.kit.messages import SERVER
 from tests.kit.queue import serve_version
@@ -137,7 +137,7 @@ async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twic
         status = await client.status()
     assert client.retries > 0
     assert process.end(signal.SIGTERM) == 0
-    rows = read_ledger(process.config.run_dir / "queue.db")
+    rows = open_for_reading(process.config).read_ledger()
     trained = [row for row in rows if row.trained]
     assert sorted(row.ticket_id for row in trained) == sorted(traffic.trained)
     assert len({row.index for row in trained}) == len(trained) == B * STEPS

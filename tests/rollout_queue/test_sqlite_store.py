@@ -25,9 +25,9 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.store import migrations
-from rollout_queue.store.base import StoreError
+from rollout_queue.store.base import LedgerRow, StoreError
 from rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, LedgerRow, SqliteStore, read_ledger, run_of
+from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
 from tests.kit import config
 
 NEXT = Migration(
@@ -156,7 +156,11 @@ def test_a_file_from_before_the_first_release_is_refused_with_the_remedy_and_lef
     with closing(sqlite3.connect(store_file)) as db:
         db.execute(f"PRAGMA user_version = {FIRST_LAYOUT - 1}")
     before = dump(store_file)
-    for read in (SqliteStore, read_ledger, run_of):
+    for read in (
+        SqliteStore,
+        lambda path: SqliteReader(path).read_ledger(),
+        lambda path: SqliteReader(path).run_state(),
+    ):
         with pytest.raises(
             ConfigError, match=rf"queue\.db.*layout {FIRST_LAYOUT - 1}.*finish the run with that checkout"
         ):
@@ -170,7 +174,11 @@ def test_a_file_of_a_newer_release_is_refused_with_the_remedy_and_left_alone(tmp
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {newest_layout() + 1}")
     before = dump(path)
-    for read in (SqliteStore, read_ledger):
+    for read in (
+        SqliteStore,
+        lambda path: SqliteReader(path).read_ledger(),
+        lambda path: SqliteReader(path).run_state(),
+    ):
         with pytest.raises(ConfigError, match=rf"queue\.db.*layout {newest_layout() + 1}.*upgrade, or move it away"):
             read(path)
     assert dump(path) == before
@@ -190,7 +198,7 @@ def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"queue\.db.*move it away"):
         SqliteStore(path)
     with pytest.raises(ConfigError, match=r"queue\.db.*cannot be read as a run's ledger"):
-        read_ledger(path)
+        SqliteReader(path).read_ledger()
     path.unlink()
     SqliteStore(path).close()
 
@@ -215,22 +223,22 @@ def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
     path = tmp_path / "50% #1?" / FILE_NAME
     store = SqliteStore(path)
     store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
-    assert read_ledger(path) == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
+    assert SqliteReader(path).read_ledger() == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
     store.close()
 
 
 @pytest.mark.usefixtures("next_layout")
 def test_the_ledger_of_an_older_layout_can_be_read_and_stays_as_it_is(store_file: Path) -> None:
     before = dump(store_file)
-    rows = read_ledger(store_file)
+    rows = SqliteReader(store_file).read_ledger()
     assert [row.ticket_id for row in rows] == [record.id for record in records()]
     assert rows[2] == LedgerRow("2.0", 2, TicketState.TRAINED, None, 3, 3)
-    assert run_of(store_file).version == 4
+    assert SqliteReader(store_file).run_state().version == 4
     assert dump(store_file) == before
 
 
 def test_slipstream_ledger_says_trained_whether_or_not_the_payload_was_let_go(store_file: Path) -> None:
-    trained = {row.ticket_id: (row.state, row.step) for row in read_ledger(store_file) if row.trained}
+    trained = {row.ticket_id: (row.state, row.step) for row in SqliteReader(store_file).read_ledger() if row.trained}
     assert trained == {"0.0": (TicketState.TRAINED, 1), "2.0": (TicketState.TRAINED, 3)}
 
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 import msgspec
 import pytest
 
-from protocol.config import QueueSection, RunConfig
+from protocol.config import ConfigError, QueueSection, RunConfig
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation
 from rollout_queue import store as stores
@@ -30,7 +30,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.base import LedgerRow, Store, StoreError
 from tests.kit import config
 
 # Each store, and whether it keeps what was committed when it is closed and opened again.
@@ -45,7 +45,7 @@ FACTS = GroupFacts(
 
 def test_every_store_of_the_schema_is_registered_and_tested() -> None:
     named = set(get_args(QueueSection.model_fields["store"].annotation))
-    assert set(stores.STORES) == named == set(VARIANTS)
+    assert set(stores.STORES) == set(stores.READERS) == named == set(VARIANTS)
 
 
 @pytest.fixture(params=VARIANTS)
@@ -75,6 +75,25 @@ def test_a_new_store_is_empty(store: Store) -> None:
     assert store.payloads(["0.0"]) == {}
     assert store.records(["0.0"]) == {}
     assert store.forgotten_after(0) == []
+
+
+def test_what_is_stored_is_read_beside_the_queue(store: Store, run_config: RunConfig) -> None:
+    store.commit(Decision((ticket(4),), run=RunState(version=9)), {})
+    reader = stores.open_for_reading(run_config)
+    if not VARIANTS[run_config.queue.store]:
+        assert (reader.exists(), reader.run_state()) == (False, RunState())
+        return
+    assert reader.exists()
+    assert reader.run_state() == RunState(version=9)
+    assert reader.read_ledger() == [LedgerRow("4.0", 4, TicketState.ISSUED, None, None, None)]
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+def test_a_run_that_has_stored_nothing_has_no_ledger(kind: str, tmp_path: Path) -> None:
+    reader = stores.open_for_reading(config(run={"dir": str(tmp_path)}, queue={"store": kind}))
+    assert (reader.exists(), reader.run_state()) == (False, RunState())
+    with pytest.raises(ConfigError, match="there is no ledger; has the run's queue been started"):
+        reader.read_ledger()
 
 
 def test_every_field_of_a_record_comes_back(store: Store) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import Ticket, WorkerReport
-from rollout_worker.data.dataset import check_evaluation, count_eval_rows
+from rollout_worker.data.dataset import check_evaluation, count_eval_rows, find_evaluation_warnings
 from rollout_worker.fingerprint import fingerprint_of
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCode
@@ -174,14 +174,14 @@ def test_evaluations_without_rows_are_refused(sections: Any, given: Any, told: s
         check_evaluation(config(WORKER, **sections), given)
 
 
-def test_an_eval_dataset_that_is_never_read_is_told() -> None:
-    assert "is never read, since eval.every, eval.at_start and eval.at_end are off" in str(
-        check_evaluation(config(WORKER), EVALS)
-    )
-    assert check_evaluation(config(WORKER, **ON), EVALS) is None
+def test_an_eval_dataset_that_is_never_read_is_a_warning() -> None:
+    (finding,) = find_evaluation_warnings(config(WORKER), EVALS)
+    assert "is never read, since eval.every, eval.at_start and eval.at_end are off" in finding.text
+    assert find_evaluation_warnings(config(WORKER, **ON), EVALS) == []
     late = config(WORKER, eval={"every": 50}, learner={"steps": 20})
-    assert "eval.every = 50 is beyond the last step, learner.steps = 20" in str(check_evaluation(late, EVALS))
-    assert check_evaluation(config(WORKER), None) is None
+    (finding,) = find_evaluation_warnings(late, EVALS)
+    assert "eval.every = 50 is beyond the last step, learner.steps = 20" in finding.text
+    assert find_evaluation_warnings(config(WORKER), None) == []
 
 
 def test_how_many_rows_there_are() -> None:

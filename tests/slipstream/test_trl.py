@@ -590,7 +590,7 @@ def test_refusals_speak_of_trl_s_arguments(
     def check(config: RunConfig, resume: bool) -> None:
         if not resume:
             save_checkpoints(config.run_dir, 5)
-        run_directory.check(config, resume)
+        run_directory.check_run_directory(config, resume)
 
     monkeypatch.setattr(script_module, "supervise", check)
     monkeypatch.setenv("SLIPSTREAM_RESUME", "")

@@ -163,7 +163,7 @@ class Worker:
             self.counters,
             ticket_ids=list(self._running),
             max_open=self.capacity.max_open,
-            **self.capacity.figures(),
+            **self.capacity.metrics(),
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,
             waiting_for_servers=self._pool.waiting,

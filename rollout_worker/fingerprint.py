@@ -1,7 +1,6 @@
-"""What this worker takes rollouts to be: its tokenizer, chat format, settings, data set and task file.
+"""Fingerprints all that shapes a worker's rollouts: tokenizer, chat format, settings, data set and task file.
 
-The queue compares it with the learner's and with the first worker's, so it is the same on every machine for the same
-files.
+The queue compares it with the learner's and the first worker's, so it is the same on every machine for the same files.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from rollout_worker.task.task import Task
 
 logger = logging.getLogger(__name__)
 
-# Rows compared: the first, the last, and others spread between them; of a stream the first ones.
+# Number of rows that are compared: the first, the last and others between them; of a stream the first ones.
 _ROWS = 33
 _TIMEOUT_S = 60.0
-# A new version of one may write a prompt otherwise.
+# A new version of one may render a prompt differently.
 _LIBRARIES = ("transformers", "renderers", "jinja2")
 _ADDRESS = re.compile(r" at 0x[0-9A-Fa-f]+")
 
@@ -41,15 +40,20 @@ async def fingerprint_of(
     tools: Sequence[Mapping[str, Any]] = (),
     timeout_s: float = _TIMEOUT_S,
 ) -> Fingerprint:
-    """This worker's fingerprint; `tools`: their schemas. `data` is None where the rows cannot be read in time: they are
-    not compared then."""
+    """Return this worker's fingerprint.
+
+    Args:
+        tools: Schemas of tools and environments.
+        timeout_s: Seconds for each reading of the data sets. Rows that cannot be read in time are not compared: `data`
+            is None then.
+    """
     shared = await user_code.in_thread(fingerprint.of, config=config, tokenizer=tokenizer)
     rows, data, eval_rows, eval_data = None, None, None, None
     try:
         data = await code.call(lambda: _digest_of_rows(task.rows), str, timeout_s, user_code.Kind.DATA)
         rows = await code.call(
             lambda: task.rows.size, _as_is, timeout_s, user_code.Kind.DATA
-        )  # a short stream's is known by now
+        )  # the size of a short stream is known by now
     except user_code.UserCodeError as error:
         logger.warning("the data set is not compared with other workers': a sample of it cannot be read: %s", error)
     if config.eval.is_on:
@@ -87,7 +91,7 @@ def _digest_of_rows(rows: Rows) -> str:
 
 
 def _digest_of_task(file: Path, tools: Sequence[Mapping[str, Any]]) -> str | None:
-    """Of the task's file, and of what its tools are said to be: those of an MCP server are not in the file."""
+    """Return a digest of the task's file and of the schemas of its tools, as an MCP server's are not in the file."""
     try:
         return fingerprint.digest([file.read_text(encoding="utf-8", errors="replace"), list(tools)])
     except OSError:
@@ -95,7 +99,7 @@ def _digest_of_task(file: Path, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _plain(value: Any) -> Any:
-    """`value` for JSON; of what JSON cannot write, type and repr without addresses."""
+    """Return a value for JSON. What JSON cannot write becomes its type and its repr without addresses."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, np.generic | np.ndarray):
@@ -104,6 +108,6 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
-    if isinstance(value, set | frozenset):  # their order is each process's own
+    if isinstance(value, set | frozenset):  # their order differs between processes
         return sorted(fingerprint.digest(_plain(entry)) for entry in value)
     return [type(value).__name__, _ADDRESS.sub("", repr(value))]

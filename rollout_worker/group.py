@@ -1,8 +1,7 @@
-"""One ticket: its row's prompt, the group's episodes side by side, their rewards, the group.
+"""Makes the group of one ticket: reads its row, runs the episodes side by side, and computes their rewards.
 
-A conversation as UTF-8 JSON for a person to read: the prompt's messages and those after it, within a bound.
-
-What a message may hold is the user's and the policy's: whatever it is, JSON comes out and nothing is raised (I9).
+Conversations are kept as JSON for people to read. Whatever the user's code or the policy puts into a message, writing
+it raises nothing (I9).
 """
 
 from __future__ import annotations
@@ -33,69 +32,9 @@ from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.row_reader import RowReader
 from rollout_worker.user_code.values import without_middle
 
-MAX_BYTES = 64 * 1024
-
-# Of one text. A byte of a message may take six in JSON.
-MAX_TEXT = 8 * 1024
-
-_encoder = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
-
-
-def of_prompt(prompt: str | Sequence[Message]) -> list[bytes]:
-    """Each message of a prompt; a text is one of role `prompt`."""
-    messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
-    return [_as_json(message) for message in messages]
-
-
-def transcript(prompt: Sequence[bytes], messages: Iterable[Message]) -> bytes:
-    """A prompt, as `of_prompt` gives it, and the messages after it: a JSON list of at most `MAX_BYTES`. A longer
-    conversation keeps its beginning and its end, with a message of role `note` in between."""
-    pieces = [*prompt, *map(_as_json, messages)]
-    if sum(map(len, pieces)) + len(pieces) + 1 > MAX_BYTES:
-        pieces = _shortened(pieces)
-    return b"[" + b",".join(pieces) + b"]"
-
-
-def _as_json(message: Mapping[str, Any]) -> bytes:
-    """A lone surrogate becomes a question mark, a number that JSON lacks null, an object the name of its type."""
-    try:
-        content = message.get("content")
-        if isinstance(content, str) and len(content) > MAX_TEXT:
-            message = {**message, "content": without_middle(content, MAX_TEXT)}
-        text = _encoder.encode({**message})
-        if "NaN" in text or "Infinity" in text:
-            text = _encoder.encode(json.loads(text, parse_constant=lambda name: None))
-    except Exception as error:
-        text = _note(f"a message that cannot be written as JSON ({type(error).__name__})")
-    return text.encode("utf-8", "replace")
-
-
-def _shortened(pieces: list[bytes]) -> list[bytes]:
-    room = MAX_BYTES // 2 - 128
-    head = _fitting(pieces, room)
-    tail = _fitting(reversed(pieces[len(head) :]), room)
-    note = _note(f"{len(pieces) - len(head) - len(tail)} messages left out")
-    return [*head, note.encode(), *reversed(tail)]
-
-
-def _fitting(pieces: Iterable[bytes], room: int) -> list[bytes]:
-    """As many of the first pieces as there is room for."""
-    fitting: list[bytes] = []
-    for piece in pieces:
-        room -= len(piece) + 1
-        if room < 0:
-            break
-        fitting.append(piece)
-    return fitting
-
-
-def _note(text: str) -> str:
-    return json.dumps({"role": "note", "content": text})
-
-
 logger = logging.getLogger(__name__)
 
-# An advantage needs rollouts to compare.
+# An advantage compares the rollouts of a group.
 MIN_ROLLOUTS = 2
 
 KINDS = get_args(TicketKind)
@@ -103,8 +42,14 @@ KINDS = get_args(TicketKind)
 
 @dataclass(frozen=True, slots=True)
 class GroupRunner:
-    """Makes groups of tickets, counts episodes into `counters` and keeps first failures in `notices`. `wall_clock`
-    gives seconds since the epoch."""
+    """Makes groups of tickets.
+
+    Attributes:
+        counters: Counts episodes and failures here.
+        notices: Keeps the first failure of each kind here.
+        wall_clock: Gives seconds since the epoch.
+        clock: Gives seconds, monotonic.
+    """
 
     rows: RowReader
     rewards: RewardFunctions
@@ -119,7 +64,7 @@ class GroupRunner:
     clock: Callable[[], float] = time.monotonic
 
     async def run(self, ticket: Ticket, reservation: Reservation) -> Group:
-        """The group of a ticket, whose first turns have the slots of `reservation`. Raises `TicketFailed`."""
+        """Make the group of a ticket. `reservation`: slots for the first turns. Raises `TicketFailed`."""
         if ticket.kind not in KINDS:
             detail = f"ticket {ticket.id} is of kind {ticket.kind!r}, and this worker knows {' and '.join(KINDS)} only"
             self.notices.add("ticket", reasons.TICKET_KIND, detail)
@@ -152,7 +97,7 @@ class GroupRunner:
         )
 
     def _keep_messages(self, episodes: list[Episode]) -> None:
-        prompts: dict[int, list[bytes]] = {}  # most have the same one
+        prompts: dict[int, list[bytes]] = {}  # most episodes have the same prompt
         for episode in episodes:
             if id(episode.prompt) not in prompts:
                 prompts[id(episode.prompt)] = of_prompt(self.source.chat.shown(episode.prompt))
@@ -172,7 +117,7 @@ class GroupRunner:
             raise TicketFailed(reasons.ROW, detail, retryable=late) from None
 
     def _checked(self, outcome: Episode | EpisodeFailed) -> Episode | EpisodeFailed:
-        """The outcome, or a failure if the weights that sampled some of it have failed their proof since (I5)."""
+        """Return the outcome, or a failure if weights that sampled some of it have failed their proof since (I5)."""
         if isinstance(outcome, Episode):
             try:
                 self.pool.check(outcome.affinity)
@@ -181,8 +126,8 @@ class GroupRunner:
         return outcome
 
     def _still_proven(self, episodes: list[Episode], fewest: int) -> list[Episode]:
-        """Those that the queue will take: a proof may have failed while a judge was at work. Raises `TicketFailed` if
-        too few are left."""
+        """Return the episodes whose weights are still proven: a proof may have failed while rewards were computed.
+        Raises `TicketFailed` if too few are left."""
         proven = [episode for episode in episodes if self._checked(episode) is episode]
         lost = len(episodes) - len(proven)
         if lost:
@@ -193,8 +138,8 @@ class GroupRunner:
         return proven
 
     def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
-        """The episodes that did not fail, with all counted, an evaluation's apart. Raises `TicketFailed` if too few are
-        left."""
+        """Count all outcomes, those of an evaluation apart, and return the episodes that did not fail. Raises
+        `TicketFailed` if too few are left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
         if ticket.kind == "train":
@@ -211,7 +156,7 @@ class GroupRunner:
             text = f"an episode failed ({failure.reason}): {failure}"
             self.notices.add(failure.kind, failure.key, text, failure.where)
         if len(episodes) < fewest:
-            # The ticket fails, for the commonest reason.
+            # The ticket fails for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
             detail = next(str(failure) for failure in failures if failure.reason == reason)
             raise TicketFailed(
@@ -222,7 +167,8 @@ class GroupRunner:
         return episodes
 
     async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode], fewest: int) -> list[Episode]:
-        """The episodes that have a reward, which their rollouts now hold."""
+        """Compute the rewards, put them into the rollouts, and return the episodes that have one. Raises
+        `TicketFailed`."""
         started = self.clock()
         prompt = row.columns["prompt"]
         inputs = [episode.reward_inputs() for episode in episodes]
@@ -285,5 +231,74 @@ class GroupRunner:
 
 
 def _shut_off(why: Exception) -> TicketFailed:
-    """The worker's state is to blame and not the row, which has its attempts still."""
+    """Return a failure that blames the worker and not the row, which keeps its attempts."""
     return TicketFailed(reasons.WORKER_STOPPED, str(why), retryable=True)
+
+
+MAX_BYTES = 64 * 1024
+
+# Maximum characters of one text. A byte of a message may take six in JSON.
+MAX_TEXT = 8 * 1024
+
+_encoder = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
+
+
+def of_prompt(prompt: str | Sequence[Message]) -> list[bytes]:
+    """Write each message of a prompt as JSON; a text is a message of role `prompt`."""
+    messages = [{"role": "prompt", "content": prompt}] if isinstance(prompt, str) else prompt
+    return [_as_json(message) for message in messages]
+
+
+def transcript(prompt: Sequence[bytes], messages: Iterable[Message]) -> bytes:
+    """Write a conversation as a JSON list of at most `MAX_BYTES`.
+
+    A longer conversation keeps its beginning and its end, with a message of role `note` in between.
+
+    Args:
+        prompt: The prompt as `of_prompt` writes it.
+        messages: The messages after it.
+
+    Returns: UTF-8.
+    """
+    pieces = [*prompt, *map(_as_json, messages)]
+    if sum(map(len, pieces)) + len(pieces) + 1 > MAX_BYTES:
+        pieces = _shortened(pieces)
+    return b"[" + b",".join(pieces) + b"]"
+
+
+def _as_json(message: Mapping[str, Any]) -> bytes:
+    """Write a message. A lone surrogate becomes a question mark, NaN and infinity null, an object the name of its
+    type."""
+    try:
+        content = message.get("content")
+        if isinstance(content, str) and len(content) > MAX_TEXT:
+            message = {**message, "content": without_middle(content, MAX_TEXT)}
+        text = _encoder.encode({**message})
+        if "NaN" in text or "Infinity" in text:
+            text = _encoder.encode(json.loads(text, parse_constant=lambda name: None))
+    except Exception as error:
+        text = _note(f"a message that cannot be written as JSON ({type(error).__name__})")
+    return text.encode("utf-8", "replace")
+
+
+def _shortened(pieces: list[bytes]) -> list[bytes]:
+    room = MAX_BYTES // 2 - 128
+    head = _fitting(pieces, room)
+    tail = _fitting(reversed(pieces[len(head) :]), room)
+    note = _note(f"{len(pieces) - len(head) - len(tail)} messages left out")
+    return [*head, note.encode(), *reversed(tail)]
+
+
+def _fitting(pieces: Iterable[bytes], room: int) -> list[bytes]:
+    """Return as many of the first pieces as fit into `room` bytes."""
+    fitting: list[bytes] = []
+    for piece in pieces:
+        room -= len(piece) + 1
+        if room < 0:
+            break
+        fitting.append(piece)
+    return fitting
+
+
+def _note(text: str) -> str:
+    return json.dumps({"role": "note", "content": text})

@@ -1,6 +1,5 @@
-"""The worker's standing with the queue: heartbeats register it, renew its tickets, and bring news both ways.
-
-What a worker asks of the queue, and tickets that it gives back.
+"""What a worker and its queue tell each other: heartbeats, which register the worker, renew its tickets and bring news
+both ways, and the tickets that the worker gives back.
 """
 
 from __future__ import annotations
@@ -26,8 +25,13 @@ _PAUSE_S = 1.0
 
 
 class Heartbeat:
-    """`report`: what to say now; `heard`: takes an answer, and gives the seconds until the next heartbeat;
-    `session_within_s`: for how long to wait for a learner's session where the one before does not let the worker in."""
+    """Sends heartbeats.
+
+    Args:
+        report: Gives the report to send.
+        heard: Takes a reply; returns the seconds until the next heartbeat.
+        session_within_s: Seconds to wait for a new session of the learner where the last one refuses the worker.
+    """
 
     def __init__(
         self,
@@ -47,12 +51,16 @@ class Heartbeat:
         self._warned: set[str] = set()
 
     def now(self) -> None:
-        """Send one without waiting: there is something to say, or to ask."""
+        """Send the next heartbeat at once."""
         self._news.set()
 
     async def run(self) -> None:
-        """Until the run is finished. Raises `ConfigError` with the queue's text where this worker would make wrong
-        data, at once if the learner's session says so, else if no session begins in time."""
+        """Send heartbeats until the run is finished.
+
+        Raises:
+            ConfigError: This worker would make wrong data, by the queue's text; or no session of the learner began in
+                time.
+        """
         awaited_s = 0.0
         while True:
             self._news.clear()
@@ -84,14 +92,14 @@ class Heartbeat:
                     await self._news.wait()
 
     def _warn(self, text: str) -> None:
-        """Once for each text."""
+        """Log a warning once for each text."""
         if text not in self._warned:
             self._warned.add(text)
             logger.warning("%s", text)
 
     async def when_registered(self, request: Callable[[], Awaitable[T]]) -> T:
-        """The answer to a request that the queue takes from workers that it knows. Where it knows this one no more, as
-        after its restart, the worker registers and asks again."""
+        """Send a request that the queue takes only from registered workers. Where it no longer knows this one, as after
+        its restart, the worker registers and asks again."""
         for tries in itertools.count():
             if tries > 1:
                 await self._sleep(_PAUSE_S)
@@ -123,16 +131,19 @@ class Queue(Protocol):
 
 
 async def give_back(queue: Queue, ticket_id: str, failure: TicketFailure) -> None:
-    """A ticket that gave no group. Raises `QueueError`."""
+    """Give back a ticket that gave no group. Raises `QueueError`."""
     try:
         await queue.fail_ticket(ticket_id, failure)
     except QueueRefused as refusal:
-        logger.info("ticket %s was no longer ours: %s", ticket_id, refusal)
+        logger.info("ticket %s no longer belonged to this worker: %s", ticket_id, refusal)
 
 
 async def leave(queue: Queue, worker_id: str, ticket_ids: Sequence[str], why: str) -> None:
-    """Let others have the tickets of a worker that ends, and sign off. If the queue does not answer, the tickets
-    expire, and a server that drains waits until the worker's last heartbeat is old."""
+    """Give back the tickets of a worker that ends, and sign off.
+
+    If the queue does not answer, the tickets expire, and a draining server waits until the worker's last heartbeat is
+    old.
+    """
     failure = TicketFailure(worker_id, reasons.WORKER_STOPPED, encodable(why))
     try:
         async with asyncio.timeout(_GIVE_BACK_S):
@@ -144,4 +155,5 @@ async def leave(queue: Queue, worker_id: str, ticket_ids: Sequence[str], why: st
         async with asyncio.timeout(_SIGN_OFF_S):
             await queue.sign_off(worker_id)
     except (TimeoutError, QueueError) as error:
-        logger.info("the worker ends without the queue's word: %s", str(error) or f"no answer within {_SIGN_OFF_S:g} s")
+        why = str(error) or f"no answer within {_SIGN_OFF_S:g} s"
+        logger.info("the queue did not confirm that the worker signed off: %s", why)

@@ -1,4 +1,5 @@
-"""The worker's loop: takes tickets, runs their groups, hands them in, and reports; no state of it outlives it."""
+"""The worker's loop: takes tickets, makes their groups, submits them, and reports. It keeps no state beyond its
+life."""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 30.0
 _HEARTBEAT_S = 10.0
-# Until a server serves there is nothing to do, and a heartbeat brings the news.
+# Until a server serves there is nothing to do, and only a heartbeat says when one does.
 _IDLE_HEARTBEAT_S = 1.0
 _FAILURES_BEFORE_PAUSE = 8
 
 
 class UserCodeShutOff(RuntimeError):
-    """So many calls of user code hang that this process can call no more; the text says which, and the remedy."""
+    """So many calls of user code hang that this process can start no more. The text names them and the remedy."""
 
 
 class Worker:
@@ -137,8 +138,13 @@ class Worker:
         self._pauses = 0
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Work until the run is finished, or `stop` is set: then tickets are given back. Raises `QueueError`,
-        `ConfigError` where the queue refuses this worker, and `UserCodeShutOff`, after tickets were given back."""
+        """Work until the run is finished or `stop` is set; then give tickets back.
+
+        Raises:
+            QueueError: The queue cannot be reached.
+            ConfigError: The queue refuses this worker.
+            UserCodeShutOff: User code can no longer be called; tickets were given back.
+        """
         unfinished: list[str] = []
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -158,12 +164,12 @@ class Worker:
             raise UserCodeShutOff(self._why_shut_off)
 
     def report(self) -> WorkerReport:
-        """What a heartbeat says now."""
+        """Return what a heartbeat says now."""
         return msgspec.structs.replace(
             self.counters,
             ticket_ids=list(self._running),
             max_open=self.capacity.max_open,
-            **self.capacity.figures(),
+            **self.capacity.metrics(),
             requests_retried=self._sampler.retries,
             hung_calls=self._code.hung,
             waiting_for_servers=self._pool.waiting,
@@ -181,7 +187,7 @@ class Worker:
             await self._pool.wait_serving()
             room = await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
-                # Rows are tried a few times only: where nothing succeeds, do not run through them.
+                # A row has only a few attempts: where nothing succeeds, do not use them up.
                 await self._sleep(pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
@@ -192,14 +198,14 @@ class Worker:
                     reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
-            if reply.servers:  # an answer that nothing came names none
+            if reply.servers:  # a reply without tickets names none
                 self._pool.update(reply.servers, reply.run)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)
 
     def _begin(self, ticket: Ticket, tasks: asyncio.TaskGroup) -> None:
-        """Start a ticket's work. Its slots are taken here, so that the next request does not count on them, and
-        come back however the work ends, even before its first line."""
+        """Start a ticket's work. Its slots are taken here, so that the next request does not count on them. They come
+        back however the work ends, even before its first line."""
         reservation = self.capacity.begin(ticket.group_size)
         task = tasks.create_task(self._work(ticket, reservation))
         self._running[ticket.id] = task
@@ -211,8 +217,8 @@ class Worker:
         task.add_done_callback(end)
 
     async def _work(self, ticket: Ticket, reservation: Reservation) -> None:
-        """From ticket to submitted group; whatever fails is counted and the ticket given back, a group that cannot be
-        sent too. Raises `QueueError`."""
+        """Make a ticket's group and submit it. A failure is counted and the ticket given back, also where the group
+        cannot be sent. Raises `QueueError`."""
         try:
             await self._submit(ticket, await self._groups.run(ticket, reservation))
         except TicketFailed as failure:
@@ -231,7 +237,7 @@ class Worker:
             self._failed_in_a_row = self._pauses = 0
             self.capacity.cautious = False
         except QueueRefused as refusal:
-            # The queue has ended the ticket itself.
+            # 410: the queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1
                 return
@@ -240,7 +246,7 @@ class Worker:
             self._notices.add("ticket", refusal.reason, f"the queue refuses a group: {refusal}")
 
     def _failed(self, ticket: Ticket) -> None:
-        """Rows of an evaluation are not to hold up the training."""
+        """Count a failure in a row. Evaluations do not count, so that they do not hold up the training."""
         if ticket.kind == "train":
             self._failed_in_a_row += 1
             self.capacity.cautious = True
@@ -253,7 +259,7 @@ class Worker:
         await give_back(self._queue, ticket.id, told)
 
     async def _send_heartbeats(self) -> None:
-        """Register, then renew tickets and hear of the servers, until the run is finished."""
+        """Register, then renew tickets and learn of the servers, until the run is finished."""
         self.counters.fingerprint = await fingerprint_of(
             self._config, self._task, self.source.chat.tokenizer, self._code, self.source.tool_schemas
         )

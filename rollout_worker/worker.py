@@ -1,4 +1,4 @@
-"""The worker's entry points: as a process, and as a coroutine on a loop that runs already."""
+"""Runs a worker: as a process, or as a coroutine on a running loop."""
 
 from __future__ import annotations
 
@@ -28,24 +28,28 @@ from rollout_worker.user_code import UserCode
 
 logger = logging.getLogger(__name__)
 
-# Seconds that a thread keeps the interpreter lock while others want it. Where many threads of user code are at work the
-# event loop waits for as many turns; with Python's usual 5 ms and 64 threads that is a third of a second.
+# Seconds that a thread keeps the interpreter lock while others wait for it. The event loop waits for every running
+# thread of user code; with Python's default of 5 ms and 64 threads that is a third of a second.
 _SWITCH_S = 0.0005
 # Loggers of clients; `openai` brings httpx or httpx2 by its version.
 CLIENTS = ("httpx", "httpx2", "openai", "anthropic")
 
 
 def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None = None) -> int:
-    """Work until the run is finished, or SIGTERM or SIGINT comes; the exit code, 0 only if the run is finished; 1
-    where user code is shut off for good: a fresh process has threads again.
+    """Work until the run is finished, or SIGTERM or SIGINT comes.
 
-    Raises `ConfigError` and `QueueError`.
+    Returns: The exit code: 0 if the run is finished, 1 where a fresh process is needed to call user code again, and
+        128 + number of a signal.
+
+    Raises:
+        ConfigError: The run file, the task or the queue does not let this worker work.
+        QueueError: The queue cannot be reached.
     """
-    # A log line that cannot be written ends nothing: user code may close sys.stderr.
+    # A log line that cannot be written must not end the worker: user code may close sys.stderr.
     logging.raiseExceptions = False
     quiet_clients()
     task = load_task(config.task)
-    _ = task.rows  # whatever is wrong with the data set ends the worker here
+    _ = task.rows  # a fault of the data set ends the worker here
     check_evaluation(config, task.eval_dataset)
     if config.eval.is_on:
         count_eval_rows(task.eval_rows, config.eval.rows)
@@ -55,7 +59,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
         try:
             return runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
         except UserCodeShutOff as error:
-            logger.error("the worker ends, and wants to be started again: %s", error)
+            logger.error("the worker ends and needs to be started again: %s", error)
             return 1
         except SystemExit as error:
             logger.error("a task's code ended the worker by SystemExit(%r)", error.code)
@@ -63,13 +67,13 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
 
 
 def quiet_clients() -> None:
-    """HTTP clients, which agents and tools use, write a line for each request, and for each that they try again."""
+    """Silence HTTP clients of agents and tools, which log a line for each request and each retry."""
     for name in CLIENTS:
         logging.getLogger(name).setLevel(logging.WARNING)
 
 
 async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop: asyncio.Event) -> WorkerReport:
-    """The worker itself, on the running loop, until the run is finished or `stop` is set; then its last report."""
+    """Run a worker on the running loop until the run is finished or `stop` is set. Returns its last report."""
     notices = FailureNotices()
     isolated = config.task if config.worker.tool_isolation == "process" else None
     async with (

@@ -1,4 +1,4 @@
-"""What an episode may still sample, over all its requests: answers, tokens, segments."""
+"""Counts what an episode of an agent may still sample over all its requests: answers, tokens and segments."""
 
 from __future__ import annotations
 
@@ -13,23 +13,34 @@ from rollout_worker.episodes.runner import MAX_SEGMENTS
 
 
 class Allowance:
-    """Of one episode. `ended_as`: the limit that the last request met, None if it met none. `in_flight`: answers that
-    are being sampled."""
+    """The allowance of one episode.
+
+    Attributes:
+        ended_as: The limit that the last request met; None if it met none.
+        in_flight: Number of answers that are being sampled.
+    """
 
     def __init__(self, limits: EpisodeLimits) -> None:
         self.ended_as: FinishReason | None = None
         self.in_flight = 0
         self._limits = limits
-        # Sampled, whether or not the agent got it, and what may come of the answers in flight.
+        # Turns and tokens that were sampled, even if the agent never got them, and tokens that answers in flight may
+        # add.
         self._turns = self._tokens = self._reserved = 0
         self._changed = asyncio.Event()
 
     async def budget(self, size: int, most: int | None, recorded: int, segments: int, appends: bool) -> TurnBudget:
-        """What an answer after `size` tokens may sample. Where others that are sampled now may use it up, it waits for
-        them.
+        """Return what an answer may sample. Waits for other answers in flight where they may use it up.
 
-        most: the tokens that it asks for; recorded: answers so far; segments: so far; appends: it begins none. Raises
-        `ApiError` at a limit.
+        Args:
+            size: Tokens of the answer's prompt.
+            most: Tokens that the request asks for.
+            recorded: Number of answers so far.
+            segments: Number of segments so far.
+            appends: Whether the answer goes on in an existing segment.
+
+        Raises:
+            ApiError: The episode has reached a limit.
         """
         limits = self._limits
         while True:
@@ -53,7 +64,7 @@ class Allowance:
 
     @contextmanager
     def taken(self, tokens: int) -> Iterator[None]:
-        """While an answer of at most so many tokens is sampled."""
+        """Reserve tokens while an answer is sampled."""
         self.in_flight += 1
         self._reserved += tokens
         try:
@@ -64,7 +75,7 @@ class Allowance:
             self._changed.set()
 
     def spend(self, tokens: int) -> None:
-        """An answer has come to so many tokens."""
+        """Count an answer and its tokens."""
         self._turns += 1
         self._tokens += tokens
 

@@ -1,4 +1,4 @@
-"""Chat formats for the tools that requests name: built and proven once for each set of tools, and kept while used."""
+"""Chat formats for the tools that requests name: built and checked once for each set of tools, and kept while used."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rollout_worker.chat.format_check import check_answer_format
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.arguments import Parameters
 
-# Sets of tools; one holds its schemas and what a template makes of them, as the tokenizer is shared.
+# Maximum sets of tools. Each holds its schemas and their rendering; the tokenizer is shared.
 MAX_KEPT = 64
-# Prompts that are kept for each, as ids, and the tokens of one.
+# Maximum prompts that are kept for each set, as ids, and maximum tokens of one.
 _KEPT_PROMPTS, _KEPT_TOKENS = 64, 16_384
 
 Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
@@ -31,8 +31,13 @@ Build = Callable[[Sequence[dict[str, Any]]], ChatFormat]
 
 @dataclass(frozen=True, slots=True)
 class Proven:
-    """A chat format for one set of tools, and the tools' parameters by name. appends_users: what it would append after
-    a turn that a user's message follows is what it would write in a whole conversation, as far as it knows it."""
+    """A checked chat format for one set of tools.
+
+    Attributes:
+        parameters: The tools' parameters, by name.
+        appends_users: Whether a user's message may be appended to a turn: as far as the check can tell, the format
+            writes the same there as in a whole conversation.
+    """
 
     chat: ChatFormat
     parameters: Mapping[str, Parameters]
@@ -40,10 +45,11 @@ class Proven:
     _prompts: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
 
     async def prompt_ids(self, conversation: Sequence[Message], comes_again: bool) -> list[int]:
-        """See `ChatFormat`; comes_again: the same may be asked for again, and is kept. Raises `PromptError`."""
+        """Render a prompt, as a `ChatFormat` does. `comes_again`: keep it, as it may be asked for again. Raises
+        `PromptError`."""
         if not comes_again:
             return await self.chat.prompt_ids(conversation)
-        # Of all that is rendered: the prompts are those of every episode of the worker.
+        # The key covers all that is rendered: prompts of every episode of the worker are kept here.
         key = hashlib.blake2b(msgspec.json.encode(conversation), digest_size=16).digest()
         found = self._prompts.get(key)
         if found is None:
@@ -56,17 +62,23 @@ class Proven:
 
 
 class ChatFormats:
-    """`plain`: the format without tools; `build` makes one for schemas, in a thread; it raises `ConfigError`."""
+    """Builds and keeps chat formats.
+
+    Args:
+        plain: The format without tools.
+        build: Builds a format for schemas; it is called in a thread and may raise `ConfigError`.
+    """
 
     def __init__(self, plain: ChatFormat, build: Build) -> None:
         self._plain = plain
         self._build = build
         self._one_at_a_time = asyncio.Lock()
-        # What could not be built is kept too: the text says why.
+        # A set of tools that no format can be built for is kept as the text that says why.
         self._kept: OrderedDict[bytes, Proven | str] = OrderedDict()
 
     async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> Proven:
-        """The format for these tools; `key`: their digest. Raises `ApiError` where the model cannot be shown them."""
+        """Return the format for these tools. `key`: their digest. Raises `ApiError` where the model cannot be shown
+        them."""
         key = key or schemas_digest(tools)
         found = self._kept.get(key)
         if found is None:

@@ -1,10 +1,9 @@
-"""A request's messages: read, made comparable, and put as chat formats take them.
+"""Reads a request's messages, makes them comparable and turns them into what chat formats take; and errors in the form
+of OpenAI's API.
 
-Two messages are one where the policy would read the same: role, text, reasoning, calls and the id that is answered are
-all alike. Fields that are null or never shown, and text as parts, make no difference. Of the policy's own answers
-clients write the JSON of arguments anew, and drop the reasoning: those are known again all the same.
-
-Errors as OpenAI's API tells them: a status, and a body that its clients read.
+Two messages are equal where the policy would read the same: role, text, reasoning, calls and the answered id are equal.
+Null fields, fields that are never shown, and text split into parts make no difference. Clients may write the JSON of
+the policy's own calls differently or drop its reasoning; its answers are recognised all the same.
 """
 
 from __future__ import annotations
@@ -21,13 +20,13 @@ from rollout_worker.tools.argument_text import short
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 
-# What agents branch on: OpenAI's own code, and ours.
+# Codes that agents branch on: the first is OpenAI's, the others are Slipstream's.
 CONTEXT, TURNS, OVER = "context_length_exceeded", "turn_limit", "episode_over"
 
 
 @dataclass(frozen=True, slots=True)
 class ApiErrorKind:
-    """One thing wrong with a request. `param`: where, such as messages[2].content."""
+    """One fault of a request. `param`: its place, such as messages[2].content."""
 
     param: str
     text: str
@@ -35,8 +34,14 @@ class ApiErrorKind:
 
 
 class ApiError(Exception):
-    """A request that is not answered. `params`: of each fault; `code`: for programs. No client should try again: what
-    could help was tried here."""
+    """A request that is not answered. Clients should not retry it: what could help was tried here.
+
+    Attributes:
+        status: HTTP status.
+        code: Code for programs.
+        params: Place of each fault.
+        kind: OpenAI's type of the error.
+    """
 
     def __init__(
         self, status: int, message: str, code: str | None = None, params: Sequence[str] = (), kind: str = INVALID
@@ -49,14 +54,14 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """OpenAI's form has one `param`; `params` names all of them."""
+        """The body in OpenAI's form, which has one `param`; `params` names all of them."""
         param = self.params[0] if self.params else None
         error = {"message": str(self), "type": self.kind, "param": param, "code": self.code}
         return {"error": error if len(self.params) < 2 else {**error, "params": self.params}}
 
 
 def refusal(faults: Sequence[ApiErrorKind]) -> ApiError:
-    """400 for all the faults of a request at once."""
+    """Return one error, status 400, for all faults of a request."""
     message = "; ".join(f"{fault.param}: {fault.text}" for fault in faults)
     return ApiError(400, message, faults[0].code, [fault.param for fault in faults])
 
@@ -67,16 +72,16 @@ def over() -> ApiError:
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Of an assistant's message, what templates do not write, and nothing here reads.
+# Fields of an assistant's message that neither templates nor this endpoint read.
 _UNREAD = ("audio", "function_call")
 
-# What clients and servers call an assistant's reasoning; the first that is a text counts.
+# Names that clients and servers use for an assistant's reasoning; the first one that holds text counts.
 _REASONING = ("reasoning_content", "reasoning")
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A call of a tool as an assistant's message has it; arguments: text, as a rule JSON."""
+    """A tool call in an assistant's message. `arguments`: text, usually JSON."""
 
     id: str
     name: str
@@ -85,8 +90,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """A message as a client wrote it. content: None where it has none; calls: an assistant's; answers: the id of the
-    call that a tool's message answers; reasoning: an assistant's, where a client sent it."""
+    """A message as a client wrote it.
+
+    Attributes:
+        content: Its text; None where it has none.
+        calls: Tool calls of an assistant's message.
+        answers: Id of the call that a tool's message answers.
+        reasoning: Reasoning of an assistant's message, if the client sent it.
+    """
 
     role: str
     content: str | None = None
@@ -95,7 +106,7 @@ class Said:
     reasoning: str | None = None
 
     def message(self) -> Message:
-        """As a chat format takes it; a tool's is made by `tool_message`."""
+        """Return the message as a chat format takes it; `shown_to_policy` makes a tool's."""
         message: Message = {"role": self.role, "content": self.content or ""}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -108,20 +119,21 @@ class Said:
 
 
 def chained(before: bytes, said: Said) -> bytes:
-    """The digest of a conversation, from that of all but its last message. Equal where the policy reads the same."""
+    """Return the digest of a conversation, given the digest of all but its last message. Equal where the policy reads
+    the same."""
     calls = [[call.id, call.name, call.arguments] for call in said.calls]
     return _digest(before, [said.role, said.content or "", said.answers, said.reasoning, calls])
 
 
 def chained_answer(before: bytes, said: Said) -> bytes:
-    """Likewise, where the last message is an answer of the policy's: its arguments may be written anew, and its
-    reasoning is not looked at."""
+    """Return the digest of a conversation that ends in an answer of the policy, whatever the form of its arguments'
+    JSON and whatever its reasoning."""
     calls = [[call.id, call.name, _same(call.arguments)] for call in said.calls]
     return _digest(before, ["answer", said.content or "", calls])
 
 
 def read_messages(given: Sequence[Any]) -> list[Said]:
-    """A request's messages. Raises `ApiError`, which names all that is wrong."""
+    """Read a request's messages. Raises `ApiError`, which names all faults."""
     reader = _Reader()
     said = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
     if not reader.faults:
@@ -165,7 +177,7 @@ class _Reader:
         return Said(role, content, answers=answers)
 
     def check(self, said: Sequence[Said]) -> None:
-        """Do tools' messages answer calls before them, and is it the policy's turn?"""
+        """Check that tools' messages answer earlier calls, and that it is the policy's turn."""
         known: set[str] = set()
         for number, each in enumerate(said):
             known.update(call.id for call in each.calls)
@@ -222,7 +234,7 @@ def _digest(before: bytes, what: list[Any]) -> bytes:
 
 
 def _same(arguments: str) -> Any:
-    """Equal for texts that are the same JSON."""
+    """Return a form that is equal for texts with the same JSON."""
     try:
         return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, OverflowError):

@@ -1,9 +1,7 @@
-"""What a request to the endpoint may ask for, and what cannot be honoured: nothing is ignored that would matter.
+"""Reads a request's parameters and tools, and refuses what cannot be honoured; nothing that matters is ignored.
 
-Log-probs are trained on as they were sampled, at the run's temperature and from its whole distribution. What would
-change that distribution is refused; what ends an answer sooner, or says nothing of it, passes.
-
-The tools that a request names, as a chat format takes them.
+The learner trains on log-probs that were sampled at the run's temperature from the whole distribution. So a parameter
+that would change the distribution is refused; one that only ends an answer sooner, or does not change it, is accepted.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ _STRICT = (
 
 
 def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
-    """The functions' schemas; what is wrong with them is added to `faults`."""
+    """Return the schemas of a request's tools. Faults are added to `faults`."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -50,7 +48,7 @@ def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
 
 
 def schemas_digest(tools: Sequence[dict[str, Any]]) -> bytes:
-    """Equal for equal lists of schemas, in the same order: a prompt shows them so."""
+    """Return a digest of schemas in their order, in which a prompt shows them."""
     return hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
 
 
@@ -73,14 +71,14 @@ def _read(tool: Any, where: str, names: set[str], faults: list[ApiErrorKind]) ->
     if function.pop("strict", False) is not False:
         faults.append(ApiErrorKind(f"{where}.function.strict", _STRICT, "unsupported_value"))
     empty = {"type": "object", "properties": {}}
-    # Templates write all that a function has, in its order.
+    # Templates write all fields of a function in their order.
     function = {"description": description, **function, "parameters": function.get("parameters") or empty}
     return {"type": "function", "function": {"name": name, **function}}
 
 
 MAX_MESSAGES = 4096
 
-# Answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
+# Maximum answers to one request, and stop texts; OpenAI's bounds are 128 and 4.
 MAX_ANSWERS = 16
 
 MAX_STOPS = 16
@@ -91,7 +89,7 @@ _SHOWN_CHARACTERS = 60
 
 _SHOWN_FAULTS = 32
 
-# Labels, bookkeeping and hints of price and speed, which change nothing in an answer.
+# Labels, and hints about price and speed: they do not change an answer.
 HARMLESS_PARAMETERS = frozenset(
     {
         *("user", "metadata", "store", "service_tier", "safety_identifier", "prediction"),
@@ -99,7 +97,7 @@ HARMLESS_PARAMETERS = frozenset(
     }
 )
 
-# Of the distribution: these pass where they are the run's own.
+# Parameters of the distribution: accepted where they have the run's own value.
 RUN_PARAMETERS = (
     *("temperature", "top_p", "top_k", "min_p"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty"),
@@ -107,7 +105,7 @@ RUN_PARAMETERS = (
 
 _CONSTRAINED = "it would change what the policy samples, and so what log-probs mean"
 
-# Never honoured, with the remedy.
+# Parameters that are never honoured, and the remedy.
 REFUSED_PARAMETERS: Mapping[str, str] = {
     "seed": "a row would be sampled alike each time that it comes; leave it out",
     "functions": "it is deprecated; give tools",
@@ -130,9 +128,16 @@ READ_PARAMETERS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A request, checked. messages: not looked into yet; tools: JSON schemas for a chat format, empty where the policy
-    is to call none; max_tokens: of one answer, None for as many as the run allows; stop: texts that end an answer; n:
-    answers."""
+    """The checked parameters of a request.
+
+    Attributes:
+        messages: The messages, not read yet.
+        tools: JSON schemas for a chat format; empty where the policy is to call none.
+        max_tokens: Maximum tokens of one answer; None for as many as the run allows.
+        stop: Texts that end an answer.
+        n: Number of answers.
+        usage: Whether a streamed answer ends with the usage.
+    """
 
     messages: list[Any]
     tools: list[dict[str, Any]] = field(default_factory=list)
@@ -145,7 +150,8 @@ class Asked:
 
 
 def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float) -> Asked:
-    """A request's body, from JSON. `temperature`: the episode's. Raises `ApiError`, which names all that is wrong."""
+    """Read a request's body, decoded from JSON. `temperature`: the episode's. Raises `ApiError`, which names all
+    faults."""
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
     given = {name: value for name, value in body.items() if value is not None}
@@ -200,10 +206,10 @@ def _check_distribution(
         own = temperature if name == "temperature" else getattr(rollout, name)
         if value is None or (_is_number(value) and value == own):
             continue
-        if name == "top_k" and own == 0 and value == -1:  # vLLM's other name of all tokens
+        if name == "top_k" and own == 0 and value == -1:  # for vLLM, too, all tokens
             continue
         setting, remedy = f"rollout.{name}", "leave it out, or set it in the run file"
-        if name == "temperature":  # the only one that an evaluation may have of its own
+        if name == "temperature":  # the only one that an evaluation can set
             setting = setting if own == rollout.temperature else "eval.temperature"
             remedy = "leave it out, or give endpoint.temperature"
         text = (
@@ -216,7 +222,7 @@ def _check_distribution(
 
 
 def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
-    """The form of an answer: text, unconstrained."""
+    """Check that the answer is to be text of free form."""
     form = given.get("response_format", {"type": "text"})
     if form != {"type": "text"}:
         kind = form.get("type") if isinstance(form, dict) else form
@@ -233,7 +239,7 @@ def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
 
 
 class _Reader:
-    """Reads values of a request, and adds to `faults` those that cannot be."""
+    """Reads values of a request, and adds wrong ones to `faults`."""
 
     def __init__(self, given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
         self._given = given
@@ -289,7 +295,7 @@ class _Reader:
             self._faults.append(ApiErrorKind("stream_options", "an object, given where stream is true"))
             return False
         for name, value in options.items():
-            # OpenAI pads chunks against eavesdroppers if it is true; there is nothing to hide here.
+            # OpenAI pads chunks against eavesdroppers where it is true; here it changes nothing.
             if name not in ("include_usage", "include_obfuscation") or not isinstance(value, bool | None):
                 self._faults.append(
                     ApiErrorKind(f"stream_options.{_short(name)}", "only include_usage is known, true or false")
@@ -308,6 +314,6 @@ def _is_number(value: Any) -> bool:
 
 
 def _short(value: Any) -> str:
-    """A text without quotes: it may be a parameter's name."""
+    """Shorten a value for an error; a text has no quotes, as it may be a parameter's name."""
     text = value if isinstance(value, str) else repr(value)
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."

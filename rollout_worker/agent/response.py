@@ -1,7 +1,5 @@
-"""What an agent is given of an answer, and what is counted of the calls in it.
-
-Answers as OpenAI's API has them: whole, or in chunks.
-"""
+"""Turns a sampled turn into the answer that an agent gets, whole or in chunks as in OpenAI's API, and counts its
+calls."""
 
 from __future__ import annotations
 
@@ -25,8 +23,12 @@ from rollout_worker.user_code.values import encodable
 
 @dataclass(frozen=True, slots=True)
 class ReadCall:
-    """A call, and its arguments as the text that agents read. coerced: they were not as the tool's schema asks, and
-    it is plain what was meant: notations that write every value as text give text."""
+    """A call, and its arguments as the text that agents read.
+
+    Attributes:
+        coerced: Whether the arguments were converted to fit the tool's schema, as some notations write every value as
+            text.
+    """
 
     call: ToolCall | MalformedCall
     arguments: str = ""
@@ -34,8 +36,11 @@ class ReadCall:
 
 
 async def read_calls(parsed: ParsedTurn, parameters: Mapping[str, Parameters]) -> list[ReadCall]:
-    """The calls of a turn; `parameters`: of the tools that there are, by name. Arguments that do not fit stay as the
-    policy wrote them: the agent checks them."""
+    """Read the calls of a turn. Arguments that do not fit stay as the policy wrote them, for the agent to check.
+
+    Args:
+        parameters: Parameters of the known tools, by name.
+    """
     return [
         await _read(call, parameters.get(call.name)) if isinstance(call, ToolCall) else ReadCall(call)
         for call in parsed.calls
@@ -46,7 +51,7 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     given, coerced = call.arguments, False
     if parameters is not None:
         try:
-            # Large ones in a thread: it would stop the loop.
+            # Large arguments in a thread: fitting them would block the loop.
             found = parameters.fit(given) if small(given) else await in_thread(parameters.fit, given=given)
             given, coerced = (found.values, True) if found.repairs else (given, False)
         except ArgumentsError:
@@ -56,8 +61,13 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
 
 
 class Outgoing:
-    """Of one episode. `calls`, `failures`: of tools, as the policy wrote them; `metrics`: the same by tool and reason,
-    as a `Rollout` has them. Whether a tool did its work, only the agent knows."""
+    """Makes one episode's answers and counts their calls. Only the agent knows whether a tool did its work.
+
+    Attributes:
+        calls: Number of tool calls that the policy wrote.
+        failures: Number of those that cannot be read or name no tool.
+        metrics: The same by tool and reason, as in a `Rollout`.
+    """
 
     def __init__(self) -> None:
         self.calls = self.failures = 0
@@ -67,7 +77,7 @@ class Outgoing:
     def given(
         self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
     ) -> tuple[Said, tuple[GivenCall, ...]]:
-        """The turn as its agent gets it: each call has an id, and of a text that ended it nothing is left."""
+        """Return the turn as its agent gets it: each call has an id, and the stop text that ended it is left out."""
         calls, given = [], []
         for each in read:
             if isinstance(call := each.call, ToolCall):
@@ -84,7 +94,7 @@ class Outgoing:
         return said, tuple(given)
 
     def count(self, read: Sequence[ReadCall], known: Collection[str]) -> None:
-        """The calls of a turn; `known`: the names of the tools that there are."""
+        """Count the calls of a turn. `known`: names of the tools."""
         for each in read:
             call, reason = each.call, None
             if isinstance(call, MalformedCall):
@@ -98,7 +108,7 @@ class Outgoing:
             count_call(self.metrics, name, reason, each.coerced)
 
     def counted_as(self, name: str) -> str:
-        """What a tool is counted as, the first ones by name."""
+        """Return the name that a tool is counted under: its own for the first tools, then a common one."""
         known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
         return counted_as(name, 0 if known else sum(figure.endswith("/calls") for figure in self.metrics))
 
@@ -108,8 +118,13 @@ Finish = Literal["stop", "length", "tool_calls"]
 
 @dataclass(frozen=True, slots=True)
 class ReplyChoice:
-    """One answer to a request: `said` to the agent; tokens: how many were sampled; logprobs: the text of each with its
-    log-prob, None where they were not asked for."""
+    """One answer to a request.
+
+    Attributes:
+        said: The message.
+        tokens: Number of sampled tokens.
+        logprobs: Text and log-prob of each token; None where they were not asked for.
+    """
 
     said: Said
     finish_reason: Finish
@@ -128,7 +143,7 @@ class ReplyChoice:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The answers to a request. `created`: seconds since the epoch; `prompt_tokens`: of the longest prompt."""
+    """The answers to a request. `created`: seconds since the epoch; `prompt_tokens`: tokens of the prompt."""
 
     id: str
     created: int
@@ -149,7 +164,7 @@ class Completion:
         return msgspec.json.encode(self._object("chat.completion", choices=choices, usage=self._usage()))
 
     def chunks(self, usage: bool) -> Iterator[bytes]:
-        """Server-sent events; `usage`: with one that tells of it before the end."""
+        """Yield server-sent events. `usage`: whether one before the end holds the usage."""
         for index, choice in enumerate(self.choices):
             for delta in _deltas(choice):
                 yield self._event(usage, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])

@@ -1,7 +1,7 @@
-"""The listener that agents' clients speak to: keys, bounds, and the routes of OpenAI's API that are answered.
+"""Listens for agents' clients: keys, bounds, and the routes of OpenAI's API that are answered.
 
-Before the key is checked nothing of a body is read, and none is ever unpacked. A connection that sends no request, or
-sends one too slowly, is closed; an answer whose client has gone is aborted.
+No body is read before its key is checked, and no body is decompressed. A connection that sends no request, or sends one
+too slowly, is closed. An answer whose client has disconnected is aborted.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from rollout_worker.user_code.values import encodable
 logger = logging.getLogger(__name__)
 
 COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
-# What a body may have besides the text of a full context, and for each token of that, as JSON may write it.
+# Bytes that a body may have: a base, and for each token of a full context, as JSON may write it.
 _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
-# For the first request of a connection, for a body, and between two requests.
+# Seconds for the first request of a connection, for a body, and between two requests.
 _HEADER_S, _BODY_S, _IDLE_S = 30.0, 60.0, 60.0
 _LINGER_S, _CLOSE_S = 1.0, 1.0
 _MAX_CONNECTIONS = 8192
-# Keys of episodes that are over are known for a while: their agents are told so.
+# Keys of finished episodes are remembered, so that their agents get an error that says so.
 _MAX_REMEMBERED = 8192
 _KEY = "sk-slipstream-"
-# The content coding that is none.
+# The content coding of a body that is not compressed.
 _PLAIN = "identity"
-# No client should ask again: what could help was tried here.
+# Keeps clients from retrying: what could help was tried here.
 _FINAL = {"x-should-retry": "false"}
 
 SESSION = web.RequestKey("session", Session)
@@ -50,20 +50,27 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class AgentServer:
-    """One listener for all episodes of a worker. `port` 0: any that is free. Use it as a context manager; it raises
-    `ConfigError` where it cannot listen."""
+    """One listener for all episodes of a worker, to be used as a context manager.
+
+    Args:
+        port: 0 takes any free port.
+        max_model_len: Tokens of the context, which bound a body.
+
+    Raises:
+        ConfigError: On entering, where it cannot listen.
+    """
 
     def __init__(self, host: str, port: int, max_model_len: int) -> None:
         self._host = host
         self._port = port
         self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * max_model_len
         self._url = ""
-        # By the open part of a key: its secret part, and the session, None of an episode that is over.
+        # Secret part and session by the public part of a key.
         self._keys: dict[str, tuple[bytes, Session]] = {}
         self._over: OrderedDict[str, bytes] = OrderedDict()
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
-        # Connections that have asked for nothing yet.
+        # Connections that have sent no request yet.
         self._new: dict[asyncio.BaseProtocol, asyncio.TimerHandle] = {}
 
     async def __aenter__(self) -> Self:
@@ -81,7 +88,7 @@ class AgentServer:
             lingering_time=_LINGER_S,
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
-            auto_decompress=False,  # on the loop, and of refused bodies too
+            auto_decompress=False,  # it would run on the loop, even for refused bodies
             access_log=None,
         )
         await self._runner.setup()
@@ -114,13 +121,13 @@ class AgentServer:
             await self._runner.cleanup()
 
     def open(self, session: Session) -> Endpoint:
-        """A key of its own for a session."""
+        """Return an endpoint with a key for this session alone."""
         name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
         self._keys[name] = secret.encode(), session
         return Endpoint(self._url, f"{_KEY}{name}-{secret}", MODEL, session.temperature)
 
     def close(self, endpoint: Endpoint) -> None:
-        """The session is over: what it still asks is aborted, and its key is good no more."""
+        """End a session: abort its running requests and withdraw its key."""
         name = endpoint.api_key.removeprefix(_KEY).partition("-")[0]
         secret, session = self._keys.pop(name)
         self._over[name] = secret
@@ -143,25 +150,25 @@ class AgentServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Every route wants the key of an episode; whatever goes wrong is told as OpenAI's API tells it."""
+        """Require the key of an episode for every route, and answer errors in the form of OpenAI's API."""
         if (timer := self._new.pop(request.protocol, None)) is not None:
             timer.cancel()
         try:
             request[SESSION] = self._session_of(request.headers.get(hdrs.AUTHORIZATION, ""))
             return await handler(request)
         except ApiError as error:
-            return _told(error)
+            return _error_response(error)
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
-            return _told(ApiError(413, text, reasons.TOO_LARGE))
+            return _error_response(ApiError(413, text, reasons.TOO_LARGE))
         except web.HTTPException as error:
             text = f"there is no {request.method} {request.path} here; there are {COMPLETIONS} and {MODELS}"
-            return _told(ApiError(error.status, text, "unknown_url"))
+            return _error_response(ApiError(error.status, text, "unknown_url"))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("a request of an agent failed unexpectedly")
-            return _told(
+            return _error_response(
                 ApiError(500, "the endpoint failed unexpectedly: see the worker's log", "internal", kind=SERVER)
             )
 
@@ -216,15 +223,16 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-def _told(error: ApiError) -> web.Response:
+def _error_response(error: ApiError) -> web.Response:
     response = _json(error.body, error.status, _FINAL)
     if error.status in (401, 408, 410, 413, 415):
-        response.force_close()  # what is left of the body is not read
+        response.force_close()  # the rest of the body is not read
     return response
 
 
 async def _reached_at(host: str) -> str:
-    """What agents call the listener; one on all addresses goes by the machine's name, if that is known."""
+    """Return the host that agents reach the listener at: for one on all addresses the machine's name, if it
+    resolves."""
     if host not in ("0.0.0.0", "::"):
         return host
     name = socket.gethostname()
@@ -236,7 +244,7 @@ async def _reached_at(host: str) -> str:
 
 
 def _allow_many_files() -> None:
-    """Each episode may have connections of its own, at both ends."""
+    """Raise the limit of open files: each episode may have connections of its own, at both ends."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(OSError, ValueError):

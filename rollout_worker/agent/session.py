@@ -1,6 +1,5 @@
-"""One episode as its agent's requests make it: each is placed in the tree, sampled within the limits, and recorded.
-
-Where an agent's episode is: with the policy while any of its answers is sampled, else with the agent.
+"""One episode as its agent's requests make it: each request is placed in the tree, sampled within the limits, and
+recorded.
 """
 
 from __future__ import annotations
@@ -44,8 +43,13 @@ from rollout_worker.user_code.values import encodable
 
 
 class AgentClock:
-    """`policy_s`: seconds by `clock` that any answer was sampled, or waited for its slot. While the agent is at work,
-    its tools included, the episode counts as in tools."""
+    """Divides an episode's time between the policy and its agent.
+
+    While no answer is sampled the agent or one of its tools is at work, and the episode counts as in tools.
+
+    Attributes:
+        policy_s: Seconds in which any answer was sampled or waited for its slot.
+    """
 
     def __init__(self, capacity: Capacity, clock: Callable[[], float]) -> None:
         self.policy_s = 0.0
@@ -58,7 +62,7 @@ class AgentClock:
 
     @contextmanager
     def agent(self) -> Iterator[None]:
-        """While the agent runs."""
+        """Count the time inside as the agent's, but for that of answers."""
         self._runs = True
         self._look()
         try:
@@ -69,7 +73,7 @@ class AgentClock:
 
     @contextmanager
     def policy(self) -> Iterator[None]:
-        """While an answer is sampled; several may be at once."""
+        """Count the time inside as the policy's. Several answers may be sampled at once."""
         if not self._answers:
             self._since = self._clock()
         self._answers += 1
@@ -90,13 +94,13 @@ class AgentClock:
 
 MODEL = SERVED_MODEL_NAME
 
-# Larger bodies are read in a thread.
+# Larger bodies are read in a thread: reading them would block the loop.
 _INLINE_BYTES = 32 * 1024
 
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What all episodes share. `episodes` holds what samples, and the limits."""
+    """What all episodes of a group share. `episodes` holds the sampler and the limits."""
 
     formats: ChatFormats
     episodes: EpisodeRunner
@@ -105,8 +109,13 @@ class AgentContext:
 
 @dataclass(frozen=True, slots=True)
 class _Context:
-    """What a request is sampled after: all `ids`. suffix: those of them that come after the answer that it goes on
-    from, None where the whole is a prompt of its own; shown: the messages that it adds, as the policy sees them."""
+    """The context that a request is sampled after.
+
+    Attributes:
+        ids: All token ids.
+        suffix: Those after the answer that the request goes on from; None where `ids` is a prompt of its own.
+        shown: The messages that the request adds, as the policy sees them.
+    """
 
     ids: list[int]
     suffix: list[int] | None
@@ -115,7 +124,7 @@ class _Context:
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """One turn, sampled and read. ended_as: the run's limit that cut it off, None if none did."""
+    """One turn, sampled and read. `ended_as`: the run's limit that cut it off; None if none did."""
 
     sampled: Sampled
     parsed: ParsedTurn
@@ -124,10 +133,15 @@ class _Turn:
 
 
 class Session:
-    """One episode's side of the endpoint. `temperature`: the one that it is sampled at; `deadline`: its time-out.
+    """The endpoint's side of one episode. Use it on one event loop.
 
-    `turns`: answers so far; `failure`: why the last request could not be sampled, None after an answer. Use it on one
-    event loop.
+    Args:
+        temperature: The temperature that the episode is sampled at.
+        deadline: The episode's time-out.
+
+    Attributes:
+        turns: Number of answers so far.
+        failure: Why the last request could not be sampled; None after an answer.
     """
 
     def __init__(self, shared: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
@@ -150,11 +164,11 @@ class Session:
 
     @property
     def ended_as(self) -> FinishReason | None:
-        """The limit that the last request met, None if it met none."""
+        """The limit that the last request met; None if it met none."""
         return self._allowance.ended_as
 
     async def answer(self, body: bytes) -> tuple[Asked, Completion]:
-        """The answer to a request with this body, and what it asked for. Raises `ApiError`."""
+        """Answer a request. Returns what its body asked for, and the answer. Raises `ApiError`."""
         self._check_open()
         task = asyncio.current_task()
         assert task is not None, "a request is handled in a task of its own"
@@ -162,7 +176,7 @@ class Session:
         try:
             return await self._answer(body)
         except asyncio.CancelledError:
-            if task in self._ended and not task.uncancel():  # else its client has gone, too
+            if task in self._ended and not task.uncancel():  # otherwise its client has disconnected too
                 raise over() from None
             raise
         finally:
@@ -170,14 +184,14 @@ class Session:
             self._ended.discard(task)
 
     def end(self) -> None:
-        """Nothing is answered from now on, and what runs is aborted."""
+        """Abort the running requests and answer no more."""
         self._over = True
         self._ended |= self._requests
         for task in self._requests:
             task.cancel()
 
     def episode(self, finish_reason: FinishReason, total_s: float) -> Episode:
-        """What it has come to, with the conversation that the last answer stands in."""
+        """Return the episode, with the conversation of its last answer. `total_s`: seconds that it took."""
         line = self._tree.last.line() if self._tree.last is not None else []
         timings = {
             "generate": self._generate_s,
@@ -248,7 +262,8 @@ class Session:
             raise ApiError(400, f"the body is nested too deeply, or holds a number too large: {error}") from None
 
     async def _context(self, proven: Proven, place: TreeNode) -> _Context:
-        """What a format can tell of what follows an answer is appended to it; else all is rendered."""
+        """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered
+        anew."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
         after = {"user": proven.appends_users, "tool": before is not None and bool(before.calls)}
@@ -258,14 +273,14 @@ class Session:
                 return _Context(before.context + suffix, suffix, shown)
         conversation = [*(before.conversation() if before is not None else ()), *shown]
         try:
-            # The episodes of a group begin alike; behind an answer of its own nothing is.
+            # The episodes of a group begin with the same prompt; what follows an answer is rendered once only.
             ids = await proven.prompt_ids(conversation, comes_again=before is None)
         except PromptError as error:
             raise ApiError(400, f"messages: they cannot be rendered: {error}", "invalid_value", ["messages"]) from None
         return _Context(ids, None, shown)
 
     async def _shown(self, chat: ChatFormat, place: TreeNode) -> list[Message]:
-        """The messages that a request adds; what tools answered is cut, and speaks as no other."""
+        """Return the messages that a request adds. Tool results are cut and their special tokens broken."""
         shown = []
         limit = self._shared.episodes.limits.tool_result_tokens
         for said, message in shown_to_policy(place.before, place.rest):
@@ -279,7 +294,7 @@ class Session:
         return shown
 
     async def _turns(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked) -> list[_Turn]:
-        """As many as were asked for, or none: what an agent does not get is not recorded."""
+        """Sample as many answers as were asked for, or none: what an agent does not get is not recorded."""
         if asked.n == 1:
             return [await self._turn(proven, place, context, asked)]
         try:

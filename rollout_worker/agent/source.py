@@ -96,7 +96,7 @@ class AgentSource:
                         read_result,
                         self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
                         user_code.Kind.AGENT,
-                        deadline.paused(),
+                        deadline.exclude_waiting(),
                         endpoint=endpoint,
                         **self.agent.arguments(plan.row.columns),
                     )

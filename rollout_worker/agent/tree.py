@@ -1,9 +1,9 @@
-"""The answers of one episode, and which of them a request goes on from.
+"""Keeps the answers of one episode as a tree, and finds the answer that a request goes on from.
 
-Each sampled token stands in one segment, the one that it was sampled in, and trains there. An answer is put behind the
-one that its request goes on from, if that is the last of its segment by then. If not, two requests go on from one
-answer: the second begins a segment of its own, which holds what they share as context. So does a request whose
-conversation is another, whose whole prompt is rendered.
+Each sampled token is in exactly one segment, the one that it was sampled in, and trains there. An answer is appended to
+the segment of the answer that its request goes on from, if that answer is still the last of its segment. Otherwise two
+requests go on from one answer, and the second begins a segment of its own that holds the shared part as context. A
+request with a new conversation begins a segment too, and its whole prompt is rendered.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rollout_worker.inference.wire import Sampled
 
 @dataclass(frozen=True, slots=True)
 class GivenCall:
-    """A call of an answer: the id that the agent was given, the tool's name, and the id in the policy's notation, None
-    where it has none."""
+    """A call in an answer: the id that the agent was given, the tool's name, and the id in the policy's notation, which
+    is None where the notation has none."""
 
     id: str
     name: str
@@ -30,9 +30,17 @@ class GivenCall:
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """One sampled turn: `draft.ids[start:end]`. before: the answer that it goes on from; shown: the messages since
-    then, as the policy saw them; message: the answer itself, likewise. calls, reasoning: as the agent was given them.
-    claims: requests that go on from it now."""
+    """One sampled turn, `draft.ids[start:end]`.
+
+    Attributes:
+        before: The answer that it goes on from.
+        shown: The messages since then, as the policy saw them.
+        message: The answer itself, as the policy wrote it.
+        text: The answer as text.
+        calls: Its calls, as the agent was given them.
+        reasoning: Its reasoning, as the agent was given it.
+        claims: Number of running requests that go on from it.
+    """
 
     before: Answer | None
     shown: list[Message]
@@ -47,7 +55,7 @@ class Answer:
 
     @property
     def context(self) -> list[int]:
-        """Everything up to its end."""
+        """Token ids of the segment up to the end of this answer."""
         return self.draft.ids[: self.end]
 
     @property
@@ -60,11 +68,11 @@ class Answer:
 
     @property
     def is_last(self) -> bool:
-        """Whether it ends its segment."""
+        """Whether it is the last of its segment."""
         return self.end == len(self.draft.ids)
 
     def line(self) -> list[Answer]:
-        """The answers before it and itself, in order."""
+        """Return the answers before it and itself, in order."""
         found: list[Answer] = []
         answer: Answer | None = self
         while answer is not None:
@@ -73,14 +81,19 @@ class Answer:
         return found[::-1]
 
     def conversation(self) -> list[Message]:
-        """As the policy saw it, with this answer."""
+        """Return the conversation as the policy saw it, up to this answer."""
         return [message for answer in self.line() for message in (*answer.shown, answer.message)]
 
 
 @dataclass(frozen=True, slots=True)
 class TreeNode:
-    """Where a request stands: the answer that it goes on from, None if it begins anew, and the messages after that.
-    key: of the whole conversation."""
+    """The position of a request in the tree.
+
+    Attributes:
+        before: The answer that it goes on from; None if it begins anew.
+        rest: The messages after that answer.
+        key: Digest of the whole conversation.
+    """
 
     before: Answer | None
     rest: Sequence[Said]
@@ -89,14 +102,19 @@ class TreeNode:
 
 @dataclass(slots=True)
 class Tree:
-    """`drafts`: the segments, in the order of their first answers; `last`: the answer that came last."""
+    """The answers of one episode.
+
+    Attributes:
+        drafts: The segments, in the order of their first answers.
+        last: The newest answer.
+    """
 
     drafts: list[SegmentDraft] = field(default_factory=list)
     last: Answer | None = None
     _answers: defaultdict[bytes, list[Answer]] = field(default_factory=lambda: defaultdict(list))
 
     def place(self, tools: bytes, said: Sequence[Said]) -> TreeNode:
-        """Where a request with these messages stands; `tools`: the digest of its tools."""
+        """Find the position of a request with these messages. `tools`: digest of its tools."""
         key, begins = tools, 0
         found: list[Answer] = []
         for number, each in enumerate(said, start=1):
@@ -105,14 +123,14 @@ class Tree:
                 key, found, begins = as_answer, again, number
             else:
                 key = chained(key, each)
-        # Of answers that say the same, one that no other goes on from.
+        # Among equal answers, prefer one that no other request goes on from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
         return TreeNode(before, said[begins:], key)
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
     ) -> Answer:
-        """An answer that was sampled after `before` and `suffix`."""
+        """Add an answer that was sampled after `before` and `suffix`."""
         if before.is_last:
             return self._add(before, before.draft, suffix, sampled, shown, parsed)
         return self._begin(before, before.context, suffix, sampled, shown, parsed)
@@ -120,17 +138,21 @@ class Tree:
     def begin(
         self, before: Answer | None, prompt: list[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
     ) -> Answer:
-        """An answer that was sampled after a whole prompt; `before` as in `Place`."""
+        """Add an answer that was sampled after a whole prompt. `before`: as in `TreeNode`."""
         return self._begin(before, prompt, (), sampled, shown, parsed)
 
     def remember(self, answer: Answer, key: bytes, given: Said, calls: tuple[GivenCall, ...]) -> None:
-        """The answer as it is given out: `key` is that of the conversation before it."""
+        """Remember an answer as the agent gets it. `key`: digest of the conversation before it."""
         answer.calls, answer.reasoning = calls, given.reasoning
         self._answers[chained_answer(key, given)].append(answer)
 
     def _said_again(self, key: bytes, said: Said, before: Sequence[Answer]) -> list[Answer]:
-        """The answers that a message may be, which ends the conversation of `key`, in which `before` were the last. Its
-        reasoning is as it was given, or left out."""
+        """Return the answers that a message may repeat. Its reasoning is as it was given, or left out.
+
+        Args:
+            key: Digest of the conversation that the message ends.
+            before: Answers that the conversation may have gone on from; empty for any.
+        """
         return [
             answer
             for answer in self._answers.get(key, ())
@@ -167,8 +189,8 @@ class Tree:
 
 
 def shown_to_policy(before: Answer | None, said: Sequence[Said]) -> Iterator[tuple[Said, Message]]:
-    """Messages that a request adds, with each as a chat format takes it: tools' have their names. Where the policy's
-    notation writes no ids, the results of a turn stand in the order of its calls."""
+    """Yield the messages that a request adds, each also as a chat format takes it: a tool's message has the tool's
+    name. Where the policy's notation writes no ids, the results of a turn are put in the order of its calls."""
     names = {call.id: (call.name, call.own_id) for answer in (before.line() if before else ()) for call in answer.calls}
     for each in _in_order(before, said):
         names |= {call.id: (call.name, call.id) for call in each.calls}

@@ -1,4 +1,4 @@
-"""What a row must look like: the same columns in each, and a prompt that is text or a list of messages."""
+"""Checks rows: all have the same columns, and a prompt that is text or a list of messages."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from protocol.config import ConfigError
 from rollout_worker.data.rows import Rows
 
-# What a reward function gets by these names is ours, so no column of the data set may have one.
+# Slipstream passes these arguments to reward functions, so no column of the data set may have such a name.
 GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
-# What a task with environments gives besides, and one with an agent; the component that is an agent's own reward.
+# A task with environments passes these objects under this name besides.
 ENVIRONMENTS = "environments"
 
-# Rows that are looked at before a start: of a table at most this many, spread over it, as far as they can be read in
-# this time; of a stream the first few.
+# Maximum rows of a table that are checked before a run, as far as they can be read in BUDGET_S seconds; of a stream the
+# first STREAM_ROWS.
 MAX_ROWS = 100_000
 
 FIRST_ROWS = 1000
@@ -27,7 +27,7 @@ STREAM_ROWS = 64
 
 BUDGET_S = 10.0
 
-# Columns of data sets that are made for other kinds of training, and how to make prompts of them.
+# Columns of data sets for other kinds of training, and how to make prompts of them.
 _OTHER_FORMS = {
     "messages": "the messages up to the policy's turn are the prompt: dataset.rename_column('messages', 'prompt'), and "
     "leave the last answer out",
@@ -39,8 +39,13 @@ _OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Findings:
-    """What a look at the rows came to: how many were looked at, and those that will be dropped, by number, with the
-    reason; mixed: columns with values of several kinds, and the first row of each kind, by column."""
+    """What a check of rows found.
+
+    Attributes:
+        looked_at: Number of checked rows.
+        unusable: Reason for each row that will be dropped, by number.
+        mixed: For each column with values of several kinds, the first row of each kind.
+    """
 
     looked_at: int = 0
     unusable: dict[int, str] = field(default_factory=dict)
@@ -48,7 +53,7 @@ class Findings:
 
 
 def check_first(columns: Any, has_tools: bool, has_environment: bool = False) -> None:
-    """Raises `ConfigError` for a first row that no run could use."""
+    """Raise `ConfigError` for a first row that no run could use."""
     if isinstance(columns, BaseException):
         raise ConfigError(
             f"Task(dataset=...): the first row cannot be read: {type(columns).__name__}: {columns}; mend the data set"
@@ -79,7 +84,7 @@ def check_first(columns: Any, has_tools: bool, has_environment: bool = False) ->
 
 
 def check_rows(rows: Rows, clock: Callable[[], float] = time.monotonic) -> Findings:
-    """Look at all rows of the data set, or at as many as can be read in `BUDGET_S`. `clock`: seconds.
+    """Check all rows of a data set, or as many as can be read in `BUDGET_S` seconds. `clock`: seconds, monotonic.
 
     Raises `ConfigError` for rows that differ in their columns or in the kind of their prompt: rewards could not be
     written for both.
@@ -94,7 +99,7 @@ def check_rows(rows: Rows, clock: Callable[[], float] = time.monotonic) -> Findi
 
 
 def prompt_fault(prompt: Any) -> str | None:
-    """Why no episode can begin with the prompt, in words; None if one can."""
+    """Return why no episode can begin with a prompt; None if one can."""
     if isinstance(prompt, str):
         return lone_surrogate(prompt) if prompt else "its prompt is empty"
     if not isinstance(prompt, list):
@@ -116,7 +121,7 @@ def prompt_fault(prompt: Any) -> str | None:
 
 
 def lone_surrogate(prompt: Any) -> str | None:
-    """The fault of a prompt with half of a pair of UTF-16 in any of its texts, in words: no tokenizer takes it."""
+    """Return the fault of a prompt with half a UTF-16 surrogate pair in a text, which no tokenizer takes; else None."""
     if isinstance(prompt, str):
         if prompt.isascii():
             return None
@@ -169,6 +174,6 @@ def _look(rows: Rows, most: int) -> Findings:
 
 
 def _kind_of(value: Any) -> str:
-    """In words; whole numbers and others are of one kind."""
+    """Name the kind of a value. All numbers are of one kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return "a number" if number else "text" if isinstance(value, str) else type(value).__name__

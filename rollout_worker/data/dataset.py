@@ -27,7 +27,7 @@ _FORMS = (
 
 
 def is_lazy(source: Any) -> bool:
-    """Whether rows of it are only to be had by reading files, the network or a stream, or by running code."""
+    """Return whether rows can be had only by reading files, the network or a stream, or by running code."""
     if isinstance(source, str | Path):
         return True
     return (isinstance(source, Iterable) or callable(source)) and not (
@@ -36,10 +36,15 @@ def is_lazy(source: Any) -> bool:
 
 
 def open_rows(source: Any, split: str | None = None, config: str | None = None, folder: Path | None = None) -> Rows:
-    """The rows of `source`; files are read, and what is on the hub is downloaded.
+    """Open a data set: read its files, or download it from the hub.
 
-    split, config: which part of a data set on the hub, or of a folder. folder: where a relative path is looked up,
-    before the working directory. Raises `ConfigError`.
+    Args:
+        split: Part of a data set on the hub, or of a folder.
+        config: Configuration of such a data set.
+        folder: Where a relative path is looked up before the working directory.
+
+    Raises:
+        ConfigError: It cannot be opened.
     """
     if isinstance(source, str | Path):
         source = files.load_data_files(str(source), split, config, folder)
@@ -76,7 +81,7 @@ def _rows_of(source: Any) -> Rows:
 
 
 def _rows_made_by(function: Callable[[], Any]) -> Rows:
-    """Of a function that makes the data set, once, or an iteration of it, for each epoch."""
+    """Open the rows of a function that makes the data set once, or an iteration of it for each epoch."""
     try:
         made = function()
     except ConfigError:
@@ -91,14 +96,14 @@ def _rows_made_by(function: Callable[[], Any]) -> Rows:
 
 
 def _iteration(source: Iterable[Any], epoch: int) -> Iterator[Any]:
-    # A streamed data set that was shuffled has an order for each epoch.
+    # A shuffled stream has its own order for each epoch.
     if callable(set_epoch := getattr(source, "set_epoch", None)):
         set_epoch(epoch)
     return iter(source)
 
 
 def _skipping(source: Any) -> Callable[[int], Iterator[Any]]:
-    """From a row of the first epoch on: `datasets` passes over rows without reading them."""
+    """Return a function that iterates from a row of the first epoch on: `datasets` skips rows without reading them."""
     return lambda number: iter(source.skip(number))
 
 
@@ -107,7 +112,7 @@ def _is_table(source: Any) -> bool:
 
 
 def _is_of_datasets(source: Any) -> bool:
-    """Whether it is a data set of the `datasets` library, which is made of Arrow tables."""
+    """Return whether it is a data set of the `datasets` library, which has Arrow tables."""
     library = sys.modules.get("datasets")
     return library is not None and isinstance(source, library.Dataset | library.IterableDataset)
 
@@ -116,15 +121,22 @@ def _name(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-# What rewards, an agent, tools or environments find in rows, or do not.
+# Errors about rows that the checks of rewards, agents, tools and environments raise.
 _OF_ROWS = r"^Task\((?!eval_)\w+=.*?\): (?=.*not a column of the data set|the prompts are|(the first )?row )"
 
 _OFF = "eval.every, eval.at_start and eval.at_end are off"
 
 
 def open_eval_rows(source: Any, split: str | None, config: str | None, trained: Any, folder: Path | None) -> Rows:
-    """The rows of the eval_dataset `source`. config: of `trained`, the data set that is trained on, which may be the
-    same one's other split. Raises `ConfigError`."""
+    """Open the eval_dataset.
+
+    Args:
+        config: Configuration of `trained`, used if both are splits of one data set.
+        trained: The data set that is trained on.
+
+    Raises:
+        ConfigError: It cannot be opened, or is the training data itself.
+    """
     by_name = isinstance(source, str | Path)
     same = by_name and isinstance(trained, str | Path) and str(source) == str(trained)
     if same and split is None:
@@ -139,15 +151,15 @@ def open_eval_rows(source: Any, split: str | None, config: str | None, trained: 
 
 
 def named_eval(error: ConfigError) -> ConfigError:
-    """A fault of a data set, said of the eval_dataset; also one between its rows and what the task makes of them, whose
-    text begins with that."""
+    """Return an error about a data set as one about the eval_dataset, also where the text begins with the part of the
+    task that does not fit its rows."""
     text = re.sub(r"\bTask\(dataset", "Task(eval_dataset", str(error))
     text = re.sub(_OF_ROWS, "Task(eval_dataset=...): ", text).replace("of the data set", "of the eval_dataset")
     return ConfigError(re.sub(r"(?<!eval_)\bdataset_split", "eval_dataset_split", text))
 
 
 def check_evaluation(config: RunConfig, eval_dataset: Any) -> None:
-    """Raises `ConfigError` for evaluations without an eval_dataset."""
+    """Raise `ConfigError` for evaluations without an eval_dataset."""
     settings = config.eval
     if settings.is_on and eval_dataset is None:
         on = next(name for name in ("every", "at_start", "at_end") if getattr(settings, name))
@@ -170,8 +182,8 @@ def find_evaluation_warnings(config: RunConfig, eval_dataset: Any) -> list[Findi
 
 
 def count_eval_rows(rows: Rows, wanted: int | str) -> int:
-    """How many rows an evaluation of `wanted` of them takes at most: all there are, or of an iterable as many as are
-    wanted, where it has them. Raises `ConfigError` for all of an iterable."""
+    """Return the maximum number of rows of an evaluation: all there are, or of an iterable at most `wanted`. Raises
+    `ConfigError` where all rows of an iterable are wanted."""
     if rows.size is not None:
         return rows.size
     if isinstance(wanted, str):

@@ -73,7 +73,7 @@ class JsonLines(Sequence[dict[str, Any]]):
             place += len(line)
 
     def _reader(self, file: Path, text: IO[bytes]) -> Callable[[int, int], bytes]:
-        """Reads (start, size) of a file's content."""
+        """Read `size` bytes of a file's content from `start`."""
         if file.suffix == ".gz":
             text.seek(0)
             content = text.read()
@@ -89,14 +89,14 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 
 def open_text(file: Path) -> IO[bytes]:
-    """The file's content, read from its start, without its compression. Raises `ConfigError`."""
+    """Open a file's decompressed content at its start. Raises `ConfigError`."""
     try:
         return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
     except OSError as error:
         raise ConfigError(f"Task(dataset=...): {file} cannot be read: {error.strerror}") from None
 
 
-# What files are called, and the loader of `datasets` that reads them.
+# Endings of files, and the loader of `datasets` that reads them.
 _LOADERS = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -142,14 +142,14 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
 
 
 def _cause_of(error: Exception) -> Exception:
-    """What the library met while it generated a data set: its own error says no more than that."""
+    """Return the cause of an error of the library, whose own text says only that a data set could not be generated."""
     while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _find(place: Path, name: str) -> list[Path]:
-    """The files, or the folder, that `name` is from `place`."""
+    """Return the files, or the folder, that `name` means from `place`."""
     path = place / Path(name).expanduser()
     if path.exists():
         return [path]
@@ -173,7 +173,7 @@ def _read(name: str, files: list[Path], split: str | None, config: str | None) -
 
 
 def _read_folder(name: str, folder: Path, split: str | None, config: str | None) -> Any:
-    """A folder that `save_to_disk` wrote, one with a single data file, or one that is laid out as on the hub."""
+    """Load a folder that `save_to_disk` wrote, one with a single data file, or one with the layout of the hub."""
     if (folder / "dataset_dict.json").is_file():
         splits = _library(name).load_from_disk(str(folder))
         if (split or "train") not in splits:
@@ -190,7 +190,7 @@ def _read_folder(name: str, folder: Path, split: str | None, config: str | None)
 
 
 def _json(name: str, files: list[Path]) -> Any:
-    """Files of JSON lines stay where they are; a JSON list is held in memory."""
+    """Load JSON: files of lines are read where they are, a list is held in memory."""
     lists = [_json_list(name, file) if _kind(file) == ".json" else None for file in files]
     if not any(rows is not None for rows in lists):
         return JsonLines(files)
@@ -200,7 +200,7 @@ def _json(name: str, files: list[Path]) -> Any:
 
 
 def _json_list(name: str, file: Path) -> list[Any] | None:
-    """None where it holds an object a line."""
+    """Return the list that a JSON file holds; None where it holds an object a line."""
     with open_text(file) as text:
         first = next((line.lstrip(b"\xef\xbb\xbf").strip() for line in text if line.strip()), b"")
         if first.startswith(b"{"):
@@ -227,17 +227,17 @@ def _loader(name: str, file: Path) -> str:
 
 
 def _kind(file: Path) -> str:
-    """Its ending, without that of a compression."""
+    """Return a file's ending, without that of a compression."""
     return (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
 
 
 def _looks_like_a_file(name: str) -> bool:
-    """Whether a name that may be one on the hub may be a file's as well."""
+    """Return whether a name that may be one on the hub may also name a file."""
     return ("/" not in name and "." in name) or re.search(r"\.[A-Za-z]\w{0,7}$", name) is not None
 
 
 def _refuse_a_path(name: str, places: list[Path]) -> None:
-    """Raises `ConfigError` for what can only be meant as a path."""
+    """Raise `ConfigError` for a name that can only be meant as a path."""
     parents = [(place / Path(name).expanduser()).parent for place in places]
     in_known_folder = "/" in name and any(parent.is_dir() for parent in parents)
     if _HUB_NAME.fullmatch(name) and _kind(Path(name)) not in _LOADERS and not in_known_folder:

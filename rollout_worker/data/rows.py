@@ -1,7 +1,4 @@
-"""The rows of a data set by a ticket's running index: the same row on every worker, in whatever order tickets come.
-
-None in a prompt's messages that stands for a key that a message does not have.
-"""
+"""Finds the row of a ticket's running index: the same row on every worker, in whatever order tickets come."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ import numpy.typing as npt
 
 
 def without_none(columns: Any, deep: bool) -> Any:
-    """`columns` without the None that stands for what a message of the prompt does not have.
+    """Return a row's columns without each None that stands for a missing key of a message.
 
     Files and Arrow tables fill up messages that differ in their keys. `deep`: inside of them too (tool calls), where
     an Arrow table cannot tell None from what is not there.
@@ -43,10 +40,10 @@ def _without_none(value: Any, deep: bool) -> Any:
 
 _log = logging.getLogger(__name__)
 
-# Rows that a stream keeps: more than the tickets of the deepest queue are apart.
+# Rows that a stream keeps: more than the indices of open tickets are apart in the deepest queue.
 KEPT_ROWS = 4096
 
-# Rows of a table that are read at once where many are wanted.
+# Rows of a table that are read at once where many are needed.
 _BATCH = 1000
 
 
@@ -59,34 +56,38 @@ class Row(NamedTuple):
 
 
 class RowPosition(NamedTuple):
-    """Where a row is: its epoch, and its number in the data set."""
+    """The position of a row: its epoch, and its number in the data set."""
 
     epoch: int
     number: int
 
 
 class Rows(Protocol):
-    """size: rows of one epoch; None while it is not known."""
+    """The rows of a data set. `size`: rows of one epoch; None while it is not known."""
 
     @property
     def size(self) -> int | None: ...
 
     def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
-        """The place of a ticket's running `index`; of a stream whose size is not known, as if its epoch did not end."""
+        """Return the position of a ticket's running `index`; for a stream of unknown size as if its epoch did not
+        end."""
         ...
 
     def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
-        """The row of a ticket's running `index`. Raises whatever the data set does."""
+        """Return the row of a ticket's running `index`. Errors of the data set propagate."""
         ...
 
     def sample(self, most: int) -> Iterator[tuple[int, Any]]:
-        """At most `most` rows of one epoch in their order, each with its number; in place of a row that cannot be read
-        the error. Those of a table are spread over it, with the first and the last; of a stream they are the first."""
+        """Yield at most `most` rows of one epoch in order, each with its number.
+
+        An error stands for a row that cannot be read. The rows of a table are spread over it, with the first and the
+        last; of a stream they are the first.
+        """
         ...
 
 
 class Table:
-    """Rows that can be read by their number. With `shuffle` every epoch has an order of its own."""
+    """Rows that can be read by number. With `shuffle` each epoch has its own order."""
 
     def __init__(self, rows: Any, from_arrow: bool = False) -> None:
         self.size: int = len(rows)
@@ -115,7 +116,7 @@ class Table:
                         yield number, error
 
     def _read_batch(self, numbers: list[int]) -> list[tuple[int, Any]]:
-        """Several rows at once, where the data set can: Arrow tables are six times as fast then. Raises `_Broken`."""
+        """Read several rows at once where the data set can: six times as fast for Arrow tables. Raises `_Broken`."""
         if not hasattr(self._rows, "__getitems__"):
             raise _Broken
         try:
@@ -132,7 +133,7 @@ class Table:
 
 
 class Stream:
-    """Rows that come one after another, read ahead in their own order; each epoch is one iteration.
+    """Rows that can only be read one after another, in their own order; each epoch is one iteration.
 
     A row whose place is behind, and not among the last `keep`, has the epoch iterated again from its start. Safe to be
     read from several threads. `begin(epoch)` starts an iteration; each must give the same rows on every worker.
@@ -172,7 +173,7 @@ class Stream:
                 except _Ended:
                     if self.size is None:
                         raise ValueError("the data set gives no row at all") from None
-                    # The size is known now: the index is a later epoch's.
+                    # The size is known now, and the index belongs to a later epoch.
 
     def sample(self, most: int) -> Iterator[tuple[int, Any]]:
         for number in range(most):
@@ -192,7 +193,7 @@ class Stream:
             return self._kept[place]
         if self._iterator is None or self._next.epoch != place.epoch or self._next > place:
             self._go_to(RowPosition(place.epoch, 0))
-        # As many before it as tickets may be behind it.
+        # Keep as many rows before it as tickets may lag behind.
         near = RowPosition(place.epoch, place.number - self._keep // 4)
         if self._skip is not None and place.epoch == 0 and self._next.number + self._keep < near.number:
             self._go_to(near)
@@ -218,7 +219,7 @@ class Stream:
             self._iterator = self._begin(place.epoch)
 
     def _look_for_more(self) -> None:
-        """After an epoch but the first: whether its iteration has more rows than the first had, which is told once."""
+        """After a later epoch, warn once if its iteration has more rows than the first one had."""
         if self._grown or self._iterator is None or self._next.number != self.size:
             return
         try:
@@ -255,19 +256,19 @@ class Stream:
 
 
 class _Ended(Exception):
-    """The first epoch ended."""
+    """The first epoch has ended."""
 
 
 class _PastTheEnd(Exception):
-    """No row followed those that were skipped."""
+    """No row follows those that were skipped."""
 
 
 class _Broken(Exception):
-    """A batch cannot be read; its rows may be, one by one."""
+    """A batch cannot be read; single rows of it may be readable."""
 
 
 def spread(size: int, most: int) -> list[int]:
-    """At most `most` numbers of range(size) at equal distances, with the first and the last."""
+    """Return at most `most` numbers of range(size) at equal distances, with the first and the last."""
     if size <= most or most < 2:
         return list(range(min(size, most)))
     return [round(place * (size - 1) / (most - 1)) for place in range(most)]
@@ -275,5 +276,5 @@ def spread(size: int, most: int) -> list[int]:
 
 @lru_cache(maxsize=4)
 def _permutation(rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The order of one epoch, int64 [rows]. PCG64 gives the same on every machine."""
+    """Return the order of one epoch, int64 `[rows]`. PCG64 gives the same on every machine."""
     return np.random.Generator(np.random.PCG64([seed, epoch])).permutation(rows)

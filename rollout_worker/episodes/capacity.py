@@ -1,16 +1,11 @@
-"""How many episodes a worker lets generate, how many it has open, and how much of that was idle.
+"""A worker's slots: how many episodes generate at once, how many are open, and how much of that was idle.
 
-A slot is held while a turn is sampled, and at no other time: an episode that waits for a tool, a reset or a judge
-leaves its slot to others. Turns of episodes that have begun come before first turns, and both before new tickets.
+An episode holds a slot only while a turn is sampled. While it waits for a tool, a reset or a judge, others use the
+slot. Turns of episodes that have begun come before first turns, and both come before new tickets.
 
-What is open beyond the slots is to keep them busy, and no more: each group that is open too early only grows old. So a
-worker begins with as many episodes as it has slots. It opens one more group when a turn ends and leaves a group's
-slots idle, as the others wait for something; and one episode fewer for each turn that has to wait for its slot.
-
-Lets a few tasks through in each round of the event loop.
-
-The loop runs all that became ready before it looks at anything else: a thousand episodes whose answers come at once
-would hold up heartbeats and tickets for as long as a thousand turns take to be read.
+Episodes are open beyond the slots only to keep the slots busy, since a group that is opened too early grows old. A
+worker begins with as many open episodes as it has slots. It opens one more group when a turn ends and a group's slots
+are idle because other episodes wait for something. It opens one episode fewer for each turn that waits for a slot.
 """
 
 from __future__ import annotations
@@ -21,25 +16,25 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Literal
 
-# First turns of a larger group begin in parts of at least so many: waiting for more at once would idle those that are
-# free by then.
+# The first turns of a larger group begin in parts of at least this many: waiting for more slots at once would leave the
+# free ones idle.
 _PART = 16
 
 Place = Literal["tools", "judgement"]
 
 
 class Reservation:
-    """Slots for the first turns of a group's episodes. Each is given back once, however the group ends."""
+    """Slots for the first turns of a group's episodes. Each slot is given back once, however the group ends."""
 
     def __init__(self, capacity: Capacity, count: int) -> None:
         self._capacity = capacity
         self._granted = asyncio.Event()
-        self._ready = 0  # slots that no first turn has yet
-        self._turns = 0  # first turns that have theirs
-        self.wanted = count  # first turns whose slot is still to come
+        self._ready = 0  # granted slots that no first turn uses yet
+        self._turns = 0  # first turns that hold a slot
+        self.wanted = count  # first turns that still need a slot
 
     async def parts(self) -> AsyncIterator[int]:
-        """How many first turns may begin now, again and again until all may."""
+        """Yield how many more first turns may begin, until all may."""
         while self.wanted or self._ready:
             self._granted.clear()
             if not self._ready:
@@ -50,13 +45,14 @@ class Reservation:
                 yield count
 
     def give(self) -> None:
-        """An episode's first turn is done."""
+        """Give back the slot of a first turn that is done."""
         if self._turns:
             self._turns -= 1
             self._capacity.turn_done()
 
     def give_all(self) -> None:
-        """Before the episodes wait for something else: they then take slots as they need them. Or at the end."""
+        """Give back all slots: at the end of the group, or before its episodes wait for something else and then take
+        slots as they need them."""
         held, self.wanted = self._ready + self._turns, 0
         self._ready = self._turns = 0
         self._granted.set()
@@ -69,7 +65,7 @@ class Reservation:
 
 
 class _Turn(asyncio.Future[None]):
-    """One turn that waits for its slot."""
+    """One turn that waits for a slot."""
 
     @property
     def wanted(self) -> int:
@@ -80,9 +76,17 @@ class _Turn(asyncio.Future[None]):
 
 
 class Capacity:
-    """Slots for `total` episodes that generate, and room for `max_open` in all. `clock`: seconds, monotonic. `open`:
-    episodes of all tickets at work. `cautious`: open no more than the slots hold, as nothing shows yet, or any longer,
-    that what is opened succeeds."""
+    """Slots for the episodes that generate, and room for those that are open.
+
+    Args:
+        total: Number of slots.
+        max_open: Maximum number of open episodes.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        open: Episodes of all running tickets.
+        cautious: Open no more episodes than there are slots, because groups have not succeeded yet, or fail now.
+    """
 
     def __init__(self, total: int, max_open: int, clock: Callable[[], float]) -> None:
         self.total = total
@@ -104,28 +108,29 @@ class Capacity:
 
     @property
     def generating(self) -> int:
-        """Slots that are held, or reserved for a group that is about to begin."""
+        """Number of slots that are held, or reserved for a group that is about to begin."""
         return self.total - self.free
 
     @property
     def waiting(self) -> int:
-        """Episodes that wait for a slot."""
+        """Number of episodes that wait for a slot."""
         return sum(waiting.wanted for line in (self._begun, self._new) for waiting in line)
 
     @property
     def waited_s(self) -> float:
-        """Seconds that the worker asked for tickets, each times the share of its slots that was free."""
+        """Seconds that the worker asked for tickets, weighted by the share of free slots."""
         self._note()
         return self._idle_s
 
     @property
     def full_s(self) -> float:
-        """Seconds that it asked for none as enough episodes were open, each times the share of slots that was free."""
+        """Seconds that the worker asked for no tickets because enough episodes were open, weighted by the share of free
+        slots."""
         self._note()
         return self._full_s
 
-    def figures(self) -> dict[str, float]:
-        """Where the episodes are now, and what was idle: fields of `WorkerReport`."""
+    def metrics(self) -> dict[str, float]:
+        """Return where the episodes are now and how long slots were idle, as fields of `WorkerReport`."""
         return {
             "episodes_in_flight": self.open,
             "episodes_generating": self.generating,
@@ -136,14 +141,15 @@ class Capacity:
         }
 
     def room(self, group_size: int) -> int:
-        """Groups of so many episodes that may begin now; one of more than may be open begins when it is alone."""
+        """Return how many groups of this size may begin now. A group larger than the maximum begins when no other is
+        open."""
         if not self._slots_for(group_size):
             return 0
         most = self.total if self.cautious else self._enough_open
         return min(max(1, self.free // group_size), max(0, most - self.open) // group_size) or int(self.open == 0)
 
     async def wait_for_room(self, group_size: int) -> int:
-        """The room, once there is some."""
+        """Wait until a group of this size may begin; return how many may."""
         try:
             while not (room := self.room(group_size)):
                 self._note()
@@ -156,7 +162,7 @@ class Capacity:
             self._next_size = 0
 
     def begin(self, episodes: int) -> Reservation:
-        """A ticket's episodes are open from now on, and get slots for their first turns."""
+        """Open a ticket's episodes, and reserve slots for their first turns."""
         self._note()
         self.open += episodes
         reservation = Reservation(self, episodes)
@@ -170,8 +176,8 @@ class Capacity:
 
     @asynccontextmanager
     async def turn(self, begun: bool = True) -> AsyncIterator[float]:
-        """A slot for one turn, with the seconds that it waited for it; `begun`: of an episode that has sampled a turn
-        before."""
+        """Hold a slot for one turn; yields the seconds that the turn waited for it. `begun`: whether the episode has
+        sampled a turn before."""
         waited_s = await self._slot(begun)
         try:
             yield waited_s
@@ -180,7 +186,7 @@ class Capacity:
 
     @contextmanager
     def being(self, place: Place, episodes: int = 1) -> Iterator[None]:
-        """Counts episodes as being there."""
+        """Count episodes as being at `place`."""
         self._at[place] += episodes
         try:
             yield
@@ -188,7 +194,8 @@ class Capacity:
             self._at[place] -= episodes
 
     def turn_done(self) -> None:
-        """A slot comes back from a turn. Where only what is open keeps the next group from its slots, it may open."""
+        """Give back the slot of a turn. If only the number of open episodes keeps the next group out, raise that
+        number."""
         self.give(1)
         if self._is_full() and not self.cautious:
             self._enough_open = min(self.max_open, self.open + self._next_size)
@@ -201,7 +208,7 @@ class Capacity:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """While the worker asks for tickets, its free slots count as idle."""
+        """Count free slots as idle while the worker asks for tickets."""
         self._note()
         self._asking = True
         try:
@@ -228,14 +235,14 @@ class Capacity:
         return self._clock() - since
 
     def _serve(self) -> None:
-        """Hand free slots to those that wait, in order."""
+        """Hand free slots to the turns and groups that wait, in order."""
         while (waiting := self._served_first()) is not None and self.free >= self._least(waiting.wanted):
             slots = min(self.free, waiting.wanted)
             self.free -= slots
             waiting.grant(slots)
 
     def _served_first(self) -> _Turn | Reservation | None:
-        """Who gets the next slots; those that no longer want any are forgotten."""
+        """Return who gets the next slots; forget those that no longer want any."""
         for line in (self._begun, self._new):
             while line and not line[0].wanted:
                 line.popleft()
@@ -244,7 +251,7 @@ class Capacity:
         return None
 
     def _is_full(self) -> bool:
-        """Whether only what is open keeps the next group from beginning."""
+        """Return whether only the number of open episodes keeps the next group from beginning."""
         return self._next_size > 0 and self._slots_for(self._next_size) and not self.room(self._next_size)
 
     def _slots_for(self, group_size: int) -> bool:
@@ -267,7 +274,11 @@ PER_ROUND = 16
 
 
 class LoopYield:
-    """`await loop_yield.passed()` returns at once, or in a later round of the loop, first come first served."""
+    """Lets a few tasks through in each round of the event loop, first come first served.
+
+    The loop runs all tasks that are ready before it looks at anything else. If a thousand answers came at once, reading
+    them would hold up heartbeats and tickets.
+    """
 
     def __init__(self, per_round: int = PER_ROUND) -> None:
         self._per_round = per_round
@@ -287,12 +298,12 @@ class LoopYield:
         await waiting
 
     def _turn(self) -> None:
-        """A new round. Goes on until one comes in which nobody passes."""
+        """Begin a new round. Repeats until a round in which no task passes."""
         busy = self._left < self._per_round
         self._left = self._per_round
         while self._waiting and self._left:
             waiting = self._waiting.popleft()
-            if not waiting.done():  # one that was cancelled is
+            if not waiting.done():  # a cancelled one is done
                 waiting.set_result(None)
                 self._left -= 1
         self._turning = busy or self._left < self._per_round

@@ -31,7 +31,7 @@ from rollout_worker.episodes.source import (
     prompt_ids,
     side_by_side,
 )
-from rollout_worker.episodes.tool_results import for_policy, told_of_defused
+from rollout_worker.episodes.tool_results import describe_defused, for_policy
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
@@ -236,7 +236,7 @@ class _Play:
         most = self.episodes.limits.tool_result_tokens
         (read,) = await for_policy([ToolResult("respond", text)], most, self.kind.chat)
         if read.defused:
-            told = told_of_defused(f"{self.kind.interface.cls}.respond")
+            told = describe_defused(f"{self.kind.interface.cls}.respond")
             self.episodes.notices.add("environment", "special tokens", told)
         return read.content
 

@@ -1,6 +1,6 @@
-"""One segment of an episode while it grows: a prompt, and turns with what the policy was shown between them.
+"""An episode while it grows: its segments, its conversation, and what it begins with.
 
-What one episode is played in: its prompt, its tools, and who answers a turn that calls none.
+A segment is a prompt and the turns that were sampled after it. Its ids are never changed, only appended to (I4).
 """
 
 from __future__ import annotations
@@ -68,47 +68,54 @@ class Episode:
 
     @property
     def ids(self) -> list[int]:
-        """Of the segment that the episode is in."""
+        """Token ids of the current segment."""
         return self.drafts[-1].ids
 
     @property
     def spans(self) -> list[SampledSpan]:
-        """Of all segments, each counted from its own segment's start."""
+        """Spans of all segments; each counts from the start of its segment."""
         return [span for draft in self.drafts for span in draft.spans]
 
     @property
     def completion_ids(self) -> list[int]:
-        """Everything after the first prompt, segment by segment: turns and the tool messages between them. The prompt
-        of a later segment repeats the conversation, and is left out."""
+        """Token ids after the prompt of each segment: turns, and the tool messages between them. The prompt of a later
+        segment repeats the conversation, so it is left out."""
         return [token for draft in self.drafts for token in draft.ids[draft.prompt_size :]]
 
     def add_turn(self, suffix: list[int], turn: Sampled) -> None:
-        """Append the tool messages' ids and what was sampled after them."""
+        """Append the ids of tool messages and the turn that was sampled after them."""
         self.drafts[-1].add(suffix, turn)
         self.sampled_tokens += len(turn.token_ids)
         self.rollout.turns += 1
 
     def open_segment(self, prompt_ids: list[int]) -> None:
-        """What is sampled from here on is a new segment's."""
+        """Begin a new segment: later turns belong to it."""
         self.drafts.append(SegmentDraft(prompt_ids))
         self.rollout.metrics[NEW_SEGMENTS] = self.rollout.metrics.get(NEW_SEGMENTS, 0.0) + 1.0
 
     def segments(self, server_names: Sequence[str]) -> list[Segment]:
-        """The tokens so far; spans name their servers by place in `server_names`."""
+        """Return the segments so far. Spans name a server by its index in `server_names`."""
         return [draft.segment(server_names) for draft in self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """The first turn of an episode, sampled with its group's, and the reservation that its slot is of."""
+    """The first turn of an episode, sampled with its group's, and the reservation that holds its slot."""
 
     pending: PendingChoice
     reservation: Reservation
 
 
 class SegmentDraft:
-    """`ids` begins with the prompt's `prompt_size`; `mask`: sampled; `logprobs`: 0 where not sampled; `spans` count
-    from the segment's start."""
+    """A segment that grows.
+
+    Attributes:
+        prompt_size: Number of tokens of the prompt, with which `ids` begins.
+        ids: Token ids.
+        mask: For each token, whether it was sampled.
+        logprobs: For each token, its log-prob; 0 where it was not sampled.
+        spans: Sampled tokens by policy version and server, counted from the start of the segment.
+    """
 
     def __init__(self, prompt_ids: Sequence[int]) -> None:
         self.prompt_size = len(prompt_ids)
@@ -118,7 +125,7 @@ class SegmentDraft:
         self.spans: list[SampledSpan] = []
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
-        """Append what was shown before a turn, and the turn."""
+        """Append the ids that were shown before a turn, and the turn."""
         self.ids += suffix
         self.mask += [False] * len(suffix)
         self.logprobs += [0.0] * len(suffix)
@@ -128,7 +135,7 @@ class SegmentDraft:
         self.logprobs += turn.logprobs
 
     def segment(self, server_names: Sequence[str]) -> Segment:
-        """The tokens so far; spans name their servers by place in `server_names`."""
+        """Return the segment so far. Spans name a server by its index in `server_names`."""
         return Segment(
             token_ids=np.array(self.ids, dtype=np.int32),
             loss_mask=np.array(self.mask, dtype=np.bool_),
@@ -140,8 +147,8 @@ class SegmentDraft:
 
 
 def whole_conversation(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:
-    """Prompt and what followed as one conversation; a prompt's last message that the policy continued is one with its
-    continuation."""
+    """Join a prompt and the messages after it. A last message of the prompt that the policy continued becomes one
+    message with its continuation."""
     if not (prompt and messages and prompt[-1].get("role") == messages[0].get("role") == "assistant"):
         return [*prompt, *messages]
     begun, continued = prompt[-1], messages[0]
@@ -149,15 +156,20 @@ def whole_conversation(prompt: Sequence[Message], messages: Sequence[Message]) -
     return [*prompt[:-1], {**begun, **continued, "content": content}, *messages[1:]]
 
 
-# The conversation after the prompt, to the messages that answer it; None ends the episode. Raises `EpisodeFailed`.
+# Maps the conversation after the prompt to the messages that answer it; None ends the episode. Raises `EpisodeFailed`.
 Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """prompt: what `prompt_ids` were made of; a new segment is rendered from its messages, and needs some. chat: the
-    format that shows `tools`. respond: an environment's answer to a turn without calls; without it such a turn is the
-    last. own: what it is sampled with of its own."""
+    """What an episode begins with and is played with.
+
+    Attributes:
+        prompt: The messages or text behind `prompt_ids`. A new segment can be rendered from messages only.
+        chat: The chat format that shows `tools`.
+        respond: Answers a turn without calls; without it such a turn is the last.
+        own: Sampling parameters of this episode's ticket.
+    """
 
     prompt: str | Sequence[Message]
     prompt_ids: list[int]

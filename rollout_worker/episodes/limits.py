@@ -1,7 +1,7 @@
-"""An episode's time-out, which stands still while it waits for a slot, or an agent for its thread: it is not slow
-because the worker is.
+"""The limits of one episode: its time-out, and the tokens that a turn may sample.
 
-The context budget: how many tokens a turn may sample, and what an episode ends as when there are none left.
+The time-out does not count the seconds that an episode waits for a slot, or its agent for a thread: an episode is not
+slow because the worker is busy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from rollout_worker.episodes.capacity import Capacity
 
 
 class Deadline:
-    """Use `limit` around the episode; `paused_s`: seconds that it stood still."""
+    """The time-out of one episode.
+
+    Attributes:
+        limit: The time-out itself, to be entered around the episode.
+        paused_s: Seconds that it did not count.
+    """
 
     def __init__(self, timeout_s: float) -> None:
         self.limit = asyncio.timeout(timeout_s)
@@ -29,16 +34,17 @@ class Deadline:
 
     @contextlib.asynccontextmanager
     async def slot(self, capacity: Capacity, begun: bool) -> AsyncIterator[None]:
-        """A slot for one turn; `begun`: the episode has sampled a turn before."""
+        """Hold a slot for one turn, without counting the wait for it. `begun`: whether the episode has sampled a turn
+        before."""
         async with contextlib.AsyncExitStack() as held:
-            with self.paused():
+            with self.exclude_waiting():
                 await held.enter_async_context(capacity.turn(begun))
             yield
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Time does not count inside. Only what is still inside in the loop's next round pauses it: what need not wait
-        costs nothing. Several may be at once."""
+    def exclude_waiting(self) -> Iterator[None]:
+        """Exclude the time inside. Only a block that is still running in the loop's next round pauses the time-out, so
+        one that need not wait costs nothing. Several blocks may be open at once."""
         loop = asyncio.get_running_loop()
         began: list[bool] = []
         soon = loop.call_soon(self._pause, began, loop.time())
@@ -71,8 +77,12 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class TurnBudget:
-    """`tokens` that the next turn may sample, 0 or less if the episode is over; `ends_as`: the finish reason of an
-    episode that used them up."""
+    """What the next turn may sample.
+
+    Attributes:
+        tokens: Maximum number of tokens; 0 or less if the episode is over.
+        ends_as: Finish reason of an episode that has used them up.
+    """
 
     tokens: int
     ends_as: Literal["length", "context"]
@@ -80,8 +90,11 @@ class TurnBudget:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """All but the turns in tokens; a turn and an episode count what they sample, the context counts everything.
-    `max_tool_result_tokens`: None is half the context."""
+    """Limits from the run file, in tokens except for `max_turns`.
+
+    A turn and an episode count the tokens that they sample; the context counts all tokens. `max_tool_result_tokens`
+    None means half the context.
+    """
 
     max_turn_tokens: int
     max_episode_tokens: int
@@ -103,11 +116,16 @@ class EpisodeLimits:
 
     @property
     def tool_result_tokens(self) -> int:
-        """Tokens that one tool result may have."""
+        """Maximum tokens of one tool result."""
         return self.max_model_len // 2 if self.max_tool_result_tokens is None else self.max_tool_result_tokens
 
     def turn(self, sampled: int, context: int) -> TurnBudget:
-        """The next turn's budget, with `sampled` tokens of the episode and `context` tokens in all so far."""
+        """Return the budget of the next turn.
+
+        Args:
+            sampled: Tokens that the episode has sampled so far.
+            context: Tokens of the next turn's prompt.
+        """
         allowed = min(self.max_turn_tokens, self.max_episode_tokens - sampled)
         room = self.max_model_len - context
         return TurnBudget(room, "context") if room < allowed else TurnBudget(allowed, "length")

@@ -1,10 +1,10 @@
-"""One episode: turns of the policy and its tools, tokens in and tokens out.
+"""Runs one episode: turns of the policy and its tools, tokens in and tokens out.
 
-A turn enters the episode whole, with the tool messages before it, once it is sampled; so whatever ends an episode
-leaves only what the policy saw. The ids of turn k + 1's request are those of turn k's request, its sampled ids, and the
-suffix with the tool messages: nothing else, and nothing twice (I4). Where the chat format knows no such suffix, turn
-k + 1 opens a new segment: its prompt is the whole conversation rendered anew, and what was sampled before stays as it
-was, in the segment before.
+A turn enters the episode only when it is fully sampled, together with the tool messages before it, so an episode that
+ends early holds nothing that the policy did not see. The request of turn k + 1 has the ids of turn k's request, the ids
+sampled for it, and the suffix with the tool messages: nothing else, and nothing twice (I4). Where the chat format knows
+no such suffix, turn k + 1 opens a new segment: its prompt is the whole conversation rendered anew, and the turns before
+stay in their segment as they were sampled.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from rollout_worker.chat.parsers.custom import plain_turn
 from rollout_worker.episodes.capacity import Capacity, LoopYield
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
 from rollout_worker.episodes.limits import Deadline, EpisodeLimits
-from rollout_worker.episodes.tool_results import for_policy, told_of_defused
+from rollout_worker.episodes.tool_results import describe_defused, for_policy
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.tools.base import ToolResult, count_call
 
-# As many as the queue takes.
+# The queue takes no more for one rollout.
 MAX_SEGMENTS = 1024
 
-# Longer turns are read in a thread.
+# Turns of more tokens are parsed in a thread: parsing them would block the loop.
 _INLINE_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """What the next turn is sampled after: the segment so far and `suffix`, or a new segment's `prompt`."""
+    """The ids before the next turn: the segment so far and `suffix`, or the prompt of a new segment."""
 
     suffix: list[int] = field(default_factory=list)
     prompt: list[int] | None = None
@@ -52,7 +52,15 @@ class _Next:
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRunner:
-    """Runs episodes; holds no state of any of them. `failures`: counts by reason, the worker's."""
+    """Runs episodes, and holds no state of any of them.
+
+    Attributes:
+        timeout_s: Seconds of an episode, without its waits for slots.
+        clock: Seconds, monotonic.
+        notices: Failures for people to read; the worker's.
+        parse_timeout_s: Seconds for a turn that the user's own parser reads.
+        failures: Counts by reason; the worker's.
+    """
 
     sampler: Sampler
     limits: EpisodeLimits
@@ -67,8 +75,14 @@ class EpisodeRunner:
     loop_yield: LoopYield = field(default_factory=LoopYield)
 
     async def run(self, setup: EpisodeSetup, affinity: Affinity, first: Opening | None = None) -> Episode:
-        """An episode from its prompt to its end; `first`, if given, is its first turn, which has a slot. Raises
-        `EpisodeFailed`."""
+        """Run an episode from its prompt to its end.
+
+        Args:
+            first: Its first turn, if that is sampled with the group's; it has a slot.
+
+        Raises:
+            EpisodeFailed: It cannot go on, or its time-out came before its first turn was done.
+        """
         episode = Episode.begin(setup, affinity)
         deadline = Deadline(self.timeout_s)
         try:
@@ -142,7 +156,8 @@ class EpisodeRunner:
 
     @asynccontextmanager
     async def _slot(self, episode: Episode, first: Opening | None, deadline: Deadline) -> AsyncIterator[None]:
-        """Held while a turn is sampled; a first turn of the group's has it from its ticket's reservation."""
+        """Hold a slot while a turn is sampled. A first turn that is sampled with its group's has one from the ticket's
+        reservation."""
         if first is None:
             async with deadline.slot(self.capacity, begun=episode.rollout.turns > 0):
                 yield
@@ -153,7 +168,7 @@ class EpisodeRunner:
             first.reservation.give()
 
     async def _anew(self, episode: Episode, setup: EpisodeSetup, answers: Sequence[Message]) -> _Next | None:
-        """A new segment's prompt: the whole conversation, rendered. None where that cannot be had."""
+        """Render the whole conversation as the prompt of a new segment. Returns None where it cannot be rendered."""
         prompt = setup.prompt
         if isinstance(prompt, str):
             why = "its prompt is text, and no messages that could be rendered anew"
@@ -171,7 +186,8 @@ class EpisodeRunner:
         return None
 
     async def parsed(self, chat: ChatFormat, prompt_ids: list[int], turn_ids: list[int]) -> ParsedTurn:
-        """A long turn is read in a thread: it would stop the loop. What reads it may be the user's own."""
+        """Parse a turn; a long one in a thread, as it would block the loop, and with user code where the format has
+        it."""
         if chat.parses_by_user_code:
             return await self._parsed_by_user_code(chat, prompt_ids, turn_ids)
         if len(turn_ids) < _INLINE_TOKENS:
@@ -196,7 +212,7 @@ class EpisodeRunner:
             return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {error.kind}")])
 
     def _count(self, results: Sequence[ToolResult], rollout: Rollout) -> None:
-        """Calls and failures, in all, by tool and by reason; what the tools' own code raised is a trouble."""
+        """Count calls and failures in all, by tool and by reason. Errors of the tools' own code become notices."""
         rollout.tool_calls += len(results)
         for result in results:
             count_call(rollout.metrics, result.counted_as, result.reason, result.coerced)
@@ -207,8 +223,8 @@ class EpisodeRunner:
                 self.notices.add("tool", f"{result.name} {error.kind}", f"tool {result.name}: {error}", error.where)
 
     def tell_of_defused(self, name: str, counted_as: str) -> None:
-        """A trouble, at the first such answer of a tool."""
-        self.notices.add("tool", f"{counted_as} special tokens", told_of_defused(f"tool {name}"))
+        """Add a notice about special tokens in a tool's answers, once for each tool."""
+        self.notices.add("tool", f"{counted_as} special tokens", describe_defused(f"tool {name}"))
 
     @contextmanager
     def _timed(self, episode: Episode, what: str) -> Iterator[None]:

@@ -1,14 +1,10 @@
-"""Cutting what a tool answers before it is tokenised for the policy: one long page must not end an episode, and the
-special tokens in it forge no turn.
+"""Makes tool results fit for the policy: cut to a number of tokens, and without the text of special tokens.
 
-A result of at most as many bytes as tokens are allowed has no more tokens than that, and is not looked at. Of a longer
-one the middle is left out: first by characters, so that never more is tokenised than could fit, then by tokens.
+One long page must not end an episode. A result with no more bytes than it may have tokens is passed on as it is. The
+middle of a longer one is left out: first by characters, so that no more is tokenised than could fit, then by tokens.
 
-The chat markup in what tools answer, broken before it is tokenised: a page that holds a special token's text, such
-as `<|im_end|>`, would end the tool's message and speak on as whom it likes.
-
-A space is put behind the first character of each such text: the policy can still read it, and no tokenizer makes a
-special token of it.
+A page that holds the text of a special token, such as `<|im_end|>`, could end the tool's message and speak as anybody.
+A space after the first character of each such text keeps it readable, and no tokenizer makes a special token of it.
 """
 
 from __future__ import annotations
@@ -24,27 +20,27 @@ from rollout_worker.tools.base import ToolResult
 from rollout_worker.user_code import in_thread
 from rollout_worker.user_code.values import without_middle
 
-# Of the added tokens that are not special, those of chats; others, such as Gemma's <table>, are what pages are made of.
+# Added tokens that are not special but mark up chats. Others, such as Gemma's <table>, are ordinary in pages.
 _OF_CHATS = re.compile(r"</?(think|tools?|tool_\w+|function\w*)>|<[|｜].*[|｜]>|\[/?[A-Z_]+\]")
 
 
 class Markup:
-    """The texts of a tokenizer's special tokens. `tokens`: as they are written."""
+    """Breaks the texts of special tokens. `tokens`: these texts."""
 
     def __init__(self, tokens: Collection[str]) -> None:
-        # A word would be broken wherever it stands; one character cannot be.
+        # A plain word is left out because it would be broken in any text, and a single character cannot be broken.
         self._tokens = {token for token in tokens if len(token) > 1 and not token.isalnum() and not token.isspace()}
         self._lengths = sorted({len(token) for token in self._tokens})
-        # Not one pattern of all tokens: models have thousands.
+        # One pattern of all tokens would be slow: models have thousands.
         self._first = re.compile("|".join(sorted({re.escape(token[0]) for token in self._tokens})) or r"(?!)")
 
     def broken(self, text: str) -> str:
-        """`text`, with each of the tokens in it broken."""
+        """Return the text with each special token in it broken."""
         return self._first.sub(lambda found: found[0] + " " if self._begins(text, found.start()) else found[0], text)
 
     def broken_in(self, result: ToolResult) -> ToolResult:
-        """The result itself where it has none of the tokens. Only in what a tool answered are they told as defused:
-        a call's name and id are the policy's own, and so is what it is told of a call that went wrong."""
+        """Return the result with special tokens broken; the same object where there are none. Only tokens in a tool's
+        own answer count as defused: a call's name, its id and the text of an error come from the policy."""
         id = None if result.call_id is None else self.broken(result.call_id)
         content, name = self.broken(result.content), self.broken(result.name)
         if (content, name, id) == (result.content, result.name, result.call_id):
@@ -58,15 +54,15 @@ class Markup:
 
 @lru_cache(maxsize=4)
 def markup_of(tokenizer: Any) -> Markup:
-    """That of a transformers tokenizer."""
+    """Return the markup of a transformers tokenizer."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     return Markup({token.content for token in added if token.special or _OF_CHATS.fullmatch(token.content)})
 
 
-# Of one token, in text as tools write it: spaces in long rows are a token for many.
+# Characters of one token in text as tools write it: long rows of spaces are one token.
 _MAX_CHARACTERS_PER_TOKEN = 8
 
-# A little less than what the last try would have kept, so that the next one fits.
+# Keeps a little less than the estimate, so that the next try fits.
 _MARGIN = 0.97
 
 _TRIES = 8
@@ -75,8 +71,11 @@ CountTokens = Callable[[str], Awaitable[int]]
 
 
 async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
-    """`text` in at most `max_tokens` tokens by `count`: the middle is left out, with a note of how many characters
-    those were. Where so few are allowed that the note alone has more, the beginning as far as it fits."""
+    """Cut a text to at most `max_tokens` tokens, as `count` counts them.
+
+    A note with the number of characters stands for the middle that is left out. Where the note alone would be too long,
+    only the beginning of the text is kept.
+    """
     if _is_short(text, max_tokens):
         return text
     size = min(len(text), max_tokens * _MAX_CHARACTERS_PER_TOKEN)
@@ -92,7 +91,7 @@ async def cut(text: str, max_tokens: int, count: CountTokens) -> str:
 
 
 async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
-    """Each as the policy may read it: cut, and without special tokens."""
+    """Return the results as the policy may read them: cut, and with special tokens broken."""
     markup = markup_of(chat.tokenizer)
     short = await cut_results(results, max_tokens, chat)
     broken = [markup.broken_in(result) for result in short]
@@ -103,16 +102,17 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
     ]
 
 
-def told_of_defused(whose: str) -> str:
-    """The trouble of an answer in which `for_policy` broke special tokens; `whose`: the tool's, or environment's."""
+def describe_defused(source: str) -> str:
+    """Return the notice about an answer in which `for_policy` broke special tokens. `source`: the tool or
+    environment."""
     return (
-        f"{whose}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that "
+        f"{source}: an answer held the text of special tokens, such as <|im_end|>; a space was put into each, so that "
         f"it cannot speak as another"
     )
 
 
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
-    """Each with its content cut, as the format's tokenizer counts."""
+    """Cut the contents of results, counting with the format's tokenizer."""
     return [
         result
         if _is_short(result.content, max_tokens)
@@ -122,13 +122,13 @@ async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatForm
 
 
 def token_counter(tokenizer: Any) -> CountTokens:
-    """Counts with a transformers tokenizer, in a thread."""
+    """Return a function that counts tokens with a transformers tokenizer, in a thread."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
 
     def encode(text: str) -> int:
         if backend is None:
             return len(tokenizer.encode(text, add_special_tokens=False))
-        # Of the backend's functions this one lets go of the interpreter lock.
+        # The only function of the backend that releases the interpreter lock.
         (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)
         return len(encoding.ids)
 

@@ -1,4 +1,4 @@
-"""HTTP to vLLM's generate route: kept connections, typed decoding, server-sent events."""
+"""Asks vLLM's generate route over HTTP: kept connections, typed decoding, server-sent events."""
 
 from __future__ import annotations
 
@@ -18,22 +18,27 @@ from rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice,
 GENERATE = "/inference/v1/generate"
 ABORT = "/inference/v1/abort_requests"
 
-# vLLM closes idle connections after 5 s; ours end first, so that few break in use.
+# vLLM closes idle connections after 5 s. Closing them earlier here means that few break in use.
 _KEEPALIVE_S = 3.0
-# A machine that is gone answers nothing at all: do not take a whole request's time to find out.
+# A machine that is gone answers nothing: a connection attempt ends sooner than a whole request.
 _CONNECT_S = 10.0
 _ABORT_S = 5.0
-# A server names another adapter each time that one was published between two attempts.
+# Attempts of one request: a server names another adapter whenever one was published between two attempts.
 _NAMES_TRIED = 4
 
-# What vLLM puts before the id of a request of this route.
+# vLLM puts this before the ids of requests to this route.
 _ID_AT_VLLM = "generate-tokens-"
 
 _decoder = msgspec.json.Decoder(Reply)
 
 
 class InferenceClient:
-    """Use it as a context manager, on one event loop. `timeout_s` bounds a whole request; `token` is the servers'."""
+    """Asks servers for tokens. Use it as a context manager, on one event loop.
+
+    Args:
+        timeout_s: Seconds for a whole request.
+        token: Bearer token of the servers.
+    """
 
     def __init__(self, timeout_s: float, token: str | None = None) -> None:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=min(_CONNECT_S, timeout_s))
@@ -41,7 +46,7 @@ class InferenceClient:
         if token:
             self._headers["Authorization"] = f"Bearer {token}"
         self._session: aiohttp.ClientSession | None = None
-        # What each server that serves adapters named last, by its URL.
+        # The adapter that each server named last, by URL.
         self._adapters: dict[str, str] = {}
 
     async def __aenter__(self) -> Self:
@@ -56,21 +61,28 @@ class InferenceClient:
             await self._session.close()
 
     def model_at(self, url: str) -> str:
-        """What to ask this server for: the newest adapter that it named, or the model itself."""
+        """Return the model name to ask this server for: the newest adapter that it named, or the model itself."""
         return self._adapters.get(url, SERVED_MODEL_NAME)
 
     def forget(self, url: str) -> None:
-        """What this server named last is none of ours: ask it anew."""
+        """Forget the adapter that this server named: it is not of this run."""
         self._adapters.pop(url, None)
 
     async def generate(
         self, url: str, request: GenerateRequest, server: str | None = None
     ) -> AsyncGenerator[SampledChoice, None]:
-        """The choices: each as soon as it is finished if `request.stream` is set, else all at the end. `request.model`
-        is then the adapter, if the server serves adapters, that the choices are from. server: its name.
+        """Yield the choices: each as soon as it is finished if `request.stream` is set, else all at the end.
 
-        Raises `Rejected`, `ServerFailed`, `BadSample` for an answer that cannot be decoded, or `UnknownWeights` where
-        the server has lost its adapters.
+        Afterwards `request.model` names the adapter that sampled them, if the server serves adapters.
+
+        Args:
+            server: The server's name, for errors.
+
+        Raises:
+            RequestRejected: The server refuses the request.
+            ServerFailed: The server fails or does not answer.
+            BadSample: The answer cannot be decoded.
+            UnknownWeights: The server has lost its adapters.
         """
         async with self._sampling(url, request, server or url) as response:
             if not request.stream:
@@ -90,7 +102,7 @@ class InferenceClient:
 
     @asynccontextmanager
     async def _sampling(self, url: str, request: GenerateRequest, server: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """The answer, after a server that does not serve what was asked for has named what it does."""
+        """Send the request, again if the server names another adapter that it serves, and yield the answer."""
         for _ in range(_NAMES_TRIED):
             headers = {HEADER: request.model} if request.model != SERVED_MODEL_NAME else {}
             async with self._post(url + GENERATE, msgspec.json.encode(request), self._timeout, headers) as response:
@@ -104,7 +116,7 @@ class InferenceClient:
                 if response.status not in (404, 409) or (named is None and not lost):
                     raise error_of(response.status, _message_of(await response.read()))
                 if named is None:
-                    # Another process answers by now, with the weights that it was started with.
+                    # The server was restarted, and has the weights that it was started with.
                     self._adapters.pop(url, None)
                     raise UnknownWeights(f"{request.model}, which it does not have", server)
                 if named == request.model:
@@ -113,9 +125,9 @@ class InferenceClient:
         raise ServerFailed(f"{url}: it named {_NAMES_TRIED} adapters, and served none of them")
 
     async def abort(self, url: str, request_ids: Sequence[str]) -> None:
-        """Have the server give these requests up: each answers with its tokens so far. Unknown ones are no error.
+        """Abort requests: each answers with its tokens so far. Unknown ids are no error.
 
-        Raises `ServerFailed` or `Rejected`.
+        Raises `ServerFailed` or `RequestRejected`.
         """
         body = msgspec.json.encode({"request_ids": [_ID_AT_VLLM + name for name in request_ids]})
         async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)) as response:
@@ -145,14 +157,14 @@ class InferenceClient:
 
 
 class EventSplitter:
-    """Cuts a byte stream into the data of server-sent events; aiohttp's own line reader has a length limit."""
+    """Splits a byte stream into server-sent events. aiohttp's own line reader limits the length of a line."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
         self._searched = 0
 
     def feed(self, data: bytes) -> list[bytes]:
-        """The events that `data` completes, without the closing `[DONE]`."""
+        """Return the data of the events that `data` completes, without the closing `[DONE]`."""
         self._buffer += data
         events = []
         start = 0

@@ -1,10 +1,5 @@
-"""What can go wrong with a sample, one class for each way to react.
-
-Failures in a row at one server: after a few it is left alone for a while, then tried by one request. Pure.
-
-The first failure of each kind of tool, reward, row, prompt, episode, ticket, server and code, for a person to read.
-
-The counters count all of them.
+"""Failures of sampling, one class for each way to react to them; the breaker of a server that fails; and notices of
+first failures for people to read.
 """
 
 from __future__ import annotations
@@ -17,46 +12,50 @@ from protocol.messages import Notice, Server
 from protocol.versions import describe_label
 from rollout_worker.user_code.values import encodable
 
-# Too busy, or too slow to take the request in: it is not the request that is wrong.
+# Statuses of a server that is too busy or too slow: the request is not at fault.
 _BUSY = frozenset({408, 425, 429})
 
-# A wrong token, the wrong model, a route that is not switched on: whatever is asked for, this server says so.
+# Statuses of a wrong token, a wrong model or a route that is switched off: this server answers every request so.
 _UNFIT = frozenset({401, 403, 404, 405, 407})
 
 
 class Doubtful(Exception):
-    """Wrong by the request or by the server: one try on another server tells which. `server`: whose answer it is, set
-    by the pool."""
+    """Either the request or the server is at fault; one try on another server tells which.
+
+    Attributes:
+        server: The server that answered; the pool sets it.
+    """
 
     server: Server | None = None
 
     @property
-    def told(self) -> str:
-        """With the server's name, for people."""
+    def description(self) -> str:
+        """The text with the server's name."""
         return str(self) if self.server is None else f"server {self.server.name} at {self.server.url}: {self}"
 
 
 class RequestRejected(Doubtful):
-    """A 4xx that is the request's own fault, unless another server takes it. `blamed`: it was counted as the
-    server's."""
+    """A 4xx that is the request's own fault, unless another server takes it. `blamed`: whether it was counted as the
+    server's fault."""
 
     blamed = False
 
 
 class ServerFailed(Exception):
-    """A 5xx, a busy server, a lost connection or no answer in time: worth another server, or another try."""
+    """A 5xx, a busy server, a lost connection or no answer in time: try again, or on another server."""
 
 
 class ServerUnfit(ServerFailed):
-    """This server would answer every request so, others may not: it is left alone for a while."""
+    """This server would answer every request so. It gets no requests for a while."""
 
 
 class ServerLeft(ServerFailed):
-    """The server was taken out of service while the request ran; no failure of the request, nor of the server."""
+    """The server left service while the request ran. Neither the request nor the server failed."""
 
 
 class BadSample(Doubtful):
-    """An answer that cannot be trained on, such as one without log-probs: a failure of the server. Never repaired."""
+    """An answer that cannot be trained on, such as one without log-probs. It is the server's failure and never
+    repaired."""
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
@@ -64,8 +63,8 @@ class BadSample(Doubtful):
 
 
 class UnknownWeights(Exception):
-    """Tokens of weights whose label is not a version of this run (`run_id`): the server was restarted, never
-    updated, or serves another run."""
+    """Tokens of weights whose label is no version of this run: the server was restarted, was never updated, or serves
+    another run."""
 
     def __init__(self, label: str, server: str, run_id: str = "") -> None:
         super().__init__(f"{server}: {describe_label(label, run_id)}")
@@ -74,9 +73,15 @@ class UnknownWeights(Exception):
 
 
 class EpisodeFailed(Exception):
-    """An episode cannot go on. `reason`: a code of `protocol.reasons`; `retryable` false: another try would fail
-    alike; `kind`, `key`: as `Troubles.add` has them, the key None where the reason is; `where`: file:line of the user's
-    code."""
+    """An episode cannot go on.
+
+    Attributes:
+        reason: A code of `protocol.reasons`.
+        retryable: Whether another attempt may succeed.
+        kind: Kind of the notice, as in `FailureNotices.add`.
+        key: Key of the notice; by default the reason.
+        where: file:line of the user's code.
+    """
 
     def __init__(
         self,
@@ -96,7 +101,7 @@ class EpisodeFailed(Exception):
 
 
 def error_of(status: int, message: str) -> RequestRejected | ServerFailed:
-    """The error for an HTTP status other than 200."""
+    """Return the error for an HTTP status other than 200."""
     text = f"HTTP {status}: {message[:500]}"
     if status in _UNFIT:
         return ServerUnfit(f"{text}; is this a server that `slipstream vllm` started with this run file?")
@@ -105,7 +110,7 @@ def error_of(status: int, message: str) -> RequestRejected | ServerFailed:
 
 FAILURES = 3
 
-PAUSE_S, PAUSE_MAX_S = 1.0, 60.0
+PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 
 class _State(Enum):
@@ -116,8 +121,11 @@ class _State(Enum):
 
 
 class Breaker:
-    """One server's. It opens after `FAILURES` in a row, or at once where every request would fail alike; its pause
-    doubles with each trial that fails, from `PAUSE_S` to `PAUSE_MAX_S` seconds."""
+    """Keeps requests from one server after failures in a row, then tries it with a single request. Pure.
+
+    It opens after `FAILURES` in a row, or at once where every request would fail alike. Its pause doubles with each
+    trial that fails, from `PAUSE_S` to `MAX_PAUSE_S` seconds.
+    """
 
     def __init__(self) -> None:
         self.failures = 0
@@ -130,28 +138,29 @@ class Breaker:
         return self._state in (_State.CLOSED, _State.TRIAL_DUE)
 
     def began(self) -> bool:
-        """A request goes to the server; true if it is the trial."""
+        """Note that a request goes to the server. Returns whether it is the trial."""
         if self._state is _State.TRIAL_DUE:
             self._state = _State.ON_TRIAL
             return True
         return False
 
     def failed(self, for_all: bool = False, trial: bool = False) -> float | None:
-        """A request failed. Seconds of the pause if one begins. `for_all`: each request would fail so."""
+        """Note that a request failed. Returns the seconds of the pause if one begins. `for_all`: every request would
+        fail so."""
         self.failures += 1
         if trial:
-            self._pause_s = min(2 * self._pause_s, PAUSE_MAX_S)
+            self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
         elif self._state is not _State.CLOSED or (self.failures < FAILURES and not for_all):
             return None
         self._state = _State.OPEN
         return self._pause_s
 
     def succeeded(self) -> None:
-        """The server answered as it should."""
+        """Note that the server answered as it should."""
         self.failures, self._state, self._pause_s = 0, _State.CLOSED, PAUSE_S
 
     def undecided(self, trial: bool) -> None:
-        """A request was given up before it ended; if it was the trial, another one is due."""
+        """Note that a request was given up before it ended; if it was the trial, another one is due."""
         if trial:
             self._state = _State.TRIAL_DUE
 
@@ -162,16 +171,16 @@ class Breaker:
 
 logger = logging.getLogger(__name__)
 
-MOST = 16
+MAX_NOTICES = 16
 
 MAX_CHARACTERS = 500
 
 
 class FailureNotices:
-    """Keeps the first failure of each kind and key.
+    """Keeps the first failure of each kind and key for people to read. The counters count all failures.
 
     Attributes:
-        found: At most `MOST` notices.
+        found: At most `MAX_NOTICES` notices.
         on_new: Called after each new one.
     """
 
@@ -181,9 +190,14 @@ class FailureNotices:
         self._keys: set[tuple[str, str]] = set()
 
     def add(self, kind: str, key: str, text: str, where: str | None = None) -> None:
-        """`kind`: as in `Trouble`; `key`: what failed and how, the same for failures that are alike; `where`: file:line
-        of the user's code."""
-        if (kind, key) in self._keys or len(self.found) == MOST:
+        """Keep a failure, if it is the first of its kind and key.
+
+        Args:
+            kind: As in `Notice`.
+            key: What failed and how; the same for failures that are alike.
+            where: file:line of the user's code.
+        """
+        if (kind, key) in self._keys or len(self.found) == MAX_NOTICES:
             return
         self._keys.add((kind, key))
         place = f" ({where[-MAX_CHARACTERS // 2 :]})" if where else ""

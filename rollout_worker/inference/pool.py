@@ -1,7 +1,9 @@
-"""The servers to sample from: waits until one may be used, ends the requests on one that leaves, avoids one that fails.
+"""Gives requests their servers: waits until one may be used, ends the requests on one that leaves, avoids one that
+fails.
 
-Each request runs inside `ServerPool.request`. A server that leaves `serving` ends its requests at once: one that still
-answers is asked to abort them, so that the tokens so far come back; those that do not come are sampled again.
+Each request runs inside `ServerPool.request`. When a server stops serving, its requests end at once. A server that
+still answers is asked to abort them, so that it returns the tokens so far; tokens that it does not return are sampled
+again.
 """
 
 from __future__ import annotations
@@ -34,12 +36,12 @@ logger = logging.getLogger(__name__)
 ReportServer = Callable[[Server], Awaitable[None]]
 Abort = Callable[[str, Sequence[str]], Awaitable[None]]
 
-# How long a server that left has to answer with the tokens so far.
+# Seconds that a server that left has to answer with the tokens so far.
 ABORT_GRACE_S = 5.0
 
 
 class Request:
-    """A request that runs on `server`. Set `id` as it is sent: by it the server is told to abort it."""
+    """A request that runs on `server`. Set `id` when it is sent: the server aborts it by this id."""
 
     def __init__(self, server: Server, tokens: int, limit: asyncio.Timeout, trial: bool) -> None:
         self.server = server
@@ -51,10 +53,19 @@ class Request:
 
 
 class ServerPool:
-    """`report` tells the queue of a server's new state; `abort` asks the server at a URL to abort requests by id;
-    `notify` takes a server's name and a text for people; `ask` has the registry asked for soon; `later` calls back
-    after so many seconds; `clock`: seconds, monotonic. `run` has to run meanwhile. `waiting`: episodes that wait for a
-    server now; `run_id`: of this run, which the labels of its weights begin with.
+    """The servers that requests may use. `run` has to run meanwhile.
+
+    Args:
+        report: Tells the queue a server's new state.
+        abort: Asks the server at a URL to abort requests by id.
+        notify: Takes a server's name and a text for people.
+        ask: Has the registry fetched soon.
+        later: Calls back after a number of seconds.
+        clock: Seconds, monotonic.
+
+    Attributes:
+        waiting: Number of episodes that wait for a server.
+        run_id: Id of this run, with which the labels of its weights begin.
     """
 
     def __init__(
@@ -89,22 +100,22 @@ class ServerPool:
 
     @property
     def known(self) -> list[str]:
-        """The names of the servers that serve, as far as the registry has told; some may be left alone for a while."""
+        """Names of the servers that serve by the registry; some may get no requests for a while."""
         return self._router.serving
 
     @property
     def draining(self) -> dict[str, int]:
-        """Requests that run on each server that leaves, as far as the registry has been told."""
+        """Number of running requests on each draining server."""
         return {name: len(self._requests[name]) for name in sorted(self._router.draining)}
 
     @property
     def tick(self) -> int:
-        """Updates of the registry so far: what an `Affinity` is born at."""
+        """Number of updates of the registry so far, which an `Affinity` is born at."""
         return self._router.tick
 
     @property
     def newest_version(self) -> int:
-        """The newest that the registry has named for any server, 0 before the first."""
+        """The newest version that the registry has named for any server; 0 before the first."""
         return self._router.newest_version
 
     async def wait_serving(self) -> None:
@@ -112,33 +123,33 @@ class ServerPool:
             await self._news.wait()
 
     async def run(self) -> None:
-        """Ask servers to abort, for ever."""
+        """Ask servers to abort requests. Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             while True:
                 url, ids = await self._to_abort.get()
                 tasks.create_task(self._aborted(url, ids))
 
     def update(self, servers: Iterable[Server], run_id: str = "") -> None:
-        """Take the registry over, as it came with an answer of the queue."""
+        """Take in the registry from a reply of the queue."""
         self.run_id = run_id
         told = self._router.draining
         for left in self._router.update(servers):
             if left.how is not Leave.FINISH:
                 self._end_requests(left)
         if self._router.draining - told:
-            self._ask()  # the queue waits to hear what runs there
+            self._ask()  # the queue waits for the number of requests there
         self._tell_waiting()
 
     def others(self, name: str | None) -> bool:
-        """Whether a request could go to another server than this one now."""
+        """Return whether a request could go to another server now."""
         return any(other != name and self._admits(other) for other in self._router.serving)
 
     def lone(self, name: str) -> bool:
-        """Whether the registry names no other serving server, be it one that is left alone now."""
+        """Return whether the registry lists no other serving server, not even one that gets no requests now."""
         return all(other == name for other in self._router.serving)
 
     def blame(self, refusal: RequestRejected) -> None:
-        """Another server took what this one refused: it was the server's failure, counted once for each refusal."""
+        """Count a refusal as the server's failure, because another server took the request; once for each refusal."""
         if refusal.server is not None and not refusal.blamed:
             refusal.blamed = True
             self._failed(refusal.server, self._breakers[refusal.server.name], False, refusal)
@@ -147,10 +158,16 @@ class ServerPool:
     async def request(
         self, affinities: Sequence[Affinity], prompt: int, expected: int, avoid: str | None = None
     ) -> AsyncIterator[Request]:
-        """One server for a request of all the affinities, held as long as the request runs inside. Waits while none may
-        be used. `prompt`: its tokens; `expected`: those that each continuation is expected to come to.
+        """Choose a server for a request of all the affinities, which runs inside. Waits while none may be used.
 
-        Raises `ServerLeft` if the server leaves meanwhile, `EpisodeFailed` where no server's tokens would be taken.
+        Args:
+            prompt: Tokens of the prompt.
+            expected: Expected tokens of each continuation.
+            avoid: A server that is used only if there is no other.
+
+        Raises:
+            ServerLeft: The server left meanwhile.
+            EpisodeFailed: No server's tokens would be trained on.
         """
         tokens = prompt + expected * len(affinities)
         server = await self._place(affinities, tokens, avoid)
@@ -183,7 +200,7 @@ class ServerPool:
                 self._ask()
 
     def shed(self, request: Request, tokens: int) -> None:
-        """One continuation of a running request is finished: its tokens are no longer in flight."""
+        """Remove the tokens of a finished continuation from those in flight."""
         self._router.end(request.server.name, tokens)
         request.tokens -= tokens
 
@@ -194,14 +211,14 @@ class ServerPool:
         self._router.saw_version(name, version)
 
     def check(self, affinity: Affinity) -> None:
-        """Raises `EpisodeFailed` if the episode has tokens that the queue will not take (I5)."""
+        """Raise `EpisodeFailed` if the episode has tokens that the queue will not take (I5)."""
         if (name := self._router.tainted(affinity)) is not None:
             detail = f"server {name} sampled some of its tokens with weights that failed their proof"
             raise EpisodeFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
 
     async def distrust(self, name: str, label: str) -> None:
-        """The server samples from weights labelled `label`, which is not a version of this run: stop using it, and tell
-        the queue."""
+        """Stop using a server that samples from weights labelled `label`, which is no version of this run, and tell the
+        queue."""
         server = self._router.distrust(name)
         if server is None:
             return
@@ -251,7 +268,7 @@ class ServerPool:
             self._answered(breaker)
 
     def _failed(self, server: Server, breaker: Breaker, trial: bool, error: ServerFailed | Doubtful) -> None:
-        """Count a failure; where they come in a row, leave the server alone for a while."""
+        """Count a failure. After several in a row the server gets no requests for a while."""
         name = server.name
         pause_s = breaker.failed(isinstance(error, ServerUnfit), trial)
         if pause_s is None:
@@ -270,7 +287,7 @@ class ServerPool:
         self._tell_waiting()
 
     def _end_requests(self, left: Left) -> None:
-        """Hand on what runs on a server that left. One of its name that comes back starts afresh."""
+        """End the requests on a server that left. A server that comes back under its name starts without failures."""
         name = left.server.name
         self._breakers.pop(name, None)
         running = [request for request in self._requests[name] if not request.limit.expired()]

@@ -1,14 +1,13 @@
-"""Where a request goes, decided without I/O or clock: servers, their loads, and what sticks to them.
+"""Decides which server a request goes to. Pure: no I/O and no clock.
 
-A server's load is the tokens in flight on it: of each running request the prompt, once, and the tokens that its
-continuations are expected to come to. That is what the request takes of the server's KV cache, which is what bounds
-how many sequences vLLM runs at once; counts would take a first turn of 200 tokens for a twentieth turn of 8,000. An
-episode whose tools run puts no load on a server, but stays tied to it: the server holds its prefix.
+A server's load is the tokens in flight on it: for each running request its prompt, once, and the tokens that its
+continuations are expected to have. These tokens fill the server's KV cache, which bounds how many sequences vLLM runs
+at once. Counting requests instead would treat a first turn of 200 tokens like a twentieth turn of 8,000. An episode
+whose tools run puts no load on a server but stays tied to it, because the server holds its prefix.
 
-Servers whose weights failed their proof: which of their tokens the queue will not take (I5).
-
-It mirrors the queue's own rule (`rollout_queue.ledger.servers`) from the registry alone, so that an episode is not
-carried on, and a group not handed in, for nothing. Where the registry's news came too late, the queue still refuses.
+Weights that failed their proof taint tokens, which the queue does not take (I5). `Taints` follows the queue's rule
+(`rollout_queue.ledger.servers`) from the registry alone, so that no episode goes on in vain. Where the registry's news
+came too late, the queue still refuses.
 """
 
 from __future__ import annotations
@@ -26,9 +25,14 @@ from protocol.messages import Server, ServerState
 
 @dataclass(slots=True)
 class Taint:
-    """Weights of `version` failed their proof on a server, and all that it served after them are doubted: up to version
-    `until`, the first newer one that was proven there, and for episodes that were born before `proven_at`, when the
-    server was proven again. None: not yet."""
+    """Weights that failed their proof on a server, and with them all that it served until it was proven again.
+
+    Attributes:
+        version: The version that failed.
+        until: The first newer version that was proven there; None while there is none.
+        proven_at: The tick at which the server was proven again, which bounds the episodes in doubt to those born
+            before; None while it was not.
+    """
 
     version: int
     until: int | None = None
@@ -39,8 +43,7 @@ class Taint:
 
 
 class Taints:
-    """The taints of each server. `tick` counts the updates: it is the clock by which an episode is older or younger
-    than a proof."""
+    """The taints of each server. `tick`: number of updates, by which an episode is older or younger than a proof."""
 
     def __init__(self) -> None:
         self.tick = 0
@@ -48,11 +51,11 @@ class Taints:
 
     @property
     def none(self) -> bool:
-        """Whether no proof ever failed, as in most runs."""
+        """Whether no proof has failed so far, as in most runs."""
         return not self._of
 
     def update(self, servers: Iterable[Server]) -> None:
-        """Take the registry over."""
+        """Take in the queue's registry."""
         self.tick += 1
         for server in servers:
             if server.version is None:
@@ -63,7 +66,8 @@ class Taints:
                 self._proven(server.name, server.version)
 
     def find(self, sampled: Iterable[tuple[str, int]], born: int | None) -> str | None:
-        """The server, if any, of which an episode has a tainted token. `sampled`: its servers and versions."""
+        """Return the server that an episode has a tainted token of; None if there is none. `sampled`: the servers and
+        versions of its tokens."""
         if self.none:
             return None
         for name, version in sampled:
@@ -74,15 +78,15 @@ class Taints:
         return None
 
     def bars(self, name: str, version: int, born: int | None) -> bool:
-        """Whether what the server, now at `version`, would sample for an episode could not be told from what is
-        tainted: it was proven again at the version that had failed."""
+        """Return whether tokens that the server, at `version`, sampled for an episode could not be told from tainted
+        ones. That is so where it was proven again at the version that had failed."""
         return any(
             taint.until is None and version >= taint.version and taint.covers(born) for taint in self._of.get(name, ())
         )
 
     def _failed(self, name: str, version: int) -> None:
         taints = self._of.setdefault(name, [])
-        if not taints or taints[-1].proven_at is not None:  # else it is still the first failure that counts
+        if not taints or taints[-1].proven_at is not None:  # otherwise the first failure still counts
             taints.append(Taint(version))
 
     def _proven(self, name: str, version: int) -> None:
@@ -100,18 +104,21 @@ OVERLOAD_REQUESTS = 4
 
 @dataclass(eq=False, slots=True)
 class Siblings:
-    """What the episodes of a group share: the server that their common prompt went to last."""
+    """Shared by the episodes of a group: the server that their common prompt went to last."""
 
     server: str | None = None
 
 
 @dataclass(eq=False, slots=True)
 class Affinity:
-    """An episode's tie to a server, by name; None while it has none.
+    """An episode's tie to a server.
 
-    `sampled`: the servers and versions that its tokens come from; `moves`: how often it went on at another server;
-    `waited_s`: seconds that it waited for a server; `born`: the router's `tick` when its ticket came, by default when
-    it is first placed.
+    Attributes:
+        server: Name of the server; None while it has none.
+        sampled: Servers and versions of its tokens.
+        moves: Number of times that it went on at another server.
+        waited_s: Seconds that it waited for a server.
+        born: The router's tick when its ticket came; by default when it is first placed.
     """
 
     server: str | None = None
@@ -123,16 +130,18 @@ class Affinity:
 
 
 class ServerLoad(NamedTuple):
-    """`tokens` in flight on a server, and the episodes tied to it."""
+    """Tokens in flight on a server, and the number of episodes tied to it."""
 
     tokens: int
     ties: int
 
 
 class Leave(Enum):
-    """How the requests that run on a server which has left are ended. FINISH: they go on to their end, as it drains;
-    ABORT: it still answers, so it is asked to give up what it has; CUT: it is gone, or nothing that it would still say
-    can be used."""
+    """How requests on a server that has left are ended.
+
+    FINISH: they run to their end, as the server drains. ABORT: the server still answers, so it is asked to abort them.
+    CUT: it is gone, or its answers cannot be used.
+    """
 
     FINISH = "finish"
     ABORT = "abort"
@@ -140,7 +149,7 @@ class Leave(Enum):
 
 
 class Left(NamedTuple):
-    """A server that serves no more, or is another process now."""
+    """A server that no longer serves, or is another process now."""
 
     server: Server
     how: Leave
@@ -148,22 +157,25 @@ class Left(NamedTuple):
 
 
 def overloaded(current: ServerLoad, best: ServerLoad, need: int) -> bool:
-    """Whether a server is clearly overloaded for a request of `need` tokens: it carries more than twice what the best
-    one does, and the tokens of four such requests besides. Less than that is not worth a prefix computed again."""
+    """Return whether a server is overloaded for a request of `need` tokens: it carries more than twice the tokens of
+    the best server, and those of four such requests besides. A smaller difference is not worth computing a prefix
+    again."""
     return current.tokens > OVERLOAD_FACTOR * best.tokens + OVERLOAD_REQUESTS * need
 
 
 def stays(current: ServerLoad, best: ServerLoad, need: int) -> bool:
-    """Whether a request of `need` tokens returns to its episode's server, rather than to the least loaded one: unless
-    that is overloaded, or the best one stands idle, with no episode tied to it, while its own runs one such request or
-    more."""
+    """Return whether a request of `need` tokens goes to its episode's server rather than to the least loaded one.
+
+    It does not where its server is overloaded, or where the best server is idle, with no episode tied to it, while its
+    own runs the tokens of at least one such request.
+    """
     if best == ServerLoad(0, 0):
         return current.tokens < need
     return not overloaded(current, best, need)
 
 
 class Router:
-    """Places episodes on serving servers only (I5). Whoever begins a request ends it: the loads add up."""
+    """Places episodes on serving servers only (I5). Each `begin` of a request needs its `end`, or loads add up."""
 
     def __init__(self) -> None:
         self.taints = Taints()
@@ -177,19 +189,19 @@ class Router:
 
     @property
     def serving(self) -> list[str]:
-        """The names of the servers that may be given requests."""
+        """Names of the servers that may get requests."""
         return list(self._serving)
 
     @property
     def tick(self) -> int:
-        """Updates so far: by it an episode is older or younger than a proof."""
+        """Number of updates so far, by which an episode is older or younger than a proof."""
         return self.taints.tick
 
     def load_of(self, name: str) -> ServerLoad:
         return ServerLoad(self._tokens[name], self._ties[name])
 
     def update(self, servers: Iterable[Server]) -> list[Left]:
-        """Take the queue's registry over, and give the servers that serve no more. A version seen in samples is kept
+        """Take in the queue's registry. Returns the servers that no longer serve. A version seen in samples is kept
         where the registry lags behind."""
         records = {server.name: server for server in servers}
         self.taints.update(records.values())
@@ -209,9 +221,9 @@ class Router:
         return gone
 
     def distrust(self, name: str) -> Server | None:
-        """Place nothing on this server until the registry has changed its record and calls it serving again.
+        """Place nothing on this server until the registry has changed its record and lists it as serving again.
 
-        Gives the record, or None if the server is not serving anyway.
+        Returns: The record; None if the server is not serving anyway.
         """
         server = self._serving.pop(name, None)
         if server is not None:
@@ -220,7 +232,7 @@ class Router:
         return server
 
     def saw_version(self, name: str, version: int) -> None:
-        """The server gave samples of this version."""
+        """Note that the server gave samples of this version."""
         if name in self._serving:
             self._seen[name] = max(version, self._version_of(name))
 
@@ -231,11 +243,17 @@ class Router:
         avoid: str | None = None,
         admits: Callable[[str], bool] = lambda name: True,
     ) -> Server | None:
-        """Tie all the affinities to one server for a request of `need` tokens, and give it; None if none may be used.
+        """Tie the affinities to one server for a request.
 
-        They return to their server, if it `stays` the better one; where it cannot be used, they follow their siblings,
-        unless that server is `overloaded`; else, and at first, they go to the least loaded one. The one to avoid is
-        taken if there is no other.
+        They return to their server if it `stays` the better one. Where it cannot be used, they follow their siblings,
+        unless that server is `overloaded`. Otherwise, and at first, they go to the least loaded server.
+
+        Args:
+            need: Tokens of the request.
+            avoid: A server that is used only if there is no other.
+            admits: Whether a server takes requests now.
+
+        Returns: The server; None if none may be used.
         """
         for affinity in affinities:
             if affinity.born is None:
@@ -254,21 +272,22 @@ class Router:
         return msgspec.structs.replace(self._serving[name], version=self._version_of(name))
 
     def barred(self, affinities: Sequence[Affinity]) -> bool:
-        """Whether servers serve, but none that these may use: what it gave them now would not be trained on (I5)."""
+        """Return whether servers serve but these episodes may use none of them: the tokens would not be trained on
+        (I5)."""
         if self.taints.none or not self._serving:
             return False
         return all(self._bars(name, affinities) for name in self._serving)
 
     def tainted(self, affinity: Affinity) -> str | None:
-        """The server, if any, whose tokens in this episode must not be trained on (I5)."""
+        """Return the server whose tokens in this episode must not be trained on (I5); None if there is none."""
         return self.taints.find(affinity.sampled, affinity.born)
 
     def begin(self, name: str, tokens: int) -> None:
-        """Tokens are in flight on a server."""
+        """Add tokens in flight on a server."""
         self._tokens[name] += tokens
 
     def end(self, name: str, tokens: int) -> None:
-        """They no longer are."""
+        """Remove tokens in flight from a server."""
         self._tokens[name] -= tokens
 
     def release(self, affinities: Sequence[Affinity]) -> None:
@@ -294,14 +313,14 @@ class Router:
         return any(self.taints.bars(name, version, affinity.born) for affinity in affinities)
 
     def _version_of(self, name: str) -> int:
-        """The newest that is known: samples tell of a publication before the registry does."""
+        """Return the newest known version: samples show a publication before the registry does."""
         proven = self._serving[name].version
         assert proven is not None, "a serving server has a version"
         return max(proven, self._seen.get(name, proven))
 
 
 def _left(known: Server, now: Server | None) -> Left | None:
-    """What became of a server that served, None if it still does."""
+    """Return how a server left that served before; None if it still serves."""
     if now is None:
         return Left(known, Leave.CUT, "it was taken out of the registry")
     if now.url != known.url:
@@ -312,6 +331,6 @@ def _left(known: Server, now: Server | None) -> Left | None:
         how = Leave.ABORT if now.state in (ServerState.STALE, ServerState.SYNCING) else Leave.CUT
         return Left(known, how, f"it is {now.state}" + (f" ({now.reason})" if now.reason else ""))
     if now.changed_at > known.changed_at and now.version == known.version:
-        # A publication brings a newer version; with the same one it was proven anew, as after a restart.
+        # A publication brings a newer version. With the same version it was proven anew, as after a restart.
         return Left(known, Leave.CUT, "it was restarted")
     return None

@@ -1,8 +1,9 @@
-"""One turn, sampled: the choice of server, the classes of error and their retries, aborted turns continued.
+"""Samples turns: chooses servers, retries by the class of the error, and continues turns that a server aborted.
 
 All episodes of a group share their first prompt, so their first turn is one request with n continuations. It is
-streamed by default: an episode goes on to its tools while its siblings are still sampling. Later turns are not: vLLM
-labels tokens with their version in the last chunk only, so what a broken stream had brought could not be trained on.
+streamed by default: an episode goes on to its tools while its siblings are still sampling. Later turns are not
+streamed, because vLLM labels tokens with their version in the last chunk only, and tokens of a broken stream have no
+version.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from rollout_worker.inference.wire import (
 
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
-# The length of a turn is taken to be like that of the last so many; the first ones are guessed.
+# The length of a turn is estimated from the last turns, at first from a guess.
 _TURNS_REMEMBERED, _FIRST_GUESS = 32, 256.0
 
 PendingChoice = asyncio.Future[Sampled]
@@ -53,15 +54,19 @@ PendingChoice = asyncio.Future[Sampled]
 
 @dataclass(frozen=True, slots=True)
 class FirstTurn:
-    """A group's first turn, on its way: `pending[i]` becomes the choice of affinity i, or its error. `fills` is the
-    work that has to run meanwhile."""
+    """A group's first turn while it is sampled.
+
+    Attributes:
+        pending: `pending[i]` becomes the choice of affinity i, or its error.
+        fills: Coroutines that have to run meanwhile.
+    """
 
     pending: list[PendingChoice]
     fills: list[Coroutine[Any, Any, None]]
 
 
 class Sampler:
-    """Samples turns from the pool's servers. `retries` counts requests after the first of a turn."""
+    """Samples turns from the pool's servers. `retries`: number of requests after the first of a turn."""
 
     def __init__(
         self,
@@ -87,7 +92,7 @@ class Sampler:
     def first_turn(
         self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int, own: OwnParams = AS_THE_RUN
     ) -> FirstTurn:
-        """The first turn of all affinities, in as few requests as the servers' limit allows."""
+        """Begin the first turn of all affinities, in as few requests as the servers' limit allows."""
         loop = asyncio.get_running_loop()
         for affinity in affinities:
             affinity.siblings = affinities[0].siblings
@@ -107,11 +112,19 @@ class Sampler:
         pending: PendingChoice | None = None,
         own: OwnParams = AS_THE_RUN,
     ) -> Sampled:
-        """A turn of at most `max_tokens` after `prompt`; `pending`, if given, is its first attempt.
+        """Sample a turn.
 
-        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers; one whose
-        server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another, and the
-        first is blamed if that one takes it. Raises `EpisodeFailed`.
+        A turn that a server aborts goes on after the tokens so far, which keep their versions and servers. One whose
+        server fails or leaves is sampled again. One that a server refuses or spoils is tried once on another server; if
+        that one takes it, the first server is blamed.
+
+        Args:
+            prompt: Token ids to sample after.
+            max_tokens: Maximum number of sampled tokens.
+            pending: The first attempt, if it is part of a group's first turn.
+
+        Raises:
+            EpisodeFailed: No server gave the turn.
         """
         turn = Sampled()
         first: Doubtful | None = None
@@ -171,7 +184,7 @@ class Sampler:
         avoid: str | None,
         own: OwnParams,
     ) -> Sampled:
-        """What one request gave, or the pending one."""
+        """Return what the pending request gives, or else one request."""
         if pending is not None:
             sampled = await pending
         else:
@@ -223,8 +236,8 @@ class Sampler:
         max_tokens: int,
         own: OwnParams,
     ) -> None:
-        """Raises if any is left without its continuation, or has one that cannot be trained on: its siblings keep
-        theirs."""
+        """Fill `pending` from one request. Raises if an episode is left without its continuation, or has one that
+        cannot be trained on; its siblings keep theirs."""
         spoiled: BadSample | UnknownWeights | None = None
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
@@ -259,9 +272,9 @@ class Sampler:
             raise
 
     def _given_up(self, first: Doubtful | None, last: Doubtful) -> EpisodeFailed:
-        """The end of an episode whose turn no server gave. A refusal is taken for the request's own fault where two
-        servers, or a lone one, say so."""
-        told = last.told if first is None else f"{first.told}; {last.told}"
+        """Return the failure of an episode whose turn no server gave. A refusal counts as the request's own fault where
+        two servers, or the only one, refuse it."""
+        told = last.description if first is None else f"{first.description}; {last.description}"
         if isinstance(last, BadSample):
             return EpisodeFailed(last.reason, told, retryable=True)
         if first is None or first.server is None or last.server is None:
@@ -271,7 +284,7 @@ class Sampler:
         return EpisodeFailed(reasons.REQUEST_REJECTED, told, retryable=not certain)
 
     def _expected(self, max_tokens: int) -> int:
-        """How many tokens a turn of at most `max_tokens` is likely to come to."""
+        """Estimate the number of tokens of a turn of at most `max_tokens`."""
         return min(max_tokens, round(self._usual_tokens))
 
     def _request(
@@ -291,10 +304,10 @@ class Sampler:
         )
 
     async def _give_time(self, failures: int) -> None:
-        """There is no other server to go to: give this one time."""
+        """Wait before asking the only server again."""
         await self._sleep(pause_s(failures) * (0.5 + self._rng.random() / 2))
 
 
 def _fail(waiting: PendingChoice, error: Exception) -> None:
     waiting.set_exception(error)
-    waiting.exception()  # an episode that is over by now will not look at it
+    waiting.exception()  # retrieved here, as an episode that is over does not look at it

@@ -1,4 +1,5 @@
-"""vLLM 0.32's `/inference/v1/generate`: the fields that are needed, and the check of what comes back."""
+"""Messages of vLLM 0.32's `/inference/v1/generate`, and the check of its answers. Nothing that is missing is filled
+in."""
 
 from __future__ import annotations
 
@@ -17,21 +18,23 @@ from rollout_worker.inference.failures import BadSample, UnknownWeights
 
 # vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0
-# vLLM's, and what each is to an episode: a turn that was ended for repeating itself was cut off.
+# vLLM's finish reasons, and those of an episode: a turn that vLLM ended for repetition was cut off.
 _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "abort": "abort"}
 # The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
 # Segments hold ids as int32.
 _MAX_ID = 2**31 - 1
-# Samples show a publication before the registry tells of it, which it does every 10 s or sooner: no run publishes
-# three versions a second.
+# Samples show a publication before the registry does, which is updated every 10 s or sooner. No run publishes three
+# versions a second.
 _VERSIONS_AHEAD = 32
 
 
 class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
-    """What a turn asks of vLLM. A default here is vLLM's, and a field that was not given is not sent.
+    """Sampling parameters of a request. The defaults are vLLM's; a field with its default is not sent.
 
-    `logprobs` 0 asks for the sampled token's own; `stream_interval` is the number of tokens between chunks.
+    Attributes:
+        logprobs: 0 asks for the log-prob of the sampled token only.
+        stream_interval: Number of tokens between chunks.
     """
 
     max_tokens: int
@@ -53,8 +56,12 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class OwnParams:
-    """What an episode or a turn is sampled with of its own. temperature: in place of the run's, None for that; stop:
-    texts that end the turn besides the run's, and stay in it."""
+    """Sampling parameters of one episode or turn.
+
+    Attributes:
+        temperature: In place of the run's; None for the run's.
+        stop: Texts that end the turn besides the run's. They stay in the turn.
+    """
 
     temperature: float | None = None
     stop: Sequence[str] = ()
@@ -71,10 +78,9 @@ def sampling_params(
     stream_interval: int | None,
     own: OwnParams = AS_THE_RUN,
 ) -> SamplingParams:
-    """Those of the run, but for `own`, for `n` turns of at most `max_tokens` tokens after one prompt.
+    """Return the sampling parameters of `n` turns of at most `max_tokens` tokens: the run's, but for `own`.
 
-    vLLM looks for stop strings in the text, so it has to make one, special tokens and all: a tag that a tokenizer
-    counts among them could not be found otherwise.
+    vLLM searches the text for stop strings. So it has to make the text, with special tokens, as a tag may be one.
     """
     rollout = config.rollout
     shape: dict[str, Any] = {
@@ -88,7 +94,8 @@ def sampling_params(
     off = {name: value for name, value in shape.items() if value != NEUTRAL[name]}
     stops = [*rollout.stop, *own.stop]
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
-    further["min_tokens"] = min(further["min_tokens"], max_tokens)  # or vLLM refuses the last turns of an episode
+    # vLLM refuses a turn of fewer tokens, such as the last one of an episode.
+    further["min_tokens"] = min(further["min_tokens"], max_tokens)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=rollout.temperature if own.temperature is None else own.temperature,
@@ -123,7 +130,7 @@ class Logprobs(msgspec.Struct):
 
 
 class WeightVersion(msgspec.Struct):
-    """Output tokens `[start, end)` came from the weights that are labelled `version`."""
+    """Output tokens `[start, end)` were sampled with the weights labelled `version`."""
 
     version: str
     start: int
@@ -146,16 +153,22 @@ class ErrorInfo(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """An answer, or one event of a stream: there an error comes under status 200."""
+    """An answer, or one event of a stream, where an error comes with status 200."""
 
     choices: list[SampledChoice] = []
     error: ErrorInfo | None = None
 
 
 class Asked(NamedTuple):
-    """What an answer is held against: `max_tokens` and the ids that end a turn, as they were asked for, and the newest
-    version that the registry has named for any server. adapter: whose version was asked for by the name of an adapter;
-    the labels of an answer are those of the base under it. run_id: of this run; no other's tokens are taken."""
+    """What an answer is checked against.
+
+    Attributes:
+        max_tokens: Maximum tokens that were asked for.
+        stop_token_ids: Ids that end a turn.
+        newest_version: The newest version that the registry has named for any server.
+        adapter: Label of the adapter that was asked for; the labels in an answer are then those of the base model.
+        run_id: Id of this run; tokens of another run are refused.
+    """
 
     max_tokens: int
     stop_token_ids: Container[int]
@@ -178,8 +191,14 @@ class SampledSpan(NamedTuple):
 
 @dataclass(slots=True)
 class Sampled:
-    """Sampled ids, int [n], with their log-probs, float [n], and spans that cover [0, n). `finish_reason`: stop,
-    length, or abort where the server gave the request up and more is to come."""
+    """Sampled tokens.
+
+    Attributes:
+        token_ids: int `[n]`.
+        logprobs: float `[n]`, one per token.
+        spans: Cover `[0, n)`.
+        finish_reason: stop, length, or abort where the server aborted the request and the turn goes on.
+    """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -187,7 +206,7 @@ class Sampled:
     finish_reason: str = "abort"
 
     def extend(self, other: Sampled) -> None:
-        """Append what was sampled after this."""
+        """Append tokens that were sampled after these."""
         start = len(self.token_ids)
         for span in other.spans:
             last = self.spans[-1] if self.spans else None
@@ -201,7 +220,7 @@ class Sampled:
 
 
 def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
-    """A streamed choice so far, and its next part."""
+    """Join a streamed choice so far and its next part."""
     content = None
     if part.logprobs and more.logprobs and part.logprobs.content is not None and more.logprobs.content is not None:
         content = part.logprobs.content + more.logprobs.content
@@ -215,9 +234,14 @@ def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
 
 
 def sampled_of(choice: SampledChoice, server: str, asked: Asked) -> Sampled:
-    """What a finished choice of the server of this name holds. An abort that came after the end of the turn is none.
+    """Check and return the tokens of a finished choice. An abort after the end of the turn does not count.
 
-    Raises `BadSample`, or `UnknownWeights` for a label that is not a version of this run.
+    Args:
+        server: Name of the server.
+
+    Raises:
+        BadSample: The choice cannot be trained on.
+        UnknownWeights: A label is no version of this run.
     """
     token_ids = choice.token_ids or []
     finish_reason = _FINISH_REASONS.get(choice.finish_reason or "")
@@ -239,7 +263,7 @@ def sampled_of(choice: SampledChoice, server: str, asked: Asked) -> Sampled:
 
 
 def _versions(choice: SampledChoice, size: int, asked: Asked) -> list[WeightVersion] | None:
-    """What sampled the tokens: a request keeps the adapter that it asked for to its end."""
+    """Return the versions of the tokens. A request keeps the adapter that it asked for to its end."""
     return choice.weight_versions if asked.adapter is None else [WeightVersion(str(asked.adapter), 0, size)]
 
 

@@ -1,4 +1,4 @@
-"""A task's agent: a program of the user's that owns its loop, and speaks to the policy as OpenAI's clients do."""
+"""A task's agent: a program of the user's that owns its loop and asks the policy as OpenAI's clients do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rollout_worker.user_code.values import encodable, type_name
 
 logger = logging.getLogger(__name__)
 
-# The parameter of an agent that is ours; all others are columns.
+# The parameter of an agent that gets the endpoint; all others get columns.
 ENDPOINT = "endpoint"
-# The note that an agent's text is.
+# Name of the note that holds an agent's text.
 TEXT = "agent_result"
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -29,10 +29,13 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent finds the policy, for one episode: what `openai.AsyncOpenAI(base_url=..., api_key=...)` takes.
+    """Where an agent finds the policy in one episode, as `openai.AsyncOpenAI(base_url=..., api_key=...)` takes it.
 
-    base_url ends in /v1; api_key is good until the episode is over; model: the name to ask for; temperature: the one
-    that the episode is sampled at, for clients that must name one.
+    Attributes:
+        base_url: Ends in /v1.
+        api_key: Valid until the episode is over.
+        model: The name to ask for.
+        temperature: The temperature of the episode, for clients that must name one.
     """
 
     base_url: str
@@ -46,8 +49,14 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What an agent returned, read: `given` as plain data, for reward functions; `reward`: its own, None if it gave
-    none; `metrics` and `extra` as a `Rollout` has them."""
+    """What an agent returned.
+
+    Attributes:
+        given: Plain data, for reward functions.
+        reward: Its own reward; None if it gave none.
+        metrics: Numbers, as in a `Rollout`.
+        extra: Texts, as in a `Rollout`.
+    """
 
     given: Any = None
     reward: float | None = None
@@ -56,8 +65,8 @@ class AgentResult:
 
 
 class Agent:
-    """`agent(endpoint=..., **columns)`, sync or async: it gets the columns of its row that its signature names, or all
-    of them. Raises `ConfigError` for what cannot be called so."""
+    """The function `agent(endpoint=..., **columns)`, sync or async. It gets the columns that its signature names, or
+    all with `**columns`. Raises `ConfigError` for a function that cannot be called so."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         if not callable(function):
@@ -85,7 +94,7 @@ class Agent:
             )
 
     def check(self, row: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` if it cannot be called with the columns of `row`."""
+        """Raise `ConfigError` if it cannot be called with the columns of `row`."""
         for taken, who in ((ENDPOINT, "agents"), (RESULTS, "reward functions")):
             if taken in row:
                 raise ConfigError(
@@ -108,7 +117,7 @@ class Agent:
                 )
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """The columns that it is called with."""
+        """Return the columns that it is called with."""
         if self._takes_all or self._parameters is None:
             return dict(columns)
         return {name: value for name, value in columns.items() if name in self._parameters}
@@ -131,7 +140,7 @@ def max_open(config: RunConfig, agent: Callable[..., Any], threads: int) -> int:
 
 
 def check_settings(config: RunConfig) -> None:
-    """Raises `ConfigError` for settings that go with tools alone."""
+    """Raise `ConfigError` for settings that apply to tools only."""
     if config.task.mcp_servers:
         raise ConfigError(
             f"task.mcp_servers = {config.task.mcp_servers}: the task has an agent, which runs its own loop and names "
@@ -145,9 +154,15 @@ def check_settings(config: RunConfig) -> None:
 
 
 def read_result(value: Any) -> AgentResult:
-    """What an agent returned: None, its text, its own reward as a number, or a dict, whose `reward` is that; of its
-    other entries, numbers are metrics, and texts are notes for a reader. Called behind the boundary around user code.
-    Raises `TypeError` and `ValueError`, which say what was returned."""
+    """Read what an agent returned: None, its text, its own reward as a number, or a dict.
+
+    The entry `reward` of a dict is its reward. Other numbers are metrics, and texts are notes for people. Called behind
+    the boundary around user code.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: A number or a name cannot be kept.
+    """
     if value is None:
         return AgentResult()
     if isinstance(value, str):
@@ -193,7 +208,7 @@ def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
 
 
 def _number(value: Any) -> float | None:
-    """A number, also numpy's or a tensor's; None of what is none."""
+    """Return a number, also of numpy or a tensor; None for anything else."""
     if isinstance(value, str | bytes) or not hasattr(type(value), "__float__"):
         return None
     return float(value)

@@ -1,8 +1,7 @@
-"""All environments of a task, for as long as they are needed: what each can do, its tools and chat format, its pool.
+"""The environments of a task: what `Task(environment=...)` may be, which environment a row is played in, and all of
+them opened with their tools, chat formats and pool.
 
-Which environment a task's row is played in: what `Task(environment=...)` may be, and what its rows must have.
-
-Environments: objects of the user's that an episode is played in, one each, pooled and reset.
+An environment is an object of the user's. Each episode has one of its own, which is reset and used again.
 """
 
 from __future__ import annotations
@@ -25,27 +24,27 @@ if TYPE_CHECKING:
     from rollout_worker.task.task import Task
 
 
-# The column that names a row's environment, where there are several; TRL's.
+# The column that names a row's environment where there are several, as in TRL.
 COLUMN = "environment"
 
 Factory = Callable[..., Any]
 
 
 def factories_of(environment: Factory | Mapping[str, Factory]) -> dict[str | None, Factory]:
-    """By name; of one without names the name is None."""
+    """Return factories by name; the name of a single environment is None."""
     if isinstance(environment, Mapping):
         return dict(environment.items())
     return {None: environment}
 
 
 def given_as(name: str | None) -> str:
-    """How the task names it."""
+    """Return how the task gives the environment of this name."""
     return "Task(environment=...)" if name is None else f"Task(environment={{{name!r}: ...}})"
 
 
 def check_environment(environment: Any, rewards: Sequence[Any]) -> None:
-    """Raises `ConfigError` for what is no environment, and where classes alone are given, of which none can give a
-    reward, and nothing else does."""
+    """Raise `ConfigError` for a value that is no environment, and for classes without `get_reward` where no reward
+    functions are given."""
     several = isinstance(environment, Mapping)
     if not (callable(environment) or (several and environment)):
         raise ConfigError(
@@ -68,7 +67,7 @@ def check_environment(environment: Any, rewards: Sequence[Any]) -> None:
 
 
 def no_reward(classes: Iterable[str]) -> ConfigError:
-    """Nothing rewards the episodes in environments of these classes."""
+    """Return the error for environments of these classes where nothing gives a reward."""
     return ConfigError(
         f"Task(environment=...): nothing gives a reward: write a method get_reward(self) of "
         f"{', '.join(dict.fromkeys(classes))}, which returns a number, or give Task(rewards=[...])"
@@ -76,8 +75,8 @@ def no_reward(classes: Iterable[str]) -> ConfigError:
 
 
 def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, Any]) -> str | None:
-    """What is wrong with a row's choice of environment, in words; None if nothing is. `environment`: as the task has
-    it, or anything else by the names of several."""
+    """Return what is wrong with a row's choice of environment; None if nothing is. `environment`: as in the task, or
+    any mapping with the names of several."""
     if not isinstance(environment, Mapping):
         return None
     known = ", ".join(map(str, environment))
@@ -89,7 +88,7 @@ def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, An
 
 
 class WithPrompts:
-    """Rows, of which those without a prompt have an empty one: the environment's reset says what there is to do."""
+    """Adds an empty prompt to rows without one: the environment's reset says what there is to do."""
 
     def __init__(self, rows: Rows) -> None:
         self._rows = rows
@@ -116,13 +115,13 @@ def _with_prompt(columns: Any) -> Any:
     return {"prompt": [dict(message) for message in EMPTY_PROMPT], **columns}
 
 
-# Of tools with these schemas; the second says whether messages of the user's follow turns.
+# Builds a chat format for schemas; the second argument says whether users' messages follow turns.
 MakeChat = Callable[[Sequence[dict[str, Any]], bool], ChatFormat]
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentKind:
-    """What the episodes of one environment have in common. name: its factory's, None where there is but one."""
+    """Shared by the episodes of one environment. `name`: its name in the task; None where it is the only one."""
 
     name: str | None
     interface: EnvironmentInterface
@@ -132,13 +131,13 @@ class EnvironmentKind:
 
 @dataclass(frozen=True, slots=True)
 class Environments:
-    """The task's environments, open. kinds: by name, None where there is but one."""
+    """The open environments of a task. `kinds`: by name, which is None for the only one."""
 
     kinds: Mapping[str | None, EnvironmentKind]
     pool: Pool
 
     def kind_of(self, columns: Mapping[str, Any]) -> EnvironmentKind:
-        """That of a row. Raises `ConfigError` where it names none."""
+        """Return the environment of a row. Raises `ConfigError` where the row names none."""
         if None in self.kinds:
             return self.kinds[None]
         if fault := check_row(self.kinds, columns):
@@ -146,15 +145,15 @@ class Environments:
         return self.kinds[columns[COLUMN]]
 
     def reset_columns(self, kind: EnvironmentKind, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """What of a row's columns `reset` gets: as in TRL all that it takes, without the name that chose it. Raises
-        `ConfigError`."""
+        """Return the columns of a row that `reset` gets: as in TRL all that it takes, without the environment's name.
+        Raises `ConfigError`."""
         return kind.interface.reset_arguments(
             {name: value for name, value in columns.items() if kind.name is None or name != COLUMN}
         )
 
     @property
     def rewards(self) -> list[str]:
-        """The rewards that environments give, one for each class that has `get_reward`, named after it as in TRL."""
+        """Names of the environments' rewards: each class with `get_reward`, as in TRL."""
         return list(dict.fromkeys(kind.interface.cls for kind in self.kinds.values() if kind.interface.rewards))
 
     @property
@@ -163,7 +162,7 @@ class Environments:
 
     @property
     def described(self) -> list[dict[str, Any]]:
-        """What the fingerprint is taken of."""
+        """Description of the environments for the fingerprint."""
         return [
             {
                 "environment": name,

@@ -1,9 +1,8 @@
-"""What a reward function notes beside its rewards: `log_metric(name, value)` and `log_extra(column, values)`.
+"""What every reward gets and gives, whether a function of the user's or a classifier on a server computes it, and the
+notes that a function may make with `log_metric(name, value)` and `log_extra(column, values)`.
 
-Both may be called from any thread, and late: by a function that was given up, or by a thread that it left behind. Only
-what was noted before `close` counts. Everything is bounded, and what goes beyond is left out with its reason.
-
-What every reward gets and gives, whether a function of the user's or a classifier on a server computes it.
+Both may be called from any thread, and late: by a function that timed out, or by a thread that it started. Only notes
+made before `close` count. Notes are bounded; those beyond a bound are left out with a reason.
 """
 
 from __future__ import annotations
@@ -25,8 +24,12 @@ OWN_REWARD = "agent"
 
 
 class RewardError(UserCodeError):
-    """A reward failed, or did not give a list of numbers; the text names it, and so does `function`. `retryable` false:
-    another try would fail alike."""
+    """A reward failed or did not give a list of numbers.
+
+    Attributes:
+        function: Name of the reward.
+        retryable: Whether another attempt may succeed.
+    """
 
     def __init__(self, function: str, text: str, kind: str, where: str | None, retryable: bool = False) -> None:
         super().__init__(text, kind, where)
@@ -36,10 +39,13 @@ class RewardError(UserCodeError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a reward function gets as `trainer_state`, under the names of transformers' `TrainerState`.
+    """What a reward function gets as `trainer_state`, with the names of transformers' `TrainerState`.
 
-    global_step: the learner's optimiser steps when the group's ticket was issued; version: the policy's then; epoch:
-    passes over the data set before this one; max_steps: steps of the run, None where it is measured in epochs.
+    Attributes:
+        global_step: The learner's optimiser steps when the group's ticket was issued.
+        version: The policy version then.
+        epoch: Passes over the data set before this one.
+        max_steps: Steps of the run; None where it is measured in epochs.
     """
 
     global_step: int = 0
@@ -50,12 +56,16 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """What rewards are computed from; `completions` and `completion_ids` have one entry per rollout.
+    """What rewards are computed from: one group.
 
-    A completion is a list of messages where the prompt is one, else text; its ids are all that followed the
-    prompt, tool messages included. `columns` are those of the group's row. prompts: one per rollout, where environments
-    gave each its own; own: the rewards that the rollouts brought with them, by component; inputs: what else the
-    rollouts bring for functions that ask for it, by the name of the parameter, one value per rollout.
+    Attributes:
+        prompt: The row's prompt.
+        completions: One per rollout: a list of messages where the prompt is one, otherwise text.
+        completion_ids: One per rollout: all token ids after the prompt, tool messages included.
+        columns: The row's columns.
+        prompts: One per rollout, where environments gave each its own.
+        own: For each rollout the rewards that it brings with it, by component.
+        inputs: What else rollouts bring for functions that ask for it: one value per rollout, by name of the parameter.
     """
 
     prompt: Any
@@ -68,7 +78,7 @@ class RewardBatch:
     inputs: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def arguments(self) -> dict[str, Any]:
-        """What every function gets; what it may ask for besides is not among them."""
+        """Return the arguments that every function gets, without those that it may ask for besides."""
         size = len(self.completions)
         columns = {name: [value] * size for name, value in self.columns.items() if name != "prompt"}
         return {
@@ -81,10 +91,13 @@ class RewardBatch:
 
 @dataclass(slots=True)
 class Values:
-    """What one reward gave for a batch: a number or None per rollout, and what it noted.
+    """What one reward gave for a batch.
 
-    metrics: figures of the whole batch, by name; extra: one text per rollout, by column; left_out: why notes were not
-    kept.
+    Attributes:
+        rewards: A number or None per rollout.
+        metrics: Numbers of the whole batch, by name.
+        extra: One text per rollout, by column.
+        left_out: Why notes were not kept.
     """
 
     rewards: list[float | None]
@@ -95,8 +108,14 @@ class Values:
 
 @dataclass(slots=True)
 class Score:
-    """A rollout's reward: the weighted sum of the components that are not None; None if all are. `metrics` and `extra`:
-    what the rewards noted, as a `Rollout` has them."""
+    """The score of a rollout.
+
+    Attributes:
+        components: Value of each reward.
+        reward: Weighted sum of the components that are not None; None if all are.
+        metrics: Numbers that the rewards noted.
+        extra: Texts that the rewards noted.
+    """
 
     components: dict[str, float | None] = field(default_factory=dict)
     reward: float | None = None
@@ -105,20 +124,19 @@ class Score:
 
 
 class Reward(Protocol):
-    """One reward of a task. `name`: its component's."""
+    """One reward of a task. `name`: name of its component."""
 
     @property
     def name(self) -> str: ...
 
     def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
-        """Raises `ConfigError` if it cannot be computed from the columns of `row`, and what is given besides:
-        ENVIRONMENTS, RESULTS."""
+        """Raise `ConfigError` if it cannot be computed from the columns of `row` and the inputs `besides`."""
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
-        """Raises `RewardError`, also if it takes longer than `timeout_s`."""
+        """Compute the reward of each rollout. Raises `RewardError`, also after `timeout_s` seconds."""
 
 
-# Of one reward function and one group. The queue takes 256 figures a rollout, tools' counts among them.
+# Maximum for one reward function and one group. The queue takes 256 metrics a rollout, those of tools included.
 MAX_METRICS = 32
 
 MAX_COLUMNS = 16
@@ -134,7 +152,7 @@ _SHOWN_CHARACTERS = 60
 
 class Notes:
     """The notes of one call over a batch of `size` rollouts. `log_metric` and `log_extra` are plain functions, so that
-    a copy of the arguments still writes here."""
+    copied arguments still write here."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -146,7 +164,7 @@ class Notes:
         self.log_metric, self.log_extra = self._functions()
 
     def close(self) -> Values:
-        """What was noted so far, as yet without rewards. A metric that was noted several times is averaged (TRL's)."""
+        """Return the notes so far, without rewards. A metric that was noted several times is averaged, as in TRL."""
         with self._lock:
             self._open = False
             values = Values([], left_out=list(self._left_out))
@@ -163,7 +181,7 @@ class Notes:
 
     def _functions(self) -> tuple[Callable[[str, Any], None], Callable[[str, Sequence[Any]], None]]:
         def log_metric(name: str, value: float) -> None:
-            """Note a figure of this batch; it is averaged over the step."""
+            """Note a number of this batch; it is averaged over the step."""
             try:
                 figure = float(value)
             except (TypeError, ValueError, OverflowError):
@@ -171,7 +189,7 @@ class Notes:
             self._add_metric(_name(name), figure, value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
-            """Note something about each completion, for a reader."""
+            """Note a text about each completion, for people to read."""
             self._add_column(_name(column), [_text(value) for value in values])
 
         return log_metric, log_extra

@@ -1,8 +1,6 @@
-"""All rewards of a task over one group: side by side, tried again where they fail, weighted and summed.
+"""Computes the rewards of a task over one group: side by side, retried where they fail, weighted and summed.
 
-A reward that a function of the user's computes, with TRL's signature.
-
-Rewards: the task's own functions with TRL's signature, and classifiers that a pooling server scores.
+A reward is a function of the user's with TRL's signature, or a classifier on a pooling server.
 """
 
 from __future__ import annotations
@@ -40,13 +38,13 @@ from rollout_worker.user_code.values import encodable, type_name
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
-# Python iterates over them, but not over rewards in the order of the completions.
+# Types that can be iterated, but hold no rewards in the order of the completions.
 _NO_LISTS = (Mapping, Set, str, bytes, bytearray, memoryview)
 
 
 class FunctionReward:
-    """`f(completions, prompts, completion_ids, **columns)`, sync or async. Of trainer_state, log_metric, log_extra and,
-    where the task has agents, agent_results it gets those that its signature takes."""
+    """A reward function `f(completions, prompts, completion_ids, **columns)`, sync or async. It also gets
+    trainer_state, log_metric, log_extra and the inputs of the task's kind, if its signature takes them."""
 
     def __init__(self, function: Callable[..., Any], code: user_code.UserCode) -> None:
         self.name = name_of(function)
@@ -99,12 +97,12 @@ class FunctionReward:
             failure.waited_s = error.waited_s
             raise failure from error
         finally:
-            values = notes.close()  # what comes later, from a call that was given up, does not count
+            values = notes.close()  # notes of a call that timed out do not count later
         values.rewards = rewards
         return values
 
     def _with_environments(self, batch: RewardBatch) -> Callable[..., Any]:
-        """The function, with the environments if it takes them: the objects themselves, where all else is copied."""
+        """Bind the environments, if the function takes them: it gets the objects themselves, and copies of all else."""
         if ENVIRONMENTS not in batch.inputs or not (self._takes is None or ENVIRONMENTS in self._takes):
             return self._function
         return partial(self._function, **{ENVIRONMENTS: list(batch.inputs[ENVIRONMENTS])})
@@ -121,14 +119,14 @@ class FunctionReward:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name, a partial's being that of its function; an object's is that of its class."""
+    """Return the name of a function, of a partial's function, or of an object's class."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__)
 
 
 def _parameters(function: Callable[..., Any]) -> frozenset[str] | None:
-    """The names that a function takes; None for any, empty of a builtin that does not tell."""
+    """Return the names of a function's parameters; None for any, empty for a builtin without a signature."""
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -161,12 +159,19 @@ DEFAULT_TIMEOUT_S = 120.0
 
 
 class RewardFunctions:
-    """A task's rewards and their `weights`, by name. Raises `ConfigError` if they do not fit together.
+    """A task's rewards and their `weights`, by name.
 
-    rewards: functions, and names of classifiers; servers: URL of the pooling server of each classifier, None where none
-    will be asked; own: names of the rewards that rollouts bring with them, each weighted 1, None while they are not
-    known; timeout_s: of one reward over one group, all its tries included, without their waits for a thread; attempts:
-    the most tries; max_steps: the run's, for `TrainerState`.
+    Args:
+        rewards: Functions, and names of classifiers.
+        weights: One per reward; None for 1 each.
+        timeout_s: Seconds of one reward over one group, with all attempts but without waits for a thread.
+        servers: URL of the pooling server of each classifier; None where none will be asked.
+        attempts: Maximum number of attempts.
+        max_steps: The run's, for `TrainerState`.
+        own: Names of the rewards that rollouts bring with them, each weighted 1; None while they are not known.
+
+    Raises:
+        ConfigError: They do not fit together.
     """
 
     def __init__(
@@ -205,14 +210,22 @@ class RewardFunctions:
         self._sleep = sleep
 
     def check_signatures(self, row: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` for a reward that cannot be computed from the columns of `row`."""
+        """Raise `ConfigError` for a reward that cannot be computed from the columns of `row`."""
         besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
             reward.check(row, besides)
 
     async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
-        """One score per rollout; the rewards run side by side. `told`: of a failure that is tried again, and of notes
-        that were left out. Raises `RewardError`."""
+        """Compute all rewards side by side.
+
+        Args:
+            told: Called with a failure that is retried, and with notes that were left out.
+
+        Returns: One score per rollout.
+
+        Raises:
+            RewardError: A reward failed at its last attempt.
+        """
         async with asyncio.TaskGroup() as tasks:
             runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
         scores = [Score() for _ in batch.completions]
@@ -228,7 +241,7 @@ class RewardFunctions:
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
-        # Where functions judge, an agent need not: what no rollout brought is no component then.
+        # An agent need not give a reward where functions do: a reward that no rollout brings is no component then.
         silent = bool(self.names) and not any(OWN_REWARD in own for own in batch.own)
         brought = [name for name in self._own if name != OWN_REWARD or not silent]
         for number, score in enumerate(scores):
@@ -242,7 +255,7 @@ class RewardFunctions:
     async def _tried(
         self, reward: Reward, batch: RewardBatch, told: Callable[[RewardError], None]
     ) -> Values | RewardError:
-        """An error is returned, not raised, so that it leaves the TaskGroup as itself."""
+        """Compute one reward, with retries. Returns an error, because a TaskGroup would wrap it."""
         left = self._timeout_s
         deadline = self._clock() + left
         attempt = 1
@@ -262,7 +275,7 @@ class RewardFunctions:
 
 
 def _name(reward: Reward) -> str:
-    """Raises `ConfigError` for a name that cannot be sent with a rollout."""
+    """Return a reward's name. Raises `ConfigError` for a name that cannot be sent with a rollout."""
     name: object = reward.name
     if type(name) is not str or not name or encodable(name) != name:
         raise ConfigError(
@@ -281,8 +294,8 @@ def build_rewards(
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
     own: Sequence[str] | None = (),
 ) -> RewardFunctions:
-    """A task's rewards under a run file; `own`: as `RewardFunctions` has it. Raises `ConfigError`, also for a
-    classifier without a server."""
+    """Build a task's rewards with the settings of a run file. `own`: as in `RewardFunctions`. Raises `ConfigError`,
+    also for a classifier without a server."""
     return RewardFunctions(
         rewards,
         weights,

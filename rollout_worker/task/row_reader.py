@@ -1,6 +1,6 @@
-"""Reading a ticket's row: the data set is the user's, so it is read behind the boundary, and comes back as plain data.
+"""Reads a ticket's row behind the boundary around user code, as the data set is the user's, and returns plain data.
 
-A row that was read belongs to its ticket: nothing that is done to it is seen by another.
+A row belongs to its ticket: no other ticket sees changes to it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TIMEOUT_S = 60.0
 
 
 class RowReader:
-    """Reads rows of a task, whose file is `task_file`, absolute; `shuffle`: in a new order each epoch."""
+    """Reads rows of a task. `task_file`: absolute path of its file; `shuffle`: in a new order each epoch."""
 
     def __init__(self, task: Task, task_file: str, code: UserCode, shuffle: bool, timeout_s: float = TIMEOUT_S) -> None:
         self._task = task
@@ -30,12 +30,12 @@ class RowReader:
         self._timeout_s = timeout_s
 
     async def read(self, index: int, seed: int) -> Row:
-        """The row of a training ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
+        """Read the row of a training ticket's running `index`. Raises `UserCodeError`, whose text names the row, and
         `NotCalled`."""
         return await self._called(self._read, index=index, seed=seed)
 
     async def read_eval(self, number: int) -> Row:
-        """A row of the eval_dataset. Raises as `read` does."""
+        """Read a row of the eval_dataset. Raises as `read` does."""
         return await self._called(self._read_eval, index=number)
 
     async def _called(self, read: Callable[..., Row], index: int, **arguments: int) -> Row:
@@ -66,7 +66,7 @@ class RowReader:
 
 
 def plain_columns(row: Any) -> dict[str, Any]:
-    """A row's columns: a copy, its prompt as text or as messages of plain data. Raises `ValueError`."""
+    """Copy a row's columns, with the prompt as text or as messages of plain data. Raises `ValueError`."""
     if not isinstance(row, Mapping):
         raise ValueError(f"it is a {type(row).__name__}; give a mapping of columns, such as a dict")
     columns = {str(name): value for name, value in row.items()}

@@ -1,9 +1,4 @@
-"""What a tool is: a schema that the policy is shown, and a call that gives text; and what becomes of a call.
-
-Calls of tools as a rollout's metrics count them: by tool, and failures by reason too.
-
-What a tool returned, as the text that the policy reads.
-"""
+"""Tools: a schema that the policy is shown and a call that returns text; the result of a call; and its metrics."""
 
 from __future__ import annotations
 
@@ -16,10 +11,10 @@ from protocol import reasons
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
 
-# What a call is counted as that names no tool, and calls of the tools that are too many to be counted by name.
+# Names in metrics for calls that name no tool, and for calls of tools beyond the first MAX_COUNTED.
 UNKNOWN, OTHER = "unknown", "other"
 
-# A tool's name, as MCP has it and models write it; anything else would forge the notation of calls.
+# Names of tools as in MCP and as models write them. Other characters could forge the notation of calls.
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
@@ -28,24 +23,34 @@ class Tool(Protocol):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema that a chat template gets: `{"type": "function", "function": {"name", "description",
+        """The JSON schema for chat templates: `{"type": "function", "function": {"name", "description",
         "parameters"}}`."""
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """The result as text, for arguments that fit the schema. Raises `UserCodeError`, and `ArgumentsError` for
-        arguments that only the tool itself could find wrong."""
+        """Call the tool with arguments that fit the schema. Returns its result as text.
+
+        Raises:
+            UserCodeError: Its code failed.
+            ArgumentsError: Only the tool itself could find the arguments wrong.
+        """
 
 
 class ArgumentsError(ValueError):
-    """Arguments that cannot be read, or do not fit; the text tells the policy which, and what is expected."""
+    """Arguments that cannot be read or do not fit. The text tells the policy which, and what is expected."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The tool message that answers a call. `reason`: why the call failed, a code of `protocol.reasons`, None if it did
-    not; `counted_as`: the tool's name in metrics, `UNKNOWN` of a call that names no tool; `coerced`: its arguments were
-    read although they were not as the schema asks; `error`: what the tool's own code raised; `defused`: the tool
-    answered with the text of special tokens, which was broken."""
+    """The tool message that answers a call.
+
+    Attributes:
+        reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
+        counted_as: The tool's name in metrics; `UNKNOWN` for a call that names no tool.
+        coerced: Whether its arguments were converted to fit the schema.
+        error: The error of the tool's own code.
+        call_id: Id of the call in the policy's notation; None where it has none.
+        defused: Whether the answer held the text of special tokens, which was broken.
+    """
 
     name: str
     content: str
@@ -62,29 +67,34 @@ class ToolResult:
 
     @property
     def answered(self) -> bool:
-        """Whether the content is the tool's, and not ours about a call that did not reach it."""
+        """Whether the content is the tool's own, and not an error about a call that never reached it."""
         return self.reason not in (reasons.TOOL_MALFORMED, reasons.TOOL_UNKNOWN, reasons.TOOL_ARGUMENTS)
 
     def message(self) -> dict[str, str]:
-        """With the id of the call that it answers, if that had one."""
+        """Return the message, with the id of the call if it has one."""
         answers = {} if self.call_id is None else {"tool_call_id": self.call_id}
         return {"role": "tool", "name": self.name, "content": self.content, **answers}
 
 
-# A tool's name is part of a metric's: so many are counted by name, all others together.
+# Tools that are counted by name, as a tool's name is part of a metric's; all others are counted together.
 MAX_COUNTED = 24
 
 NAME_CHARACTERS = 64
 
 
 def counted_as(name: str, counted: int) -> str:
-    """What calls of a tool are counted as, where `counted` others are counted by name."""
+    """Return the name in metrics of a tool, where `counted` other tools are counted by name."""
     return name[:NAME_CHARACTERS] if counted < MAX_COUNTED else OTHER
 
 
 def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced: bool) -> None:
-    """`tool`: what it is counted as; reason: why it failed, a code of `protocol.reasons`, None if it did not; coerced:
-    its arguments were read although they were not as the schema asks."""
+    """Add a call to metrics.
+
+    Args:
+        tool: The tool's name in metrics.
+        reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
+        coerced: Whether its arguments were converted to fit the schema.
+    """
     counts = {"calls": 1, "failures": int(reason is not None)}
     if reason is not None:
         counts[f"failures/{reason}"] = 1
@@ -100,10 +110,15 @@ _PARTS = ("text", "image", "image_url", "video", "audio")
 
 
 def as_text(result: object) -> str:
-    """Text as it is; lists, dicts, pydantic models and dataclasses as JSON where possible; all else as Python writes
-    it, so None as "None", as in TRL. A list of content parts is its texts. Raises `TypeError` for bytes, images and
-    other parts, which the policy cannot read. No longer than `bounded` leaves it. It calls the user's objects, so it
-    runs where user code runs."""
+    """Convert a tool's result to the text that the policy reads, no longer than `bounded` allows.
+
+    Text stays as it is. Lists, dicts, pydantic models and dataclasses become JSON where possible, a list of content
+    parts becomes its texts, and everything else is written as Python does, so None becomes "None", as in TRL. It calls
+    the user's objects, so it runs where user code runs.
+
+    Raises:
+        TypeError: Bytes, images and other parts that the policy cannot read.
+    """
     if isinstance(result, str):
         return bounded(result)
     if isinstance(result, bytes | bytearray | memoryview):
@@ -121,8 +136,7 @@ def as_text(result: object) -> str:
 
 
 def _as_json(result: object) -> str:
-    """Its beginning, where it is longer than would be kept. Piece by piece: in one piece, other threads would wait for
-    all of it."""
+    """Write JSON up to the length that is kept, piece by piece: written at once it would hold the interpreter lock."""
     pieces, size = [], 0
     for piece in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(result):
         pieces.append(piece)
@@ -134,7 +148,7 @@ def _as_json(result: object) -> str:
 
 
 def _has_fields(value: object) -> bool:
-    """A pydantic model or a dataclass."""
+    """Return whether it is a pydantic model or a dataclass."""
     return not isinstance(value, type) and (
         hasattr(type(value), "__pydantic_serializer__") or hasattr(type(value), "__dataclass_fields__")
     )

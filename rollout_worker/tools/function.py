@@ -1,4 +1,4 @@
-"""Functions as tools, and tools of the user's own making: both run behind the boundary around user code."""
+"""Functions and the user's own `Tool` objects as tools; both run behind the boundary around user code."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
 
 class IsolatedCode(Protocol):
-    """The face of `UserCode` that runs a tool in a child process, by its name in the task."""
+    """The part of `UserCode` that runs a tool in a child process, by its name in the task."""
 
     async def call_isolated(self, tool_name: str, arguments: dict[str, Any], timeout_s: float) -> str: ...
 
 
 class InvalidArguments(Exception):
-    """Arguments from which pydantic, or the user's own checks in a type, make no value."""
+    """Arguments that pydantic, or the user's own checks in a type, refuse."""
 
 
 class FunctionTool:
-    """A function, method, partial or callable object, sync or async. `function`: the callable that takes the arguments
-    as JSON gives them. Raises `ConfigError` where it cannot be described to the policy."""
+    """A function, method, partial or callable object as a tool, sync or async.
+
+    Attributes:
+        function: Takes the arguments as JSON gives them.
+
+    Raises:
+        ConfigError: It cannot be described to the policy.
+    """
 
     def __init__(
         self, function: Callable[..., Any], code: UserCode | None = None, isolated: IsolatedCode | None = None
@@ -60,7 +66,7 @@ class FunctionTool:
 
 
 class GuardedTool:
-    """A `Tool` object of the user's: its call is user code like any other."""
+    """A `Tool` object of the user's, whose call is user code like any other."""
 
     def __init__(self, tool: Tool, code: UserCode) -> None:
         self.schema = tool.schema
@@ -74,14 +80,14 @@ class GuardedTool:
 
 
 def callables(tools: Sequence[Any]) -> dict[str, Callable[..., Any]]:
-    """The functions among a task's tools by the names that the policy knows, taking arguments as JSON gives them: for a
-    child process that is sent a name and arguments. Raises `ConfigError`."""
+    """Return the functions among a task's tools by name, for a child process that is sent a name and arguments. They
+    take arguments as JSON gives them. Raises `ConfigError`."""
     made = [FunctionTool(tool) for tool in tools if not is_tool(tool)]
     return {tool.name: tool.function for tool in made}
 
 
 def is_tool(value: Any) -> bool:
-    """Whether it is a `Tool` rather than a function."""
+    """Return whether it is a `Tool` rather than a function."""
     return (
         not inspect.isroutine(value)
         and hasattr(type(value), "call")
@@ -90,8 +96,8 @@ def is_tool(value: Any) -> bool:
 
 
 def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapter[Any]]) -> Callable[..., Any]:
-    """`function`, taking values of JSON in place of pydantic's: a check of the user's may run in it. Arguments that are
-    not given keep their defaults."""
+    """Wrap a function so that it takes JSON values in place of pydantic's; the user's checks may run in it. Arguments
+    that are not given keep their defaults."""
 
     if inspect.iscoroutinefunction(function):
 
@@ -107,7 +113,7 @@ def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapt
 
 
 def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
-    """Arguments as the function takes them. Raises `InvalidArguments`."""
+    """Convert arguments to what the function takes. Raises `InvalidArguments`."""
     return {
         name: _converted(name, value, converters[name]) if name in converters else value
         for name, value in arguments.items()
@@ -115,7 +121,7 @@ def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter
 
 
 def _wrapped(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """So that an error names the user's file and not this one."""
+    """Mark a wrapper as the function's, so that an error names the user's file and not this one."""
     while isinstance(function, functools.partial):
         function = function.func
     return functools.wraps(function if inspect.isroutine(function) else type(function).__call__)(wrapper)

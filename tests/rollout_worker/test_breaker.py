@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_worker.inference.failures import FAILURES, PAUSE_MAX_S, PAUSE_S, Breaker
+from rollout_worker.inference.failures import FAILURES, MAX_PAUSE_S, PAUSE_S, Breaker
 
 
 def opened():
@@ -41,7 +41,7 @@ def test_after_the_pause_one_request_tries_and_the_pause_doubles_with_each_that_
         assert breaker.began()
         assert not breaker.admits, "the others wait for the trial"
         pauses.append(breaker.failed(trial=True))
-    assert pauses == [2.0, 4.0, 8.0, 16.0, 32.0, PAUSE_MAX_S, PAUSE_MAX_S, PAUSE_MAX_S]
+    assert pauses == [2.0, 4.0, 8.0, 16.0, 32.0, MAX_PAUSE_S, MAX_PAUSE_S, MAX_PAUSE_S]
 
 
 @pytest.mark.parametrize("trial", [True, False], ids=["the trial", "an older request"])

@@ -416,7 +416,7 @@ def test_an_episode_that_waits_for_a_slot_is_not_slow(slow):
         runner = EpisodeRunner(ScriptedSampler(CALL, "6"), ROOMY, 500.0, capacity)
         setup = EpisodeSetup("", list(PROMPT), CHAT, ToolBox([wait_and_multiply], 3600.0))
         running = asyncio.create_task(runner.run(setup, Affinity()))
-        await until(lambda: capacity.figures()["episodes_in_tools"] == 1)
+        await until(lambda: capacity.metrics()["episodes_in_tools"] == 1)
         async with capacity.turn():
             if slow == "slot":
                 tool_may_end.set()
@@ -433,7 +433,7 @@ def test_an_episode_that_waits_for_a_slot_is_not_slow(slow):
         episode = loop.run_until_complete(main())
     waited_s = episode.rollout.timings.get("slots", 0.0)
     assert (episode.rollout.finish_reason, waited_s > 0.0) == {"slot": ("stop", True), "tool": ("timeout", False)}[slow]
-    assert (capacity.free, capacity.figures()["episodes_in_tools"]) == (1, 0)
+    assert (capacity.free, capacity.metrics()["episodes_in_tools"]) == (1, 0)
 
 
 async def test_a_failed_episode_lets_go_of_its_server():

@@ -9,7 +9,7 @@ import pytest
 from protocol.client import QueueRefused
 from protocol.config import TaskSection
 from protocol.messages import ErrorBody
-from rollout_worker.inference.failures import MAX_CHARACTERS, MOST, FailureNotices
+from rollout_worker.inference.failures import MAX_CHARACTERS, MAX_NOTICES, FailureNotices
 from rollout_worker.task.task import load_task
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
@@ -44,9 +44,9 @@ def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
 
 def test_notices_are_bounded_in_number_and_length_and_keep_the_line():
     notices = FailureNotices()
-    for number in range(MOST + 5):
+    for number in range(MAX_NOTICES + 5):
         notices.add("tool", str(number), "x " * 1000, "/a/task.py:3")
-    assert len(notices.found) == MOST
+    assert len(notices.found) == MAX_NOTICES
     for notice in notices.found:
         assert len(notice.text) <= MAX_CHARACTERS
         assert notice.text.endswith("... (/a/task.py:3)")

@@ -539,7 +539,7 @@ async def test_a_queue_that_does_not_answer_does_not_hold_up_a_worker_that_signs
     queue.sign_off = hangs
     async with asyncio.timeout(10):
         await roll(task(), fake(), queue=queue, stop_when=lambda worker: bool(queue.reports))
-    assert "the worker ends without the queue's word: no answer within 0.05 s" in caplog.messages
+    assert "the queue did not confirm that the worker signed off: no answer within 0.05 s" in caplog.messages
 
 
 async def test_a_lost_tickets_episodes_are_cancelled(monkeypatch):

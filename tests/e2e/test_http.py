@@ -81,7 +81,9 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
         assert len(transports) == 1
 
         # Another server pulls from this one, with the transfer's secret, and nobody without.
-        depot = BLOB_SERVERS.take(config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s)
+        depot = BLOB_SERVERS.take(
+            config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s
+        )
         into = memoryview(bytearray(len(sent.flat)))
         peer = url + chunks.CHUNKS_PREFIX + transports[0]._key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)

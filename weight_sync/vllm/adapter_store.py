@@ -1,7 +1,7 @@
-"""The adapters on a server's disk: arriving in chunks, whole ones in folders of their own, old ones removed.
+"""Keeps adapters on a server's disk: chunks as they arrive, whole adapters in folders of their own.
 
-Pure files: what vLLM is told of them is `adapters`' part. The folder is private to the server's process. Nothing in it
-is pickled, and no name from outside becomes a path unless it is one of `protocol.versions`.
+Only files are handled here; `loaded_adapters` tells vLLM of them. The folder is private to the server's process.
+Nothing in it is pickled, and a name from outside becomes a path only if it is one of `protocol.versions` (I8).
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from blake3 import blake3
 
 from protocol.versions import version_of
 
-# Before the number of the process that it belongs to.
+# Prefix of the folder's name; the id of its process follows.
 PREFIX = "slipstream-adapters-"
 MAX_FILE_BYTES = 8 << 30
 MAX_CONFIG_BYTES = 1 << 20
-# Arriving at the same time; more are a learner that gave up, and the oldest goes.
+# Adapters that arrive at once. More mean that a learner gave up, so the oldest is dropped.
 MAX_ARRIVING = 2
 
 
 class StoreError(Exception):
-    """What was sent cannot be taken. `status`: the HTTP status that says why."""
+    """What was sent cannot be taken. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -43,26 +43,34 @@ class _Arriving:
 
 
 class AdapterStore:
-    """Made once for a server. Folders that earlier processes of this user left behind are removed."""
+    """The adapters of one server. Removes folders that earlier processes of this user left behind."""
 
     def __init__(self, parent: Path | None = None) -> None:
         parent = parent or Path(tempfile.gettempdir())
-        _remove_left(parent)
+        _remove_leftovers(parent)
         self.folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
         self._arriving: dict[str, _Arriving] = {}
         self._whole: dict[str, Path] = {}
 
     @property
     def whole(self) -> list[str]:
-        """The names of those that are there."""
+        """Names of the adapters that have arrived whole."""
         return list(self._whole)
 
     def append(self, name: str, start: int, chunk: bytes, digest: str) -> int:
-        """Bytes that are there after `chunk`, which begins at byte `start`. digest: the chunk's BLAKE3, hexadecimal.
+        """Appends a chunk. One that starts at 0 begins the file again.
 
-        A file begins anew at 0. Raises `StoreError`, 409 where bytes are missing before the chunk.
+        Args:
+            start: Position of the chunk's first byte.
+            digest: The chunk's BLAKE3, in hex.
+
+        Returns:
+            Bytes of the file that have arrived.
+
+        Raises:
+            StoreError: 409 if bytes before the chunk are missing; 400 or 413 if it is damaged or too large.
         """
-        _checked(name)
+        _check_name(name)
         if start == 0:
             self._drop(name)
             while len(self._arriving) >= MAX_ARRIVING:
@@ -83,11 +91,19 @@ class AdapterStore:
         return arriving.size
 
     def complete(self, name: str, config: str, digest: str) -> Path:
-        """The folder of an adapter that has arrived, as peft writes one. digest: of the file and `config`.
+        """Verifies an adapter that has arrived. Blocks while its file is read.
 
-        Blocks while the file is read. Raises `StoreError`.
+        Args:
+            config: Content of `adapter_config.json`.
+            digest: `adapter_digest` of the file and `config`.
+
+        Returns:
+            Its folder, laid out as peft does.
+
+        Raises:
+            StoreError: It has not arrived whole, or is not the one that its name says.
         """
-        _checked(name)
+        _check_name(name)
         if name in self._whole:
             return self._whole[name]
         arriving = self._arriving.get(name)
@@ -110,14 +126,14 @@ class AdapterStore:
         return folder
 
     def keep(self, names: Collection[str]) -> list[str]:
-        """Remove all whole adapters but these; gives the names of the removed ones."""
+        """Removes all whole adapters except `names`. Returns the names of those removed."""
         gone = [name for name in self._whole if name not in names]
         for name in gone:
             shutil.rmtree(self._whole.pop(name), ignore_errors=True)
         return gone
 
     def remove(self) -> None:
-        """The whole folder."""
+        """Removes the whole folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _drop(self, name: str) -> None:
@@ -126,7 +142,7 @@ class AdapterStore:
             arriving.path.unlink(missing_ok=True)
 
 
-def _checked(name: str) -> None:
+def _check_name(name: str) -> None:
     if version_of(name) is None:
         raise StoreError(400, f"{name[:80]!r} is not a name of an adapter")
 
@@ -139,8 +155,8 @@ def _is_table(text: str) -> bool:
     return isinstance(table, dict)
 
 
-def _remove_left(parent: Path) -> None:
-    """Folders of processes that are no more; another user's cannot be removed, and stay."""
+def _remove_leftovers(parent: Path) -> None:
+    """Removes folders of processes that have ended; another user's stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         number = folder.name.removeprefix(PREFIX).partition("-")[0]
         if number.isdigit() and not _runs(int(number)):

@@ -1,4 +1,4 @@
-"""Adapters beside generation: `--middleware weight_sync.vllm.adapters.Adapters`, with `--enable-lora`.
+"""Publishes adapters beside generation: `--middleware weight_sync.vllm.adapters.Adapters`, with `--enable-lora`.
 
     GET  /slipstream/adapters                             what is loaded, which one serves
     PUT  /slipstream/adapters/NAME?start=N&blake3=HEX     a chunk of the file, from byte N
@@ -7,14 +7,9 @@
     POST /slipstream/adapters/NAME/layers                 {} -> {"checked": int, "wrong": [str], "unread": [str]}
     POST /slipstream/adapters/NAME/serve                  {}
 
-vLLM's own `/v1/load_lora_adapter` stays off: it would load any path for anyone.
-
-Each answer to a request for tokens names the newest proven adapter in the header `slipstream-adapter`, so that workers
-ask for it from then on. Once there is one, a request for the base, by somebody who does not know of adapters, is
-refused (409): none of its tokens could be trained on (I5).
-
-What a server computes and holds under a loaded adapter, whether it serves or not: asked of the workers, beside
-generation.
+vLLM's own `/v1/load_lora_adapter` stays off, as it would load any path for anyone. Each answer to a request for tokens
+names the newest proven adapter in the header `slipstream-adapter`, so that workers ask for it from then on. Once there
+is one, a request for the base is refused (409): none of its tokens could be trained on (I5).
 """
 
 from __future__ import annotations
@@ -40,14 +35,18 @@ logger = logging.getLogger(__name__)
 ROOT = "/slipstream/adapters"
 GENERATE = "/inference/v1/generate"
 
-# Routes that change the weights under all adapters.
+# Routes that change the base under all adapters.
 OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
 
 
 async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
-    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done.
+    """Scores `{"token_ids": [[int]]}` under a loaded adapter, whether it serves or not.
 
-    Raises `RouteError`.
+    Returns:
+        `{"logprobs": [[float]]}`, in nats at temperature 1.
+
+    Raises:
+        RouteError: 501 if the workers cannot do it, 409 if the adapter is not loaded.
     """
     which = _which(loaded, name)
     token_ids = given_token_ids(loaded.engine, body)
@@ -55,13 +54,13 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict
 
 
 async def layers(loaded: LoadedAdapters, name: str) -> dict[str, Any]:
-    """As `proof_routes.layers`: the layers of a loaded adapter against the bytes that arrived. Raises `RouteError`."""
+    """Compares the layers of a loaded adapter with its file. Answers as `routes.layers`. Raises `RouteError`."""
     begun = await loaded.engine.collective_rpc("slipstream_read_adapter", args=(_which(loaded, name),))
     return await read(loaded.engine, begun)
 
 
 def _which(loaded: LoadedAdapters, name: str) -> tuple[str, int, str]:
-    """Name, number and folder of an adapter. Raises `RouteError`."""
+    """Returns name, number and folder of an adapter. Raises `RouteError` 409 if it is not loaded."""
     adapter = loaded.adapter(name)
     if adapter is None:
         raise RouteError(409, f"the adapter {name} is not loaded")
@@ -69,7 +68,7 @@ def _which(loaded: LoadedAdapters, name: str) -> tuple[str, int, str]:
 
 
 class Adapters:
-    """ASGI middleware, outside of `Slipstream`'s and inside of the token's. What is not about adapters passes."""
+    """ASGI middleware outside of `Slipstream` and inside of `RequireToken`. Other requests pass."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -127,7 +126,7 @@ class Adapters:
 
 
 def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
-    """Of another run's learner: what it asks must change nothing here either."""
+    """Returns the refusal of a request by another run's learner, which must change nothing here; None to go on."""
     try:
         engine_state.check_owner(status_of(engine).owner, scope)
     except RouteError as error:
@@ -136,7 +135,7 @@ def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
 
 
 async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
-    """Raises `RouteError`, `StoreError`."""
+    """Calls the route. Raises `RouteError` or `StoreError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:
         case "GET", False, "":

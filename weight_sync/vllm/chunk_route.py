@@ -25,8 +25,11 @@ _throttles: dict[float, Throttle] = {}
 
 
 async def serve_chunks(scope: Scope, send: Send) -> None:
-    """Answer one ASGI request whose path begins with `CHUNKS_PREFIX`: 206 with the bytes asked for, 401 without the
-    transfer's secret, 404 where nothing (whole) is staged, 412 where it is another version, 416 for a bad range."""
+    """Answers one ASGI request whose path begins with `CHUNKS_PREFIX`.
+
+    The status is 206 with the bytes asked for, 401 without the transfer's secret, 404 if nothing is staged whole, 412
+    for another version, or 416 for a bad range.
+    """
     headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
     if scope["method"] != "GET":
         await _refuse(send, 405, "ask with GET")
@@ -60,7 +63,7 @@ async def serve_chunks(scope: Scope, send: Send) -> None:
 
 
 async def _send_range(send: Send, fd: int, start: int, end: int, throttle: Throttle) -> None:
-    """If another version is being received meanwhile, the digests of the one who asks tell."""
+    """Sends a range of the buffer. If another version is received meanwhile, the caller's digests show it."""
     length = str(end - start).encode()
     await send({"type": "http.response.start", "status": 206, "headers": [(b"content-length", length)]})
     for at in range(start, end, chunks.SLICE_BYTES):

@@ -36,12 +36,12 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 SILENT_S = 30.0
 STATE = "/slipstream/state"
 
-# Between the first refusal and the end of the process, so that whoever asks is told why.
+# From the first refusal to the end of the process, so that callers are told why.
 TELL_S = 3.0
 EXIT_CODE = 70
 ASK_EVERY_S = 5.0
 
-# A dead engine is known without a question. vLLM ends soon after it, and does not say why.
+# That an engine died is known without a question. vLLM ends soon after, without saying why.
 LOOK_EVERY_S = 0.5
 
 # An engine answers between two steps, and the longest prefill is one step.
@@ -60,39 +60,47 @@ class RouteError(Exception):
 
 @dataclass
 class Owner:
-    """`run`: the id of the last owner, "" before the first; `heard_at`: when it called last. Times: seconds, on any one
-    clock."""
+    """The run that a server belongs to.
+
+    Attributes:
+        run: Id of the last owner, "" before the first.
+        heard_at: When it called last, in seconds of any steady clock.
+    """
 
     run: str = ""
     heard_at: float = 0.0
 
     def live(self, now: float) -> str:
-        """The owner's id; "" where there is none any more."""
+        """Returns the owner's id, "" if it has been silent for too long."""
         return self.run if now - self.heard_at < SILENT_S else ""
 
     def silent_s(self, now: float) -> float:
-        """How long ago the live owner called; 0 without one."""
+        """Returns the seconds since the owner called, 0 without one."""
         return now - self.heard_at if self.live(now) else 0.0
 
     def admits(self, run: str, now: float) -> bool:
-        """A control call of `run`: whether that run is the owner, which it becomes where there is none."""
+        """Returns whether `run`, which makes a control call, is the owner. It becomes the owner if there is none."""
         if self.live(now) not in ("", run):
             return False
         self.run, self.heard_at = run, now
         return True
 
     def leaves(self, run: str) -> None:
-        """The learner of `run` says goodbye."""
+        """Ends the ownership of `run`, whose learner said goodbye."""
         if self.run == run:
             self.run = ""
 
 
 def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
-    """Of a request, before anything else of it is done. Raises `RouteError` 409 for a control call of another run than
-    the owner; a look at the state passes, and says who that is."""
+    """Checks whose request this is, before anything else is done with it.
+
+    Raises:
+        RouteError: 409 for a control call of another run than the owner; 400 for a run id that is none. A request for
+            the state passes, as its answer names the owner.
+    """
     path = guard.route_of(scope)
     if path.startswith(chunks.CHUNKS_PREFIX) or path == guard.HEALTH or guard.roles_for(path) != ("learner",):
-        return  # also those ask who may not control the server, and so must not come to own it
+        return  # callers without control over the server use these routes, and must not come to own it
     run = dict(scope["headers"]).get(RUN_HEADER.encode(), b"").decode("latin-1")
     if not run:
         return
@@ -104,7 +112,7 @@ def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
 
 
 def end_the_process() -> None:
-    """End this server at once: its engine may hang, and would hold up any end in order."""
+    """Ends this server at once with `EXIT_CODE`: an engine that hangs would hold up an orderly end."""
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
@@ -115,12 +123,24 @@ def end_the_process() -> None:
 
 @dataclass
 class EngineStatus:
-    """boot: another after each start. whole: false from the first touch of the live model until it is known to be
-    whole again. broken: why this server must not generate any more; None while it may. user_pause: whether a
-    person paused it. adapter: the label of what serves in place of the base's weights, None for those. lease_owner,
-    lease_ends: who holds a pause for a publication, and what ends it; None if nobody. swapped: set at the end of the
-    swap that is under way; None where none is. scale_out: whether it generates tokens from tokens. owner: the run
-    that it serves."""
+    """What the API process keeps about its engine.
+
+    Attributes:
+        boot: Another text after each start.
+        whole: Whether the live model is whole: False from the first touch of it until it is known to be whole again.
+        broken: Why this server must not generate any more, None while it may.
+        user_pause: Whether a person paused it.
+        adapter: Label of the adapter that serves, None while the base's weights do.
+        scale_out: Whether it generates from token ids.
+        swapped: Set at the end of the running swap, None without one.
+        owner: The run that it belongs to.
+        lease_owner: Who holds the pause of a publication, None if nobody.
+        lease_ends: Timer that ends that pause.
+        ending: The task that resumes after a lease that was not renewed.
+        heartbeat: The task that watches the engine.
+        running: Tasks of requests in flight.
+        end: Ends the process.
+    """
 
     boot: str = field(default_factory=lambda: secrets.token_hex(6))
     whole: bool = True
@@ -139,12 +159,13 @@ class EngineStatus:
 
     @property
     def pause_owner(self) -> str:
+        """Who paused it: "publication", "person" or "none"."""
         if self.lease_ends is not None:
             return "publication"
         return "person" if self.user_pause else "none"
 
     def break_down(self, reason: str) -> None:
-        """Refuse everything from now on, fail what is in flight, and end the process after `TELL_S`."""
+        """Refuses everything from now on, fails requests in flight, and ends the process after `TELL_S`."""
         if self.broken is not None:
             return
         self.broken = reason
@@ -157,7 +178,7 @@ class EngineStatus:
 
 
 def status_of(engine: Any) -> EngineStatus:
-    """The one of this engine's client."""
+    """Returns the status of this engine's client, made at the first call."""
     found = getattr(engine, "slipstream_status", None)
     if found is None:
         found = engine.slipstream_status = EngineStatus()
@@ -166,9 +187,12 @@ def status_of(engine: Any) -> EngineStatus:
 
 
 async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
-    """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
+    """Breaks the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
 
-    While a publication holds the pause its lease counts, not this. `ask(engine, timeout_s)`: None where no answer came.
+    While a publication holds the pause its lease counts instead.
+
+    Args:
+        ask: Called with the engine's client and a time-out in seconds; returns None if no answer came.
     """
     silent, asked_at = 0, time.monotonic()
     while status.broken is None:
@@ -183,7 +207,7 @@ async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], A
             return
         try:
             answered = await ask(engine, ANSWER_WITHIN_S) is not None
-        except Exception as error:  # asked again; a failing question is no answer
+        except Exception as error:  # a question that fails counts as no answer
             logger.warning("the engine could not be asked: %s", error)
             answered = False
         asked_at = time.monotonic()
@@ -193,8 +217,10 @@ async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], A
 
 
 def how_it_died(engine: Any) -> str | None:
-    """Of an engine one of whose processes ended unasked; None: it lives, or is being shut down. vLLM knows the exit
-    code, and tells nobody."""
+    """Returns how a process of the engine ended by itself; None if the engine lives or is being shut down.
+
+    vLLM knows the exit code and does not report it.
+    """
     resources = getattr(getattr(engine, "engine_core", None), "resources", None)
     manager = getattr(resources, "engine_manager", None)
     name = getattr(manager, "failed_proc_name", None)

@@ -1,6 +1,6 @@
-"""The tokens on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
+"""Asks for a token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
 
-vLLM's `--api-key` leaves its weight-transfer routes open to anyone who can reach the port.
+vLLM's own `--api-key` leaves its weight-transfer routes open to anyone who can reach the port.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from weight_sync.transports.http import chunks
 
 HEALTH = "/health"
 
-# What says nothing of prompts and changes nothing.
-_EVERYONES = ("/metrics", "/version", "/ping", "/load")
-# Sampling; the learner scores its probe there.
+# Routes that show nothing of prompts and change nothing.
+_FOR_ALL_ROLES = ("/metrics", "/version", "/ping", "/load")
+# Routes that sample; the learner scores its probe there.
 _SAMPLING = ("/inference/", "/v1/")
-# Under /v1/, and changes what is sampled from.
+# Routes under /v1/ that change what is sampled from.
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def roles_for(path: str) -> tuple[access.Role, ...]:
-    """Whose token opens the route. What is not known changes the model, for all that is known, and is the learner's."""
-    if path in _EVERYONES:
+    """Returns the roles whose tokens open a route. An unknown route might change the model, so it is the learner's."""
+    if path in _FOR_ALL_ROLES:
         return access.ROLES
     if path in ("/tokenize", "/detokenize") or (path.startswith(_SAMPLING) and not path.startswith(_CHANGING)):
         return ("worker", "learner")
@@ -31,11 +31,11 @@ def roles_for(path: str) -> tuple[access.Role, ...]:
 
 
 class RequireToken:
-    """ASGI middleware: 401 to a request without a token of the run, 403 with that of a role that may not ask this. The
-    health probe needs none. Of what it refuses, no body is read.
+    """ASGI middleware that answers 401 without a token of the run, and 403 with one whose role may not use the route.
 
-    SLIPSTREAM_TOKEN is the run's secret, as the roles' tokens are checked with it; `TokenError` where it is a role's
-    token. If it is not set when the server starts, everything passes.
+    The health probe needs no token. The body of a refused request is not read. SLIPSTREAM_TOKEN must be the run's
+    secret, with which the roles' tokens are checked; a role's token raises `TokenError`. If it is not set when the
+    server starts, every request passes.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -48,7 +48,7 @@ class RequireToken:
             await self._app(scope, receive, send)
             return
         if path.startswith(chunks.CHUNKS_PREFIX):
-            # Staged weights, for other servers: they bring the transfer's own secret, which is asked for there.
+            # Staged weights for other servers, which bring the transfer's own secret. The route checks that.
             await self._app(scope, receive, send)
             return
         given = dict(scope["headers"]).get(b"authorization", b"")
@@ -65,6 +65,6 @@ class RequireToken:
 
 
 def route_of(scope: Scope) -> str:
-    """The path that the application routes by: what follows `--root-path`."""
+    """Returns the path that the application routes by: what follows `--root-path`."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     return path[len(root) :] if root and (path == root or path.startswith(f"{root}/")) else path

@@ -1,8 +1,8 @@
-"""The adapters that a server can be asked for, and the newest proven one of them.
+"""Loads adapters into the engine, and keeps which one serves: the newest proven one.
 
 An adapter is loaded under its own name beside those that serve, proven, and only then served: no token is sampled from
-weights that are not proven, and there is no pause. Requests in flight keep theirs: the file of one that a request may
-still need is not removed, since vLLM reads it again after its cache has let go of it.
+unproven weights, and there is no pause. Requests in flight keep their adapter. Its file is not removed while a request
+may need it, as vLLM reads it again once its cache has dropped it.
 """
 
 from __future__ import annotations
@@ -20,17 +20,24 @@ from weight_sync.vllm.engine_state import RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
-# So many of those that served last may still be asked for by name.
+# So many adapters, the last that served, may still be asked for by name.
 KEPT = 3
 
 
 class LoadedAdapters:
-    """Of one engine. `served`: the newest proven one's name, None before the first.
+    """The adapters of one engine.
 
-    models: vLLM's `OpenAIServingModels`, which knows adapters by name; engine: its client.
+    Attributes:
+        served: Name of the newest proven one, None before the first.
     """
 
     def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
+        """Takes the engine's client and what knows its adapters.
+
+        Args:
+            models: vLLM's `OpenAIServingModels`, which knows adapters by name.
+            store: The adapters on disk.
+        """
         self.served: str | None = None
         self.store = store
         self.engine = engine
@@ -39,7 +46,7 @@ class LoadedAdapters:
         self._lock = asyncio.Lock()
 
     def state(self) -> dict[str, Any]:
-        """The answer of `GET /slipstream/adapters`."""
+        """Returns the answer of `GET /slipstream/adapters`."""
         lora = self.engine.vllm_config.lora_config
         return {
             "enabled": lora is not None,
@@ -49,8 +56,12 @@ class LoadedAdapters:
         }
 
     async def load(self, name: str, config: str, digest: str) -> dict[str, Any]:
-        """Have the engine load what has arrived; harmless if it has. Raises `RouteError` 422 where vLLM refuses it, and
-        `StoreError`."""
+        """Loads an adapter that has arrived, unless it is loaded.
+
+        Raises:
+            RouteError: 422 if vLLM refuses it.
+            StoreError: It has not arrived whole.
+        """
         async with self._lock:
             if name in self._models.lora_requests:
                 return {"load_s": 0.0}
@@ -64,14 +75,13 @@ class LoadedAdapters:
             return {"load_s": time.monotonic() - began}
 
     async def serve(self, name: str) -> dict[str, Any]:
-        """Name `name` to everybody who asks, and let go of what is old. Raises `RouteError` 409 for one that is not
-        loaded."""
+        """Makes `name` the adapter that serves, and unloads old ones. Raises `RouteError` 409 if it is not loaded."""
         async with self._lock:
             if name not in self._models.lora_requests:
                 raise RouteError(409, f"the adapter {name} is not loaded")
             self._name(name)
             self._order = [*(other for other in self._order if other != name), name][-KEPT:]
-            # Their files go with a later call: a request may just be on its way into the engine.
+            # Their files are removed by a later call, as a request may be about to enter the engine.
             kept = {*self._order, *self._loaded(), *self._in_use()}
             gone = await asyncio.to_thread(self.store.keep, kept)
             for old in self._loaded():
@@ -80,7 +90,7 @@ class LoadedAdapters:
             return {"removed": len(gone)}
 
     async def clear(self) -> None:
-        """Before the base changes: what was proven over it is proven no more."""
+        """Unloads all adapters, before the base changes: what was proven over it is not proven any more."""
         async with self._lock:
             self._name(None)
             self._order = []
@@ -88,25 +98,25 @@ class LoadedAdapters:
                 await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
 
     def adapter(self, name: str) -> Any:
-        """vLLM's `LoRARequest` of it; None: not loaded."""
+        """Returns vLLM's `LoRARequest` of an adapter, None if it is not loaded."""
         return self._models.lora_requests.get(name)
 
     def _name(self, served: str | None) -> None:
-        """To workers, and as the label of what this server holds."""
+        """Sets what workers are told, and the label of what this server holds."""
         self.served = served
         status_of(self.engine).adapter = None if served is None else str(label_in(served))
 
     def _loaded(self) -> list[str]:
-        """Of ours; a person may have loaded others."""
+        """Returns the names of Slipstream's adapters; a person may have loaded others."""
         return [name for name in self._models.lora_requests if label_in(name) is not None]
 
     def _in_use(self) -> set[str]:
-        """Adapters of the requests that are in flight."""
+        """Returns the adapters of the requests in flight."""
         states = self.engine.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
 
 def _refusal(answer: Any) -> str | None:
-    """vLLM answers a text where it has loaded an adapter, and an error's description where not."""
+    """Returns vLLM's reason for not loading an adapter, None if it has. Its answer is a text or an error object."""
     error = getattr(answer, "error", None)
     return None if error is None else str(error.message)

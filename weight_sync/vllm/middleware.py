@@ -1,7 +1,7 @@
-"""Our routes and rules inside vLLM's API process: `--middleware weight_sync.vllm.middleware.Slipstream`.
+"""Adds Slipstream's routes and rules to vLLM's API process: `--middleware weight_sync.vllm.middleware.Slipstream`.
 
-It answers `/slipstream/*`, keeps the pause of a publication as a lease, and fails every request at once where the
-engine must not generate any more.
+It answers `/slipstream/*`, keeps the pause of a publication as a lease, and fails every request at once when the engine
+must not generate any more.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Slipstream:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
-            _tell_last_words(scope)
+            _log_cause_of_end(scope)
             return
         engine = _engine_of(scope)
         if scope["type"] != "http" or engine is None:
@@ -56,9 +56,9 @@ class Slipstream:
         elif scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)
         else:
-            await self._passed_on(engine, status, scope, receive, send)
+            await self._pass_on(engine, status, scope, receive, send)
 
-    async def _passed_on(self, engine: Any, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(self, engine: Any, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
         if status.broken is not None:
             await _refuse(status, scope, receive, send)
             return
@@ -67,11 +67,11 @@ class Slipstream:
             if rule is not None:
                 await rule(engine, status, self._app, scope, receive, send)
             else:
-                await self._while_whole(status, scope, receive, send)
+                await self._pass_unless_broken(status, scope, receive, send)
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
 
-    async def _while_whole(self, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_unless_broken(self, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
         task = asyncio.current_task()
         assert task is not None
         begun = False
@@ -99,13 +99,13 @@ def _engine_of(scope: Scope) -> Any:
 
 
 def _generates(scope: Scope) -> bool:
-    """Whether vLLM's routes of tokens are open (vllm 0.32, `register_scale_out_api_routers`)."""
+    """Returns whether vLLM's routes for token ids are open (vllm 0.32, `register_scale_out_api_routers`)."""
     arguments = getattr(scope["app"].state, "args", None)
     return bool(getattr(arguments, "enable_scale_out", False) or getattr(arguments, "tokens_only", False))
 
 
-def _tell_last_words(scope: Scope) -> None:
-    """The server ends: if because of its engine, that is the cause, and not the requests that failed by it."""
+def _log_cause_of_end(scope: Scope) -> None:
+    """Logs the cause when the server ends because of its engine: vLLM logs only the requests that failed by it."""
     engine = _engine_of(scope)
     if engine is not None and status_of(engine).broken is None and (why := how_it_died(engine)) is not None:
         logger.error("this server ends: %s", why)
@@ -127,7 +127,7 @@ async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> No
 
 
 async def bytes_of(receive: Receive) -> bytes:
-    """The whole body. Raises `RouteError` for one that is larger than `MAX_BODY_BYTES`."""
+    """Reads the whole body. Raises `RouteError` if it is larger than `MAX_BODY_BYTES`."""
     whole = bytearray()
     while True:
         message = await receive()
@@ -141,7 +141,7 @@ async def bytes_of(receive: Receive) -> bytes:
 
 
 async def body_of(receive: Receive) -> dict[str, Any]:
-    """The JSON object that was sent, {} where nothing was."""
+    """Reads the body as a JSON object, {} if it is empty. Raises `RouteError` 400."""
     whole = await bytes_of(receive)
     try:
         body = json.loads(whole) if whole else {}
@@ -157,7 +157,7 @@ async def _refuse(status: EngineStatus, scope: Scope, receive: Receive, send: Se
 
 
 def problem(status: int, message: str) -> JSONResponse:
-    """As vLLM words its errors."""
+    """Makes the answer of a refusal, in the format of vLLM's errors."""
     kinds = {503: "ServiceUnavailable", 409: "Conflict", 400: "BadRequest"}
     kind = kinds.get(status, "SlipstreamError")
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

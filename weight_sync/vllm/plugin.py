@@ -1,4 +1,4 @@
-"""Entry point of `vllm.general_plugins`: vLLM calls `register` in each of its processes."""
+"""Registers Slipstream with vLLM, which calls `register` in each of its processes (`vllm.general_plugins`)."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from weight_sync.transports.registry import TRANSPORTS, backend
 
 
 def register() -> None:
-    """Give the engine core our swap, and make every transport known to vLLM by its name, for
-    `--weight-transfer-config '{"backend": NAME}'`.
+    """Adds the swap to the engine core, quickens the start, and registers the engine of every transport.
 
-    Engines are imported when used. May be called again.
+    `--weight-transfer-config '{"backend": NAME}'` then chooses an engine, which is imported when it is used. May be
+    called again.
     """
     from weight_sync.vllm import quick_start
     from weight_sync.vllm.engine import engine_core
@@ -24,5 +24,5 @@ def register() -> None:
         module, _, engine = ends.engine.partition(":")
         if ends.replaces:
             WeightTransferEngineFactory._registry.pop(backend(name), None)
-        with contextlib.suppress(ValueError):  # registered already, by an earlier call or by vLLM itself
+        with contextlib.suppress(ValueError):  # an earlier call, or vLLM itself, has registered it
             WeightTransferEngineFactory.register_engine(backend(name), module, engine)

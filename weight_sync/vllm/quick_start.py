@@ -1,9 +1,10 @@
-"""Starts vLLM's CPU build in a third of the time: one import of torch and vLLM where there were four.
+"""Starts vLLM's CPU build in a third of the time: torch and vLLM are imported once instead of four times.
 
-vLLM 0.32 starts its engine, the engine's worker, and a helper that inspects a model class it sees for the first time as
-new interpreters on a CPU, one after the other, and each imports torch and vLLM anew: 15 s of CPU time each. Here the
-class is inspected in the API server, and the engine is forked from it. `deploy.servers.vllm_server`
-keeps the worker inside the engine.
+On a CPU, vLLM 0.32 starts three new interpreters one after the other: its engine, the engine's worker, and a helper
+that inspects a model class it has not seen before. Each imports torch and vLLM again, which takes 15 s of CPU time.
+Here the class is inspected in the API process and the engine is forked from it; `deploy.servers.vllm_server` keeps the
+worker inside the engine. This replaces two internals of vLLM, `registry._run_in_subprocess` and the platform's
+`check_and_update_config`.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def install() -> None:
-    """Install both on a CPU. Called in each of vLLM's processes, and harmless when called again."""
+    """Replaces both internals, on a CPU only. Runs in each of vLLM's processes, and may be called again."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or hasattr(type(current_platform), "slipstream_quick_start"):
         return
     from vllm.model_executor.models import registry
 
-    # vLLM keeps the import of a model class out of a process that will fork, as it may initialise CUDA.
+    # vLLM inspects in another process, as the import of a model class may initialise CUDA before a fork.
     registry._run_in_subprocess = lambda inspect: inspect()
     _fork_engine(type(current_platform))
 
 
 def _fork_engine(platform: Any) -> None:
-    """Have the engine forked, where that is safe, once the platform has asked for a new interpreter."""
+    """Has the engine forked, if that is safe, after the platform has asked for a new interpreter."""
     check = platform.check_and_update_config
 
     @wraps(check)
@@ -45,8 +46,8 @@ def _fork_engine(platform: Any) -> None:
 def may_fork(executor: Any) -> bool:
     """Returns whether the engine may be forked from the API server.
 
-    A forked process cannot use the OpenMP threads of its parent and waits for them without end; one that computes on a
-    single thread has none. Workers of the `mp` executor read the number of their threads as new interpreters only.
+    A forked process that uses OpenMP waits forever for the threads of its parent, unless it computes on a single one.
+    Workers of the `mp` executor read their number of threads only when they start as new interpreters.
 
     Args:
         executor: vLLM's `distributed_executor_backend`.

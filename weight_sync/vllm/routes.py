@@ -17,32 +17,32 @@ from weight_sync.vllm.engine_state import Handler, RouteError, status_of
 # Far more than a probe has.
 MAX_SEQUENCES = 64
 
-# How often to look whether the layers are read: 38 M parameters take 10 ms.
+# How often to ask whether the layers are read: 38 M parameters take 10 ms.
 PROOF_POLL_S = 0.02
 LAYERS_TIMEOUT_S = 120.0
 
-# An engine answers between two steps; one that takes longer is not alive to whoever waits.
+# An engine answers between two steps; one that takes longer does not count as alive.
 LOOK_TIMEOUT_S = 4.0
 
-# How often the workers are asked how far they are, at first and at last.
+# Seconds between two questions how far the workers are, at first and at last.
 SERVER_POLL_S = (0.01, 0.1)
 MAX_WAIT_S = 60.0
 
 
 async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """`{"token_ids": [[int]]}` -> `{"logprobs": [[float]]}`, in nats at temperature 1; 501 where it cannot be done."""
+    """Scores `{"token_ids": [[int]]}`: `{"logprobs": [[float]]}` in nats at temperature 1; 501 if it cannot be done."""
     token_ids = given_token_ids(engine, body)
     return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
 
 
 def given_token_ids(engine: Any, body: dict[str, Any]) -> list[list[int]]:
-    """Those of a request's body. Raises `RouteError` 400."""
+    """Reads the token ids of a request's body. Raises `RouteError` 400."""
     model = engine.model_config
     return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
 
 
 def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """The answer, from those of all workers. Raises `RouteError` 501."""
+    """Makes the answer from those of all workers. Raises `RouteError` 501."""
     _refuse_if_impossible(replies)
     logprobs = next((reply["logprobs"] for reply in replies if reply["logprobs"] is not None), None)
     if logprobs is None:
@@ -51,10 +51,16 @@ def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """`{"label": str}` -> `{"checked": int, "wrong": [str], "unread": [str]}` over all workers: the live layers against
-    what was proven before the swap to `label`. 409 where other weights serve, 501 where nothing was proven."""
+    """Compares the live layers with what was proven before the swap to `{"label": str}`, over all workers.
+
+    Returns:
+        `{"checked": int, "wrong": [str], "unread": [str]}`.
+
+    Raises:
+        RouteError: 409 if other weights serve, 501 if nothing was proven.
+    """
     label = body.get("label")
-    # Asked at once, they are answered between the same two steps of the engine.
+    # Asked at once, both are answered between the same two steps of the engine.
     serving, begun = await gather_two(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
     if label != serving:
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
@@ -62,7 +68,14 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all workers found who have `begun` to read, by their answers. Raises `RouteError` 501, 504."""
+    """Waits for what the workers find in their layers.
+
+    Args:
+        begun: The workers' answers when they began to read.
+
+    Raises:
+        RouteError: 501 if a worker cannot read, 504 if one takes too long.
+    """
     _refuse_if_impossible(begun)
     replies: list[dict[str, Any]] = [{}]
     try:
@@ -89,7 +102,7 @@ def _refuse_if_impossible(replies: list[dict[str, Any]]) -> None:
 
 
 def _token_ids(given: Any, vocabulary: int, longest: int) -> list[list[int]]:
-    """Ids as the model can take them: one that it does not have would end the engine."""
+    """Checks that the model can take the ids: one outside its vocabulary would end the engine."""
     if not isinstance(given, list) or not 0 < len(given) <= MAX_SEQUENCES:
         raise RouteError(400, f"token_ids: must be a list of 1 to {MAX_SEQUENCES} lists of token ids")
     for ids in given:
@@ -108,7 +121,7 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 
 
 async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
-    """`engine_core.state` of the engine; None if it does not answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
+    """Returns `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
@@ -123,6 +136,7 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
 
 
 async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
     said = await ask_engine(engine) if status.broken is None else None
     reason = status.broken or (None if said else NO_ANSWER)
@@ -145,8 +159,10 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """With which flags the server was started, as far as they decide whether a run can use it. vLLM's own
-    `/server_info` collects what it knows of the machine first."""
+    """Returns the flags of the server that decide whether a run can use it.
+
+    vLLM's own `/server_info` takes longer, as it describes the machine too.
+    """
     config = engine.vllm_config
     model, transfer = config.model_config, config.weight_transfer_config
     return {
@@ -161,7 +177,7 @@ async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """`{"run": id}`: its learner has ended in order, and another run may have this server."""
+    """Ends the ownership of `{"run": id}`, whose learner has ended: another run may have this server."""
     run = body.get("run")
     if not isinstance(run, str):
         raise RouteError(400, 'a goodbye wants {"run": text}')
@@ -170,7 +186,7 @@ async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """How far the slowest worker is; an answer comes when none works any more, at the latest after `wait_s`."""
+    """Reports how far the slowest worker is, once all have ended or `{"wait_s": seconds}` are over."""
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
     while True:
@@ -191,13 +207,13 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def drop_update(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Drop the update that is open, if one is; vLLM has no route for it."""
+    """Drops an open update, for which vLLM has no route."""
     dropped = await engine.collective_rpc("slipstream_drop_update")
     return {"dropped": any(dropped)}
 
 
 async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Shielded: once begun it ends, whether or not its client still waits."""
+    """Swaps: `{"label": str, "clear_cache": bool}`. It ends even if its client does not wait any more."""
     label, clear_cache = body.get("label"), body.get("clear_cache", False)
     if not isinstance(label, str) or not isinstance(clear_cache, bool):
         raise RouteError(400, 'a swap wants {"label": text, "clear_cache": true or false}')
@@ -216,7 +232,7 @@ async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
         status.break_down(f"the swap to {label} failed: {error}")
         raise RouteError(503, status.broken or "") from error
     finally:
-        # Whoever waits for it goes on only after this call has said what came of it.
+        # Those that wait for it continue only after this call has recorded the outcome.
         status.swapped = None
         ended.set()
     if not result["whole"]:

@@ -19,13 +19,13 @@ logger = logging.getLogger(__name__)
 
 
 class AdapterMixin:
-    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+    """The worker's part in the proof of an adapter."""
 
     model_runner: Any
     _slipstream_reading: Reading
 
     def slipstream_score_adapter(self, token_ids: list[list[int]], which: tuple[str, int, str]) -> dict[str, Any]:
-        """As `ProofMixin.slipstream_score`, under the adapter of this name, number and folder."""
+        """As `ProofMixin.slipstream_score`, under the adapter `which`: name, number and folder."""
         from vllm.lora.request import LoRARequest
 
         scores = []
@@ -37,7 +37,7 @@ class AdapterMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
-        """Begin to compare what this worker holds of an adapter; `slipstream_layers` tells what was found."""
+        """Begins to compare what this worker holds of an adapter. `slipstream_layers` returns what was found."""
         from weight_sync.vllm.engine import adapter_proof
 
         name, _, folder = which
@@ -48,14 +48,14 @@ class AdapterMixin:
 
 
 class ProofMixin:
-    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+    """The worker's part in the proof of the model's weights."""
 
     model_runner: Any
     weight_transfer_engine: Any
     _slipstream_reading: layer_proof.Reading
 
     def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
-        """`logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
+        """Returns `logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
         for ids in token_ids:
             if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
@@ -66,32 +66,32 @@ class ProofMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:
-        """Begin to read what the live layers hold, on a thread of its own; `cannot`: why not."""
+        """Begins to read on a thread what the live layers hold. Returns `cannot`: why not, if so."""
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
         model = self.model_runner.model
-        # What cannot be read is computed with here: on the engine's thread, and no other.
+        # Layers that cannot be read are multiplied here, on the engine's thread: their functions allow no other.
         probed = layer_proof.probe_products(model, proven)
         self._slipstream_reading = layer_proof.ModelReading(model, proven, probed)
         self._slipstream_reading.start()
         return {}
 
     def slipstream_layers(self) -> dict[str, Any]:
-        """What was read, if it is done: `checked`, `wrong` and `unread`, see `layer_proof.Difference`."""
+        """Returns what was read: the fields of `fingerprints.Difference`, {} while it is not done."""
         reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()
 
 
 class StagingMixin:
-    """Methods for `collective_rpc`, each on the worker's own thread between two steps of the engine."""
+    """The worker's part in a swap."""
 
     weight_transfer_engine: Any
     # vLLM's own, of its worker.
     _weight_update_active: bool
 
     def slipstream_staging(self) -> dict[str, Any]:
-        """`StagedEngine.staging` of this worker, without waiting."""
+        """Returns `StagedEngine.staging` of this worker, without waiting."""
         staging = getattr(self.weight_transfer_engine, "staging", None)
         if staging is None:
             return {"stage": "failed", "error": "the transport of this server loads in place", "seconds": {}}
@@ -99,7 +99,7 @@ class StagingMixin:
         return report
 
     def slipstream_drop_update(self) -> bool:
-        """Drop the update that is open, as vLLM does with one that fails; whether one was."""
+        """Drops an open update, as vLLM does with one that fails. Returns whether there was one."""
         was_open = self._weight_update_active
         if was_open:
             self._weight_update_active = False
@@ -107,8 +107,13 @@ class StagingMixin:
         return was_open
 
     def slipstream_exchange(self) -> float | str:
-        """Exchange the live weights for the staged ones; seconds that it took, or why it failed, which leaves the model
-        unknown. What a worker raises reaches the engine as vLLM's words for it, without the cause."""
+        """Exchanges the live weights for the staged ones.
+
+        An error is returned, not raised: vLLM would pass it on without its cause. The model is unknown then.
+
+        Returns:
+            Seconds that it took, or why it failed.
+        """
         began = time.monotonic()
         try:
             self.finish_weight_update()  # type: ignore[attr-defined]

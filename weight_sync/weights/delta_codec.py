@@ -1,8 +1,8 @@
-"""The difference between two buffers of one manifest, bit for bit, and how it is laid on the first.
+"""Encodes the difference between two buffers of one manifest, bit for bit, and applies it to the first.
 
-The buffers are cut into pieces. Of each piece that differs the payload holds which elements differ (the gap to the one
+The buffers are cut into pieces. For each piece that differs the payload holds which elements differ (the gap to the one
 before, one byte each) and by how much: the step between the two bit patterns read as integers, in as few bytes as most
-of them need. Gaps and steps that do not fit leave a mark, and stand in full behind the others. Nothing is rounded:
+of them need. A gap or step that does not fit leaves a mark and follows in full after the others. Nothing is rounded:
 NaN payloads and the sign of zero are bits like any other.
 
     piece:  header, int64 [FIELDS]: elements that differ, gaps in full, bytes of a step, steps in full
@@ -10,8 +10,6 @@ NaN payloads and the sign of zero are bits like any other.
             gaps in full, uint32
             steps, signed [n]
             steps in full, as wide as an element
-
-Publications as the difference to the version before: exact, for what changed in the wire type alone.
 """
 
 from __future__ import annotations
@@ -42,13 +40,18 @@ THREADS = min(4, os.cpu_count() or 1)
 
 
 class DeltaError(RuntimeError):
-    """A payload does not fit the buffer that it is laid on, or is damaged."""
+    """A payload does not fit the buffer that it is applied to, or is damaged."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """payload: uint8 [bytes]. changed: elements that differ, of `elements` in all (padding between tensors not
-    counted)."""
+    """A difference.
+
+    Attributes:
+        payload: uint8 [bytes].
+        changed: Number of elements that differ.
+        elements: Number of all elements, without the padding between tensors.
+    """
 
     payload: torch.Tensor
     changed: int
@@ -56,7 +59,7 @@ class Delta:
 
     @property
     def share(self) -> float:
-        """Elements that differ, 0 to 1."""
+        """Share of elements that differ, 0 to 1."""
         return self.changed / self.elements if self.elements else 0.0
 
 
@@ -70,7 +73,7 @@ class _Piece:
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor, manifest: Manifest) -> Delta:
-    """The way from `base` to `new`: uint8 [manifest.total_bytes()] each, contiguous, on the host."""
+    """Encodes the difference from `base` to `new`: each uint8 [manifest.total_bytes()], contiguous, on the host."""
     old_bytes, new_bytes = _bytes_of(base, manifest), _bytes_of(new, manifest)
 
     def encoded(piece: _Piece) -> tuple[list[Array], int]:
@@ -87,9 +90,10 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor, manifest: Manifest) -> D
 
 
 def apply(payload: torch.Tensor, flat: torch.Tensor, manifest: Manifest) -> None:
-    """Lay `payload` on `flat`, in place. Raises `DeltaError` if it does not fit; `flat` may then be half changed.
+    """Applies `payload` to `flat` in place. Compare a digest of the result: only that shows that `flat` was the base.
 
-    That `flat` was the base, and that the result is what was meant, only a digest of the result tells.
+    Raises:
+        DeltaError: It does not fit. `flat` may be half changed then.
     """
     target = _bytes_of(flat, manifest)
     reader = _Reader(payload.numpy())
@@ -120,13 +124,13 @@ def _elements(flat: Array, piece: _Piece) -> Array:
 
 
 def _encode_piece(old: Array, new: Array) -> tuple[list[Array], int]:
-    """What the payload holds of a piece, and how many of its elements differ."""
+    """Returns what the payload holds of a piece, and how many of its elements differ."""
     places = _differing(old, new)
     if len(places) == 0:
         return [np.zeros(FIELDS, np.int64)], 0
     gaps, gaps_in_full = _gaps(places)
     if gaps.nbytes + gaps_in_full.nbytes >= len(old) - len(places):
-        # Steps of zero for all the others cost less than to say where the others are.
+        # A step of zero for each of the others costs less than the gaps.
         gaps, gaps_in_full = gaps[:0], gaps_in_full[:0]
         steps = (new - old).view(f"i{old.itemsize}")
         header_gaps = EVERY
@@ -139,7 +143,7 @@ def _encode_piece(old: Array, new: Array) -> tuple[list[Array], int]:
 
 
 def _differing(old: Array, new: Array) -> Array:
-    """Where two pieces differ: first which words of eight bytes do, then which elements of those."""
+    """Finds where two pieces differ: first which words of eight bytes do, then which elements of those."""
     words = len(old) * old.itemsize // 8
     per_word = 8 // old.itemsize
     head = words * per_word
@@ -154,14 +158,14 @@ def _differing(old: Array, new: Array) -> Array:
 
 
 def _gaps(places: Array) -> tuple[Array, Array]:
-    """The distance of each place to the one before, less one, as uint8; and those too large for it, as uint32."""
+    """Returns the distance of each place to the one before, less one, as uint8, and those too large as uint32."""
     gaps = np.diff(places, prepend=-1) - 1
     large = gaps >= GAP_IN_FULL
     return np.where(large, GAP_IN_FULL, gaps).astype(np.uint8), gaps[large].astype(np.uint32)
 
 
 def _narrow(steps: Array) -> tuple[Array, Array]:
-    """`steps` in the width that takes the fewest bytes in all, and those that do not fit it."""
+    """Returns `steps` in the width that takes the fewest bytes in all, and those that do not fit into it."""
     best, best_bytes = steps.itemsize, steps.nbytes
     fitting = steps
     for width in (1, 2, 4):
@@ -195,7 +199,7 @@ class _Reader:
         if count < 0 or size > self.left:
             raise ValueError(f"it ends {size - self.left} bytes short")
         start, self._at = self._at, self._at + size
-        # Copied where the place in the payload does not suit the type.
+        # Copied, as the position in the payload may not suit the type.
         return np.frombuffer(self._payload[start : self._at].tobytes(), dtype)
 
 

@@ -22,7 +22,7 @@ import torch
 HUGE = 2 * 2**20
 PAGE = 4096
 
-# The pages of a model that fills a machine are taken in less.
+# Bound on a wait for pages, above what those of a model that fills a machine take.
 MAX_WAIT_S = 30.0
 ALIGNMENT = 64
 
@@ -34,7 +34,7 @@ _BEFORE = (["module"], ["base_model", "model"])
 
 
 def fresh(size: int) -> torch.Tensor:
-    """uint8 [size] of zeros, in huge pages where the system gives them. Its pages are taken as they are touched."""
+    """Makes a uint8 [size] of zeros, in huge pages if the system has them. Pages are taken as they are touched."""
     if size < HUGE:
         return torch.zeros(size, dtype=torch.uint8)
     whole = _advised(mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -43,24 +43,26 @@ def fresh(size: int) -> torch.Tensor:
 
 
 def touch(flat: torch.Tensor) -> None:
-    """Take all pages of a buffer whose content does not matter now, so that who fills it does not wait for them."""
+    """Takes all pages of a buffer whose content does not matter, so that filling it does not wait for them."""
     flat[::PAGE].fill_(0)
 
 
 class Staging:
-    """A buffer that is made at first use, and again only for another size.
-
-    shared: other processes of this user on this host can map it by its `place`; nothing of it is left behind in the
-    file system, even by a process that is killed.
-    """
+    """A buffer that is made at first use, and again only for another size."""
 
     def __init__(self, shared: bool = False) -> None:
+        """Takes who may use it.
+
+        Args:
+            shared: Whether other processes of this user on this host can map it by its `place`. Nothing of it stays in
+                the file system, even if the process is killed.
+        """
         self._shared = shared
         self._flat: torch.Tensor | None = None
         self._fd: int | None = None
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size] with whatever was there; the same memory for the same size."""
+        """Returns a uint8 [size] with any content; the same memory for the same size."""
         if self._flat is None or len(self._flat) != size:
             self.forget()
             self._flat = self._made(size)
@@ -74,7 +76,7 @@ class Staging:
         return os.getpid(), self._fd
 
     def forget(self) -> None:
-        """Never use the present memory again: something may still read or write it. Views of it stay good."""
+        """Never uses the present memory again: something may still read or write it. Views of it stay good."""
         self._flat = None
         if self._fd is not None:
             fd, self._fd = self._fd, None
@@ -93,8 +95,15 @@ class Staging:
 
 
 def mapped(pid: int, fd: int, size: int) -> torch.Tensor:
-    """uint8 [size]: the buffer at `place` (pid, fd) of another process. Raises OSError where it is gone or no buffer
-    of that size."""
+    """Maps the shared buffer of another process as uint8 [size].
+
+    Args:
+        pid: Its process id, the first value of `Staging.place`.
+        fd: Its file descriptor, the second value.
+
+    Raises:
+        OSError: The buffer is gone, or has another size.
+    """
     ours = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     try:
         if os.fstat(ours).st_size != max(1, size):
@@ -105,12 +114,14 @@ def mapped(pid: int, fd: int, size: int) -> torch.Tensor:
 
 
 class Reserve:
-    """Buffers whose pages are taken on a thread, ahead of who fills them: for those snapshots that are alive at once.
-
-    most: buffers that are made in all for one size; who wants more makes them.
-    """
+    """Prepares buffers on a thread, so that filling them does not wait for their pages."""
 
     def __init__(self, most: int) -> None:
+        """Takes a bound.
+
+        Args:
+            most: Number of buffers to prepare in all for one size. `take` makes any more itself.
+        """
         self._most = most
         self._changed = threading.Condition()
         self._size: int | None = None
@@ -119,7 +130,7 @@ class Reserve:
         self._ready: list[torch.Tensor] = []
 
     def expect(self, size: int) -> None:
-        """Have a buffer of `size` bytes ready soon. Returns at once; does nothing where one is ready or on its way."""
+        """Starts to prepare a buffer of `size` bytes, unless one is ready or being prepared. Returns at once."""
         with self._changed:
             if size != self._size:
                 self._size, self._made = size, 0
@@ -131,7 +142,7 @@ class Reserve:
         threading.Thread(target=self._make, args=(size,), name="snapshot-pages", daemon=True).start()
 
     def take(self, size: int) -> torch.Tensor:
-        """uint8 [size], as `fresh`. Waits for one that is on its way: it is there sooner than a new one is filled."""
+        """Returns a uint8 [size] like `fresh`. Waits for one that is being prepared, which is faster than a new one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._making, MAX_WAIT_S)
             if self._ready and size == self._size:
@@ -152,16 +163,21 @@ class Reserve:
 
 
 def _advised(memory: mmap.mmap) -> torch.Tensor:
-    """uint8, all of `memory`, which lives as long as the tensor does."""
-    with contextlib.suppress(OSError, AttributeError):  # a system that knows no huge pages
+    """Returns `memory` as a uint8 tensor, which keeps it alive, and asks for huge pages."""
+    with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """Names (as in a Hugging Face checkpoint), torch's dtypes by name ("float32") and shapes of n tensors, in their
-    order in the buffer. Each starts at a multiple of `ALIGNMENT` bytes."""
+    """The layout of tensors in a flat buffer, in their order. Each starts at a multiple of `ALIGNMENT` bytes.
+
+    Attributes:
+        names: Names as in a Hugging Face checkpoint.
+        dtypes: torch's names of their types, such as "float32".
+        shapes: Their shapes.
+    """
 
     names: list[str]
     dtypes: list[str]
@@ -169,8 +185,12 @@ class Manifest:
 
     @classmethod
     def of(cls, weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
-        """The manifest of `weights` (tensors by name), those of floating point as `dtype` if given: float32 masters go
-        to servers in bfloat16, and a counter or a mask stays what it is."""
+        """Makes the manifest of tensors by name.
+
+        Args:
+            dtype: Type in which floating-point tensors are sent, as float32 masters go to servers in bfloat16; None:
+                their own. Others, such as counters and masks, keep theirs.
+        """
         return cls(
             list(weights),
             [str(_sent_as(tensor.dtype, dtype)).removeprefix("torch.") for tensor in weights.values()],
@@ -178,27 +198,31 @@ class Manifest:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `Manifest(**...)` reads it back."""
+        """Returns the fields for JSON; `Manifest(**...)` reads them back."""
         return asdict(self)
 
     def total_bytes(self) -> int:
-        """Bytes of the whole buffer. Raises ValueError for an unknown dtype."""
+        """Returns the bytes of the whole buffer. Raises ValueError for an unknown dtype."""
         return max((end for _, _, end in self._places()), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Each tensor by name, as a view of `flat`: uint8 [total_bytes()], contiguous."""
+        """Returns each tensor by name, as a view of `flat`: uint8 [total_bytes()], contiguous."""
         return {
             self.names[i]: flat[start:end].view(_dtype(self.dtypes[i])).view(self.shapes[i])
             for i, start, end in self._places()
         }
 
     def elements(self) -> int:
-        """Elements of all tensors, as `runs` takes them: those of more than 8 bytes count as several."""
+        """Returns the elements of all tensors; one of more than 8 bytes counts as several, as in `runs`."""
         return sum((end - start) // min(8, _dtype(self.dtypes[i]).itemsize) for i, start, end in self._places())
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """First byte, byte past the end and bytes of an element (at most 8) of each run of neighbouring tensors whose
-        elements have one width. A run begins at a multiple of `ALIGNMENT`; the padding between its tensors is in it."""
+        """Finds runs of neighbouring tensors whose elements have the same width.
+
+        Returns:
+            First byte, byte past the end, and bytes of an element (at most 8) of each run. A run begins at a multiple
+            of `ALIGNMENT` and includes the padding between its tensors.
+        """
         runs: list[tuple[int, int, int]] = []
         for i, start, end in self._places():
             width = min(8, _dtype(self.dtypes[i]).itemsize)
@@ -209,7 +233,7 @@ class Manifest:
         return runs
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Index, first byte and byte past the end of each tensor."""
+        """Yields index, first byte and byte past the end of each tensor."""
         start = 0
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
             end = start + _dtype(dtype).itemsize * math.prod(shape)
@@ -218,7 +242,7 @@ class Manifest:
 
 
 def _sent_as(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    # One byte: quantised, whose values mean nothing in another type.
+    # One byte an element is a quantised tensor, whose values mean nothing in another type.
     return dtype if dtype is not None and own.is_floating_point and own.itemsize > 1 else own
 
 
@@ -230,7 +254,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def unwrapped(name: str) -> str:
-    """`name` without what wrappers put into it."""
+    """Returns `name` without what wrappers of the module put into it."""
     parts = [part for part in name.split(".") if part not in _AROUND]
     while before := next((one for one in _BEFORE if parts[: len(one)] == one and len(parts) > len(one)), None):
         parts = parts[len(before) :]
@@ -238,7 +262,7 @@ def unwrapped(name: str) -> str:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """Raises ValueError where two of `names` are one without their wrappers."""
+    """Raises ValueError if two of `names` are the same without what wrappers put into them."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(unwrapped(name), name)

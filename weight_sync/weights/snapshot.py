@@ -30,8 +30,14 @@ WORDS = 2**16
 
 @dataclass(frozen=True)
 class AdapterPayload:
-    """file: the content of `adapter_model.safetensors`; config: that of `adapter_config.json`; digest: `digest_of`
-    them."""
+    """An adapter as it travels.
+
+    Attributes:
+        name: Run, version and digest, as `protocol.versions.name_of` joins them.
+        file: Content of `adapter_model.safetensors`.
+        config: Content of `adapter_config.json`.
+        digest: `adapter_digest` of both.
+    """
 
     name: str
     file: bytes
@@ -42,31 +48,35 @@ class AdapterPayload:
     def of(
         cls, version: int, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], run_id: str = ""
     ) -> AdapterPayload:
-        """tensors: by peft's names, contiguous, on the host."""
+        """Packs `tensors` by peft's names, contiguous and on the host, and the adapter's configuration."""
         file, text = save(dict(tensors)), json.dumps(config, sort_keys=True)
         digest = adapter_digest(file, text)
         return cls(name_of(version, digest, run_id), file, text, digest)
 
 
 def adapter_digest(file: bytes, config: str) -> str:
-    """BLAKE3 over both, hexadecimal."""
+    """Returns the BLAKE3 over both, in hex."""
     return blake3(file).update(config.encode()).hexdigest()
 
 
 @dataclass(frozen=True)
 class Probe:
-    """token_ids: T ids. logprobs: float32 [T-1], where logprobs[i] = log p(token_ids[i + 1] | token_ids[:i + 1]) in
-    nats, at temperature 1, by the weights that are published."""
+    """A token sequence, and the learner's log-probs of it under the weights that are published.
+
+    Attributes:
+        token_ids: T ids.
+        logprobs: float32 [T-1] in nats, at temperature 1: logprobs[i] = log p(token_ids[i + 1] | token_ids[:i + 1]).
+    """
 
     token_ids: list[int]
     logprobs: npt.NDArray[np.float32]
 
 
 def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0, length: int = LENGTH) -> list[int]:
-    """The `length` ids of publication `number`, the same at every call.
+    """Returns the ids of publication `number`, the same at every call.
 
-    Windows over a permutation of the vocabulary, each of which begins with the last id of the one before: `rounds` of
-    them in a row hold each id both as an input and as one that is predicted. The next round is permuted anew.
+    They are windows over a permutation of the vocabulary, each beginning with the last id of the one before: `rounds`
+    in a row hold every id both as an input and as a prediction. Then the vocabulary is permuted anew.
     """
     windows = rounds(vocab_size, length)
     number, place = divmod(number, windows)
@@ -76,27 +86,27 @@ def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0, length: int
 
 
 def rounds(vocab_size: int, length: int = LENGTH) -> int:
-    """Publications in a row that touch every id."""
+    """Returns the number of publications in a row that touch every id."""
     return max(1, -(-vocab_size // (length - 1)))
 
 
-# Memory of this process's snapshots: one that is on its way to the servers, and one that is filled.
+# Memory of this process's snapshots: one that is being published and one that is being filled.
 _reserve = Reserve(most=2)
 
 
 @runtime_checkable
 class MadeOneByOne(Protocol):
-    """Weights of which some are made when they are asked for, such as those with an adapter merged into them."""
+    """Weights that are made one at a time, such as those with an adapter merged into them."""
 
     def layout(self) -> dict[str, torch.Tensor]:
-        """Tensors of the same names, shapes and types, whatever they hold."""
+        """Returns tensors of the same names, shapes and types, with any content."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 @runtime_checkable
 class AdapterWeights(Protocol):
-    """Weights that are an adapter's alone, by peft's names. adapter_config: the content of `adapter_config.json`."""
+    """An adapter's weights alone, by peft's names, with the content of its `adapter_config.json`."""
 
     adapter_config: Mapping[str, Any]
 
@@ -104,10 +114,14 @@ class AdapterWeights(Protocol):
 class Snapshot:
     """The weights of one policy version, or of its adapter alone, and the probe that proves them.
 
-    adapter_config: None where they are the model's. flat: uint8 [manifest.total_bytes()] on the host. Making it is the
-    only part of a publication that the learner waits for. It takes little more than a copy of the bytes, on as many
-    threads as torch has, where `buffer` was used before or its pages were taken ahead (`flat_buffer`); else one and a
-    half to two times as long.
+    The learner waits only for this part of a publication. It takes little more than a copy of the bytes, on as many
+    threads as torch has, if `buffer` was used before or its pages were prepared (`flat_buffer`); else one and a half to
+    two times as long.
+
+    Attributes:
+        flat: uint8 [manifest.total_bytes()] on the host.
+        manifest: The layout of `flat`.
+        adapter_config: Configuration of the adapter; None if the weights are the model's.
     """
 
     def __init__(
@@ -119,10 +133,17 @@ class Snapshot:
         buffer: torch.Tensor | None = None,
         run_id: str = "",
     ) -> None:
-        """weights: names and tensors as in a checkpoint, but for what wraps the module, on any device; those that are
-        `MadeOneByOne` are held one at a time. dtype: the servers', for floating-point tensors; without it each has its
-        own. buffer: an earlier snapshot's `flat`, overwritten if it has the size. run_id: of the run whose version
-        it is."""
+        """Copies the weights.
+
+        Args:
+            version: The policy version.
+            weights: Names and tensors as in a checkpoint, on any device; names may hold what wraps the module. Those
+                that are `MadeOneByOne` are held one at a time.
+            probe: Proves the version.
+            dtype: Type of floating-point tensors on the servers; None: their own.
+            buffer: An earlier snapshot's `flat`, overwritten if it has the right size.
+            run_id: Id of the run whose version it is.
+        """
         self.adapter_config = weights.adapter_config if isinstance(weights, AdapterWeights) else None
         if isinstance(weights, MadeOneByOne):
             layout = weights.layout()
@@ -146,17 +167,17 @@ class Snapshot:
             _expect(size)
 
     def _name(self, name: str) -> str:
-        """As a checkpoint has it; an adapter's file keeps peft's names."""
+        """Returns the name that a checkpoint has; an adapter's file keeps peft's names."""
         return name if self.adapter_config is not None else unwrapped(name)
 
     @property
     def label(self) -> str:
-        """The run and the version, as vLLM reports them with each sampled token."""
+        """Run and version, as vLLM reports them with each sampled token."""
         return label_of(self.run_id, self.version)
 
     @cached_property
     def adapter(self) -> AdapterPayload | None:
-        """The adapter as it travels; None where the weights are the model's."""
+        """The adapter as it travels, None if the weights are the model's."""
         if self.adapter_config is None:
             return None
         return AdapterPayload.of(self.version, self.manifest.views(self.flat), self.adapter_config, self.run_id)
@@ -168,14 +189,14 @@ class Snapshot:
 
     @cached_property
     def words(self) -> torch.Tensor:
-        """Some of the weights, from everywhere in `flat`: int64 [at most 2 * `WORDS`], a copy. By these two snapshots
-        are compared when one of them is gone."""
+        """A copy of some words from everywhere in `flat`: int64 [at most 2 * `WORDS`]. They tell later how much another
+        snapshot differs."""
         whole = self.flat[: len(self.flat) // 8 * 8].view(torch.int64)
         return whole[:: max(1, len(whole) // WORDS) | 1].clone()
 
 
 def expect(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
-    """Have memory for a first snapshot of such weights ready soon; returns at once."""
+    """Starts to prepare memory for a first snapshot of such weights. Returns at once."""
     layout = weights.layout() if isinstance(weights, MadeOneByOne) else dict(weights)
     _expect(Manifest.of(layout, dtype).total_bytes())
 
@@ -186,5 +207,5 @@ def _expect(size: int) -> None:
 
 
 def digest_of(flat: torch.Tensor) -> bytes:
-    """XXH3-128 of a uint8 tensor on the host: 16 bytes. It shows damage; it is no proof against who can forge it."""
+    """Returns the XXH3-128 of a uint8 tensor on the host, 16 bytes. It finds damage; it does not prevent forgery."""
     return xxh3_128_digest(flat.numpy().data)

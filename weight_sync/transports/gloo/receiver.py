@@ -25,43 +25,52 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """The way from `base` (the digest, in hex, of what is to be there) to the new snapshot: payloads of `sizes` bytes,
-    sent one behind the other, to be laid on in this order."""
+    """The deltas from one snapshot to the new one, sent one behind the other in the order to apply them.
+
+    Attributes:
+        base: Digest of what to apply them to, in hex.
+        sizes: Bytes of each payload.
+    """
 
     base: str
     sizes: list[int]
 
     def check(self, whole_bytes: int) -> None:
-        """Raises ValueError where the payloads are not smaller than everything."""
+        """Raises ValueError if the payloads are not smaller than the whole snapshot."""
         if min(self.sizes, default=-1) < 0 or sum(self.sizes) >= max(1, whole_bytes):
             raise ValueError(f"a delta of {self.sizes} bytes for weights of {whole_bytes}")
 
 
 @dataclass(frozen=True)
 class GlooUpdateInfo(Manifest):
-    """Body of `/update_weights`: the manifest and, where the difference alone is sent, the fields of a `DeltaInfo`."""
+    """Body of `/update_weights`: the manifest, and the fields of a `DeltaInfo` if only deltas are sent."""
 
     delta: dict[str, Any] | None = None
 
 
 class GlooReceiver:
-    """Where one worker's bytes lie: in a buffer of its own, made once, or in its leader's."""
+    """One worker's end. Its bytes are in a buffer of its own, made once, or in its leader's."""
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group
         self._staging = Staging(shared=bool(group.followers))
         self._theirs: tuple[tuple[int, int, int], torch.Tensor] | None = None
-        # What the buffer holds whole.
+        # Digest of the snapshot that the buffer holds whole, empty if it holds none.
         self._digest = b""
 
     def close(self) -> None:
-        """Nothing to do: the group ends with the last who holds it, which may be a reception under way."""
+        """Does nothing: the group ends with its last reference, which a running `receive` may hold."""
 
     def receive(self, info: GlooUpdateInfo) -> dict[str, torch.Tensor]:
-        """The snapshot's tensors by name, as views that are good until the next call.
+        """Receives a snapshot and tells the learner whether its digest agrees.
 
-        The learner is told whether the digest agrees. Raises `TransferError` where it does not; RuntimeError where the
-        learner or the leader is gone or late; ValueError where `info` contradicts itself.
+        Returns:
+            Its tensors by name, as views that are good until the next call.
+
+        Raises:
+            TransferError: The digest does not agree.
+            RuntimeError: The learner or the leader is gone or late.
+            ValueError: `info` contradicts itself.
         """
         size = info.total_bytes()
         delta = DeltaInfo(**info.delta) if info.delta is not None else None

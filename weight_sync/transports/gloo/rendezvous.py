@@ -105,13 +105,13 @@ class Rendezvous:
         threading.Thread(target=self._accept, name="gloo-rendezvous", daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more, and end every connection and wait. May be called again."""
+        """Stops listening and ends every connection and wait. May be called again."""
         with self._changed:
             self._closed = True
             left = [*self._strangers]
             channels = [*self._seated.values()]
             self._changed.notify_all()
-        # A thread in `accept` is woken by this, not by `close` alone.
+        # `close` alone does not wake a thread in `accept`; this does.
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -186,9 +186,13 @@ class Rendezvous:
 
 
 def join(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tuple[KeyStore, Channel]:
-    """A worker's store in the rendezvous at `host:port`, and the connection to close once the group stands.
+    """Joins the rendezvous at `host:port` as a worker.
 
-    Raises RuntimeError: nobody answers there in time, or who answers does not hold the secret.
+    Returns:
+        The worker's store, and the connection to close once the group stands.
+
+    Raises:
+        RuntimeError: Nobody answers there in time, or the one that answers does not hold the secret.
     """
     deadline = time.monotonic() + timeout_s
     while True:
@@ -219,7 +223,7 @@ def join(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tu
 
 
 class KeyStore(dist.Store):  # type: ignore[misc]
-    """What gloo asks of a store, over two functions: set(key, value), and get(key, timeout in s), which waits."""
+    """A torch store made of two functions: set(key, value), and get(key, time-out in seconds), which waits."""
 
     def __init__(self, set_: Callable[[str, bytes], None], get: Callable[[str, float | None], bytes]) -> None:
         super().__init__()
@@ -237,12 +241,12 @@ class KeyStore(dist.Store):  # type: ignore[misc]
 
 
 def mac_of(secret: bytes, *parts: bytes) -> bytes:
-    """HMAC-SHA256 over the parts, each with its length."""
+    """Returns the HMAC-SHA256 over the parts, each with its length."""
     return hmac.digest(secret, b"".join(_LENGTH.pack(len(part)) + part for part in parts), "sha256")
 
 
 def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> Channel:
-    """The worker's side of the greeting."""
+    """Authenticates as a worker."""
     connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
     try:
         nonce = secrets.token_bytes(32)
@@ -262,7 +266,7 @@ def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> 
 
 
 def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int, Channel]:
-    """The learner's side of the greeting, bounded in time and bytes."""
+    """Authenticates a worker, bounded in time and bytes. Returns its rank and the connection."""
     deadline = time.monotonic() + GREETING_S
     magic, rank, theirs = _HELLO.unpack(_read(connection, _HELLO.size, deadline))
     if magic != _MAGIC or not 1 <= rank < size:
@@ -276,7 +280,7 @@ def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int,
 
 
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Exactly so many bytes. Raises OSError where they do not come in time."""
+    """Reads exactly `size` bytes. Raises OSError if they do not come in time."""
     found = bytearray()
     while len(found) < size:
         left = deadline - time.monotonic()

@@ -26,8 +26,8 @@ HISTORY = SharedHistory()
 class GlooTransport(StagedTransport):
     """See `StagedTransport`. Blocking calls of gloo run on threads.
 
-    Who has not the group's secret gets nothing at the rendezvous, nor over gloo's own connections (`peers`). These are
-    neither encrypted nor checked after that: who can change packets between the machines can change weights.
+    Without the group's secret nobody is answered at the rendezvous or over gloo's own connections. After that these are
+    neither encrypted nor authenticated: whoever can change packets between the machines can change weights.
     """
 
     def __init__(self, section: WeightSyncSection) -> None:
@@ -91,10 +91,10 @@ class GlooTransport(StagedTransport):
                 f"the server's workers did not come to {info.master_address}:{info.master_port}: {error}{strangers}"
             ) from error
         finally:
-            rendezvous.close()  # all are there, or nobody is waited for
+            rendezvous.close()  # all have come, or the wait is over
 
     def _send(self, group: GlooGroup, snapshot: Snapshot, path: DeltaPath | None) -> Sent:
-        """Returns when every worker has the snapshot staged and its digest agrees."""
+        """Sends the snapshot. Returns when every worker has staged it and its digest agrees."""
         try:
             sent = Sent.of(snapshot, path)
             if path is None:
@@ -116,9 +116,9 @@ class GlooTransport(StagedTransport):
         return sent
 
     def _send_bytes(self, group: GlooGroup, snapshot: Snapshot, flat: torch.Tensor) -> None:
-        """`flat` to all that receive, and then the snapshot's digest."""
+        """Sends `flat` to all that receive, and then the snapshot's digest."""
         for _ in group.buckets(flat):
-            snapshot.digest  # noqa: B018 - made once for all servers, while the first buckets travel
+            snapshot.digest  # noqa: B018 - computed once for all servers, while the first buckets travel
         words = torch.frombuffer(bytearray(snapshot.digest), dtype=torch.int64).tolist()
         for rank in group.receivers:
             group.tell(rank, *words)
@@ -134,7 +134,7 @@ class GlooTransport(StagedTransport):
 
 
 def _check(statuses: list[int]) -> None:
-    """Raises `TransferError` where a worker, in the order of their ranks, has not got what was sent."""
+    """Raises `TransferError` if a worker has not got what was sent. `statuses`: in the order of their ranks."""
     unmapped = [worker for worker, status in enumerate(statuses) if status == NOT_MAPPED]
     if unmapped:
         raise TransferError(f"workers {unmapped} cannot map the memory of the one that received for them")

@@ -20,23 +20,23 @@ import torch
 
 from weight_sync.transports.gpu.nccl_library import Library, Nccl, NcclError, Result
 
-# Between two looks at a call that is under way, in seconds: grows to the second.
+# Seconds between two looks at a running call: the first value grows to the second.
 FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3
 
-# How long `abort` waits for the thread that is in a call before it takes the group from under it.
+# How long `abort` waits for the thread that is in a call before it aborts the group nevertheless.
 ABORT_WAIT_S = 1.0
 
 
 class Stream(Protocol):
-    """pointer: cudaStream_t."""
+    """A stream of work on a device. `pointer` is its cudaStream_t."""
 
     pointer: int
 
     def current(self) -> AbstractContextManager[Any]:
-        """Inside, torch's work of this thread goes onto the stream."""
+        """Puts torch's work of this thread onto the stream, inside the context."""
 
     def mark(self) -> Callable[[], bool]:
-        """Asks whether all is done that is on the stream by now."""
+        """Returns a function that tells whether all work that is on the stream by now is done."""
 
 
 class CudaStream:
@@ -63,7 +63,7 @@ class CudaStream:
 
 @dataclass(frozen=True)
 class Gpu:
-    """One end of a transport: the GPU that its bytes pass through. uuid: the physical one's, as torch tells it."""
+    """The GPU that the bytes of one end pass through. `uuid` is the physical GPU's, as torch gives it."""
 
     library: Library
     device: torch.device
@@ -72,7 +72,7 @@ class Gpu:
 
 
 def own_gpu(device: torch.device | None = None) -> Gpu:
-    """`device`, or the one that this rank of the learner trains on. Raises `NcclError` where there is none."""
+    """Describes `device`, or the one that this rank of the learner trains on. Raises `NcclError` without a GPU."""
     if not torch.cuda.is_available():
         raise NcclError(
             "weight_sync.transport needs a GPU at the learner, and torch sees none; set weight_sync.transport = gloo "
@@ -84,10 +84,10 @@ def own_gpu(device: torch.device | None = None) -> Gpu:
 
 
 class Communicator:
-    """A place in a group. Used by one thread at a time; `abort` may be called from any other, and again."""
+    """One rank of a group, used by one thread at a time. `abort` may be called from any thread, and again."""
 
     def __init__(self, gpu: Gpu, timeout_s: float) -> None:
-        """timeout_s: of each call."""
+        """Makes a rank without a group. `timeout_s`: bound on each call, in seconds."""
         self.stream = gpu.stream()
         self._gpu = gpu
         self._timeout_s = timeout_s
@@ -100,9 +100,10 @@ class Communicator:
         return self._ended.is_set()
 
     def meet(self, unique_id: bytes, size: int, rank: int) -> None:
-        """Join the group of `unique_id`, and sum one float32 over it, which is what vLLM's workers begin with.
+        """Joins the group of `unique_id` and sums one float32 over it, with which vLLM's workers begin.
 
-        Raises `NcclError` where not all `size` ranks come in time.
+        Raises:
+            NcclError: Not all `size` ranks came in time.
         """
 
         def join() -> None:
@@ -118,23 +119,23 @@ class Communicator:
             self.wait("the first collective")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """uint8 [n], contiguous, on the group's GPU: rank 0's into all others'. Begun when it returns; see `wait`."""
+        """Starts to copy rank 0's `tensor` into all others': uint8 [n], contiguous, on the group's GPU. See `wait`."""
         address, count = tensor.data_ptr(), len(tensor)
         self._bounded(
             lambda: self._gpu.library.broadcast(self._group, address, count, self.stream.pointer), "a broadcast"
         )
 
     def wait(self, what: str = "a broadcast") -> None:
-        """Until all that is on the stream by now is done."""
+        """Waits until all work that is on the stream by now is done. `what` names it in an error."""
         done = self.stream.mark()
         self._bounded(None, what, done)
 
     def stop(self) -> None:
-        """Have the call that is under way raise `NcclError`; returns at once. `abort` is still to be called."""
+        """Makes the running call raise `NcclError`. Returns at once; `abort` must still be called."""
         self._ended.set()
 
     def abort(self) -> None:
-        """End the group: what is under way here raises `NcclError`, and there is nothing after it."""
+        """Ends the group. The running call raises `NcclError`, and so does every later one."""
         self._ended.set()
         if self._in_call.acquire(timeout=ABORT_WAIT_S):
             try:

@@ -26,7 +26,11 @@ from weight_sync.weights.snapshot import Snapshot
 
 @dataclass(frozen=True)
 class Handle:
-    """What torch's storage says of itself for another process. gpu: uuid. Bytes are base64; sizes are in bytes."""
+    """Names a tensor's memory on a GPU so that another process can open it, as torch's storage exports it.
+
+    Attributes:
+        gpu: UUID of the GPU. Bytes in the other fields are base64, sizes are in bytes.
+    """
 
     gpu: str
     memory: str
@@ -39,14 +43,14 @@ class Handle:
 
 
 def export_storage(tensor: torch.Tensor, gpu: str) -> Handle:
-    """Of a whole storage. To be called once for each: whoever opens it counts for one. Raises RuntimeError."""
+    """Exports the whole storage of `tensor`, once: torch counts one opener for each export. Raises RuntimeError."""
     storage: Any = tensor.untyped_storage()
     _, memory, size, offset, counter, counter_offset, event, event_wait = storage._share_cuda_()
     return Handle(gpu, _text(memory), size, offset, _text(counter), counter_offset, _text(event), bool(event_wait))
 
 
 def open_storage(handle: Handle, device: torch.device) -> torch.Tensor:
-    """uint8 [handle.size], the other process's memory, for as long as the tensor lives. Raises RuntimeError."""
+    """Opens another process's memory as uint8 [handle.size], for as long as the tensor lives. Raises RuntimeError."""
     make: Any = torch.UntypedStorage
     storage = make._new_shared_cuda(
         device.index or 0,
@@ -71,7 +75,7 @@ def _bytes(text: str) -> bytes:
 
 
 class IpcTransport(StagedTransport):
-    """See `StagedTransport`. The buffer is not written to again before the server has copied it."""
+    """The learner's end. See `StagedTransport`. The buffer is not filled again before the server has copied it."""
 
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
@@ -113,7 +117,7 @@ class IpcTransport(StagedTransport):
         await super().publish(server, snapshot, pause)
 
     async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """The server takes them by itself."""
+        """Does nothing: the worker copies the bytes itself."""
 
     async def close(self) -> None:
         self._gpu = self._buffer = self._handle = None
@@ -136,14 +140,14 @@ class IpcTransport(StagedTransport):
 
 @dataclass(frozen=True)
 class IpcInitInfo:
-    """Body of `/init_weight_transfer_engine`. learner_gpu: uuid of the GPU that the weights lie on."""
+    """Body of `/init_weight_transfer_engine`. `learner_gpu` is the UUID of the GPU that holds the weights."""
 
     learner_gpu: str
 
 
 @dataclass(frozen=True)
 class IpcUpdateInfo:
-    """Body of `/update_weights`. manifest and handle: fields of `Manifest` and `Handle`. checksum: base64."""
+    """Body of `/update_weights`: the fields of `Manifest` and `Handle`, and the checksum in base64."""
 
     manifest: dict[str, Any]
     handle: dict[str, Any]
@@ -151,10 +155,10 @@ class IpcUpdateInfo:
 
 
 class IpcReceiver:
-    """Keeps the learner's memory open from one update to the next."""
+    """The worker's end. Keeps the learner's memory open from one update to the next."""
 
     def __init__(self, gpu: Gpu, info: IpcInitInfo) -> None:
-        """Raises `TransferError` where the learner is on another GPU."""
+        """Prepares to receive. Raises `TransferError` if the learner is on another GPU."""
         if gpu.uuid != info.learner_gpu:
             raise TransferError(
                 f"the learner is on the GPU {info.learner_gpu} and this server on {gpu.uuid}, and ipc is for one that "
@@ -165,9 +169,13 @@ class IpcReceiver:
         self._opened: tuple[Handle, torch.Tensor] | None = None
 
     def receive(self, update: IpcUpdateInfo, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The snapshot's tensors by name, as views of `flat`: uint8 of the manifest's size, on the GPU.
+        """Copies a snapshot into `flat`: uint8 of the manifest's size, on the GPU.
 
-        Raises `TransferError` where they are not what the learner put there.
+        Returns:
+            Its tensors by name, as views of `flat`.
+
+        Raises:
+            TransferError: The copy is not what the learner put there.
         """
         handle = Handle(**update.handle)
         try:
@@ -184,5 +192,5 @@ class IpcReceiver:
         return Manifest(**update.manifest).views(flat)
 
     def close(self) -> None:
-        """Let go of the learner's memory; may be called again."""
+        """Closes the learner's memory. May be called again."""
         self._opened = None

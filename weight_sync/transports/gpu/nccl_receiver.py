@@ -30,7 +30,13 @@ _PART = 1 << 20
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Of uint8 [n], contiguous: uint8 [`SIZE`] on the same device. Arithmetic is modulo 2**64."""
+    """Sums the 64-bit words of contiguous uint8 [n], modulo 2**64, plainly and mixed with odd weights by position.
+
+    It tells changed and exchanged words.
+
+    Returns:
+        uint8 [`SIZE`] on the same device.
+    """
     padded = -len(data) % 8
     if padded:
         data = torch.cat([data, data.new_zeros(padded)])
@@ -49,8 +55,13 @@ def checksum(data: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NcclInitInfo:
-    """Body of `/init_weight_transfer_engine`. learner_gpu: uuid of the GPU that sends. bucket_bytes: of one broadcast.
-    timeout_s: of each wait."""
+    """Body of `/init_weight_transfer_engine`.
+
+    Attributes:
+        learner_gpu: UUID of the GPU that sends.
+        bucket_bytes: Bytes of one broadcast.
+        timeout_s: Bound on each wait, in seconds.
+    """
 
     nccl_unique_id_b64: str
     world_size: int
@@ -60,10 +71,10 @@ class NcclInitInfo:
 
 
 class NcclReceiver:
-    """The worker's place in a group. Begins to join at once, and receives one snapshot at a time."""
+    """A worker's end. Begins to join the group at once, and receives one snapshot at a time."""
 
     def __init__(self, gpu: Gpu, info: NcclInitInfo, rank: int) -> None:
-        """Raises `TransferError` where the learner is on the same GPU, which NCCL cannot do."""
+        """Begins to join. Raises `TransferError` if the learner is on the same GPU, which NCCL cannot do."""
         if gpu.uuid == info.learner_gpu:
             raise TransferError(
                 f"learner and server share the GPU {gpu.uuid}, and NCCL joins no two processes on one; set "
@@ -77,9 +88,13 @@ class NcclReceiver:
         self._joining.start()
 
     def receive(self, manifest: Manifest, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The snapshot's tensors by name, as views of `flat`: uint8 [manifest.total_bytes()], on the GPU.
+        """Receives a snapshot into `flat`: uint8 [manifest.total_bytes()] on the GPU.
 
-        Raises `TransferError` where they do not arrive whole, or the learner is gone or late.
+        Returns:
+            Its tensors by name, as views of `flat`.
+
+        Raises:
+            TransferError: They did not arrive whole, or the learner is gone or late.
         """
         self._joining.join(self._info.timeout_s)
         if self._error is not None or self._joining.is_alive():
@@ -102,7 +117,7 @@ class NcclReceiver:
         return manifest.views(flat)
 
     def close(self) -> None:
-        """Leave the group; a reception that is under way raises. May be called again."""
+        """Leaves the group. A running `receive` raises. May be called again."""
         self._group.abort()
 
     def _join(self, rank: int) -> None:
@@ -114,7 +129,7 @@ class NcclReceiver:
 
 
 def buckets(flat: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
-    """Views of uint8 [n], in order."""
+    """Cuts uint8 [n] into views of at most `max_bytes`, in order."""
     for start in range(0, len(flat), max_bytes):
         yield flat[start : start + max_bytes]
 
@@ -128,7 +143,7 @@ class Chunk:
 
 
 def wire_order(manifest: Manifest) -> Manifest:
-    """The same tensors, those of wide types first: packed without gaps, each then lies where its type may be read.
+    """Sorts tensors by width of their type, widest first, so that each is aligned when they are packed without gaps.
 
     Within a type they keep their order, so that the parts of a fused layer stay together.
     """
@@ -142,7 +157,7 @@ def wire_order(manifest: Manifest) -> Manifest:
 
 
 def chunks(manifest: Manifest, max_bytes: int) -> Iterator[Chunk]:
-    """As vLLM cuts: a chunk is closed by the tensor with which it passes `max_bytes`."""
+    """Cuts as vLLM does: a chunk ends with the tensor with which it passes `max_bytes`."""
     names: list[str] = []
     size = 0
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
@@ -156,7 +171,7 @@ def chunks(manifest: Manifest, max_bytes: int) -> Iterator[Chunk]:
 
 
 def fill(buffer: torch.Tensor, chunk: Chunk, snapshot: Snapshot) -> torch.Tensor:
-    """Copy the chunk's tensors into `buffer`, uint8 on any device, on the current stream; returns the part filled."""
+    """Copies the chunk's tensors into `buffer` (uint8, any device) on the current stream. Returns the filled part."""
     views = snapshot.manifest.views(snapshot.flat)
     start = 0
     for name in chunk.names:

@@ -26,12 +26,12 @@ from weight_sync.transports.gpu.nccl_library import NcclError
 from weight_sync.transports.gpu.nccl_receiver import SIZE, buckets, checksum, chunks, fill, wire_order
 from weight_sync.weights.snapshot import Snapshot
 
-# Between two looks at whether the workers still receive.
+# Seconds between two looks whether the workers still receive.
 WATCH_EVERY_S = 1.0
 
 
 class Link:
-    """Connected once; after an error or `close` it is of no use."""
+    """The learner's place in the group of one server. It cannot be used again after an error or `close`."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -39,7 +39,7 @@ class Link:
 
     @property
     def group(self) -> Communicator:
-        """Raises `TransferError` when not connected."""
+        """The open group. Raises `TransferError` if not connected."""
         if self._group is None or self._group.ended:
             raise TransferError("the transport is not connected")
         return self._group
@@ -51,10 +51,16 @@ class Link:
     async def open(
         self, server: ServerControl, workers: int, info: Callable[[communicator.Gpu], dict[str, Any]]
     ) -> communicator.Gpu:
-        """Meet the server's workers: what `info` gives for this end's GPU and the group's secret id go to them.
+        """Forms a group with the server's workers.
 
-        The id travels by the server's guarded route: who does not know it cannot join. Raises `TransferError`,
-        `ControlError`.
+        The group's id travels by a route that wants the learner's token; without the id nobody can join.
+
+        Args:
+            info: Returns what else the workers are told, given this end's GPU.
+
+        Raises:
+            ControlError: A call to the server failed.
+            TransferError: Not all workers came.
         """
         size = workers + 1
         try:
@@ -72,7 +78,7 @@ class Link:
         return gpu
 
     async def beside(self, call: Coroutine[Any, Any, None], work: Callable[..., None], *arguments: Any) -> None:
-        """`work(*arguments)`, which uses the group, on a thread, while the server answers `call`."""
+        """Runs `work(*arguments)`, which uses the group, on a thread while the server answers `call`."""
         group = self._group
         assert group is not None
 
@@ -99,7 +105,7 @@ class Link:
             raise
 
     async def close(self) -> None:
-        """End the group; may be called again."""
+        """Ends the group. May be called again."""
         group, self._group = self._group, None
         if group is not None:
             await on_thread(group.abort)
@@ -190,7 +196,7 @@ class NcclStagedTransport(StagedTransport):
         await self._link.close()
 
     async def _received(self, server: ServerControl) -> None:
-        """Until no worker receives any more. Raises `TransferError` when one has failed: nobody waits for it then."""
+        """Waits until no worker receives any more. Raises `TransferError` at once if one has failed."""
         while True:
             staged = await server.staged(WATCH_EVERY_S)
             if staged.stage == "failed":

@@ -20,14 +20,14 @@ CHUNK_BYTES = 8 * 1024**2
 THREADS = 2
 CHUNKS_PREFIX = "/slipstream/chunks/"
 
-# Bytes that are handed to a connection at one time.
+# Bytes that are handed to a connection at once.
 SLICE_BYTES = 256 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 
 
 @dataclass(frozen=True)
 class ChunkList:
-    """`total_bytes` in chunks of `chunk_bytes` (the last may be shorter), with the BLAKE3 of each in hex."""
+    """A blob in chunks of `chunk_bytes` (the last may be shorter), with the BLAKE3 of each in hex."""
 
     chunk_bytes: int
     total_bytes: int
@@ -44,7 +44,7 @@ class ChunkList:
 
     @classmethod
     def of(cls, flat: torch.Tensor, chunk_bytes: int = CHUNK_BYTES) -> ChunkList:
-        """The chunks of a uint8 tensor on the host."""
+        """Hashes the chunks of a uint8 tensor on the host."""
         whole = bytes_of(flat)
         starts = range(0, len(whole), chunk_bytes)
         with ThreadPoolExecutor(THREADS) as pool:
@@ -53,16 +53,16 @@ class ChunkList:
 
     @cached_property
     def root(self) -> str:
-        """Names the whole: BLAKE3 over the chunks' digests, in hex."""
+        """Digest of the whole: BLAKE3 over the chunks' digests, in hex."""
         return digest_of(memoryview("".join(self.digests).encode()))
 
     def place(self, index: int) -> tuple[int, int]:
-        """First byte of a chunk, and the byte past its end."""
+        """Returns the first byte of a chunk and the byte past its end."""
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
     def damaged(self, flat: torch.Tensor) -> list[int]:
-        """Chunks of `flat` (uint8 [total_bytes]) that are not those of the list."""
+        """Returns the indices of the chunks of `flat` (uint8 [total_bytes]) whose digest is not the list's."""
         found = ChunkList.of(flat, self.chunk_bytes)
         return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
 
@@ -72,27 +72,27 @@ class ChunkList:
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """The memory of a uint8 tensor on the host, contiguous."""
+    """Returns the memory of a contiguous uint8 tensor on the host."""
     return memoryview(flat.numpy().data)
 
 
 def digest_of(data: memoryview) -> str:
-    """BLAKE3 in hex: 64 characters."""
+    """Returns the BLAKE3 of `data` in hex, 64 characters."""
     return blake3(data).hexdigest()
 
 
 def is_authorized(authorization: str, secret: str) -> bool:
-    """Whether the request's Authorization header holds the transfer's secret."""
+    """Returns whether the request's Authorization header holds the transfer's secret."""
     return equal_secrets(authorization, f"Bearer {secret}")
 
 
 def equal_secrets(given: str, expected: str) -> bool:
-    """Whether two texts are equal, in a time that does not tell how far. `given`: as a header is read, any bytes."""
+    """Returns whether two texts are equal, in constant time. `given` may hold any bytes, as read from a header."""
     return hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode())
 
 
 def parse_range(header: str, total_bytes: int) -> tuple[int, int] | None:
-    """First byte and byte past the end of a Range header of one range; None where it names none within the bytes."""
+    """Parses a Range header with one range. Returns first byte and byte past the end; None if not within the bytes."""
     match = _RANGE.fullmatch(header)
     if match is None:
         return None

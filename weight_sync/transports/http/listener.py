@@ -20,22 +20,22 @@ from aiohttp import web
 
 logger = logging.getLogger(__name__)
 
-# Connections that have not brought the secret.
+# Bound on connections that have not brought the secret.
 MAX_STRANGERS = 128
 
-# Connections that have: a server has four, so far more servers than one learner trains with.
+# Bound on those that have. A server has four, so this is far more servers than one learner trains with.
 MAX_AUTHENTICATED = 2048
 
-# Without a request that is served.
+# A connection without a running request is closed after this.
 IDLE_S = 5.0
 
-# Out of file descriptors: what ends it is outside this port.
+# Pause after a failed accept, such as for lack of file descriptors, which nothing at this port can end.
 ACCEPT_AGAIN_S = 0.2
 BACKLOG = 1024
 
 
 class Listener(web.Server):
-    """The server's connections, each a stranger's or proven, idle or serving. For use on one event loop."""
+    """An HTTP server that bounds its connections: strangers' and authenticated ones. For use on one event loop."""
 
     def __init__(self, handler: Any) -> None:
         super().__init__(handler, access_log=None, keepalive_timeout=IDLE_S, lingering_time=0)
@@ -63,8 +63,11 @@ class Listener(web.Server):
         super().connection_lost(handler, exc)
 
     def authenticate(self, transport: asyncio.Transport) -> bool:
-        """The secret came on this connection, and a request is served on it until `finish`. False where there is no
-        room for it: every proven one is busy."""
+        """Notes that the secret came on a connection, on which a request is served until `finish`.
+
+        Returns:
+            False if there is no room for it, as every authenticated connection is busy.
+        """
         if transport not in self._strangers and transport not in self._authenticated:
             return False  # it made room meanwhile
         if transport in self._strangers and len(self._authenticated) >= self._max_authenticated:
@@ -79,7 +82,7 @@ class Listener(web.Server):
         return True
 
     def finish(self, transport: asyncio.Transport) -> None:
-        """The request is answered."""
+        """Notes that the request on a connection is answered."""
         if transport in self._authenticated:
             self._time(transport)
 
@@ -104,7 +107,7 @@ class Listener(web.Server):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Sockets that listen at every address of `host`, on one port (0: a free one). Raises OSError."""
+    """Opens sockets that listen at every address of `host`, on one port (0: a free one). Raises OSError."""
     found: list[socket.socket] = []
     absent: OSError | None = None
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -126,8 +129,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 async def admit(listener: Listener, open_socket: socket.socket) -> None:
-    """Accept connections, until it is cancelled. One each turn of the loop: what a server has sent is read before the
-    next hundred strangers push it out."""
+    """Accepts connections until cancelled, one in each turn of the loop: a server's request must be read before the
+    next hundred strangers replace its connection."""
     loop = asyncio.get_running_loop()
     told = False
     while True:
@@ -143,7 +146,7 @@ async def admit(listener: Listener, open_socket: socket.socket) -> None:
 
 
 class Throttle:
-    """Lets `bytes_per_s` pass (0: any number). To be used on one event loop."""
+    """Bounds bytes to `bytes_per_s` (0: no bound). For use on one event loop."""
 
     def __init__(self, bytes_per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._bytes_per_s = bytes_per_s
@@ -151,12 +154,12 @@ class Throttle:
         self._free_at = 0.0
 
     async def pass_on(self, count: int) -> None:
-        """Returns when `count` bytes may go."""
+        """Waits until `count` bytes may be sent."""
         if delay := self.delay(count):
             await asyncio.sleep(delay)
 
     def delay(self, count: int) -> float:
-        """Seconds until `count` bytes may go; they are counted as sent then."""
+        """Returns the seconds until `count` bytes may be sent, and counts them as sent then."""
         if not self._bytes_per_s:
             return 0.0
         now = self._clock()

@@ -17,28 +17,28 @@ from urllib.parse import urlsplit
 
 from weight_sync.transports.http import chunks
 
-# A source that says nothing for so long is asked again, or another one.
+# After so long without a byte the request is made again, of this source or another.
 SILENCE_S = 2.0
 
-# Where there are others, a request must bring this much in each such while: far below a network for weights.
+# If there are other sources, a request must bring this much in each such period: far below any network for weights.
 PACE_S = 5.0
 PACE_BYTES_PER_S = 1e6
 
-# So often may both whiles double, and the pace go down to a quarter.
+# So often may both periods double, each time with a quarter of the speed.
 MAX_SLACK = 5
 RETRY_PAUSE_S = 0.2
 MAX_RETRY_PAUSE_S = 5.0
 
-# An attempt that brought so much was worth it: the next one need not wait.
+# After an attempt that brought so much the next one need not wait.
 WORTH_BYTES = 64 * 1024
 
 # The learner's port is closed: its process is gone, and its secret with it.
 MAX_REFUSED_S = 20.0
 
-# A server behind NAT is never reached by the others: they find out soon, and ask the learner.
+# A server behind NAT cannot be reached by the others: they find that out soon and ask the learner.
 CONNECT_TIMEOUT_S = 3.0
 
-# One read. Who pulls looks after its connections, and ends a slow one sooner.
+# Bound on one read. The pull watches its connections and ends a slow one sooner.
 READ_TIMEOUT_S = 300.0
 _PORTS = {"http": 80, "https": 443}
 
@@ -48,11 +48,16 @@ FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 @dataclass(eq=False)
 class PullSource:
-    """Whom to ask: `url`, and how it has done so far.
+    """A source at `url`, and how it has done so far.
 
-    faults: attempts that failed, the last at `fault_at`. barren: of them, in a row, such that brought next to nothing.
-    down: the last one did so, and not by being slow. slow_at: the slack at which it was too slow. refused_since: its
-    port has been closed since then. trouble: its last error.
+    Attributes:
+        faults: Attempts that failed, the last one at `fault_at`.
+        barren: Failed attempts in a row that brought next to nothing.
+        slow_at: The slack at which it was too slow, -1 if it never was.
+        down: Whether its last attempt brought next to nothing, and not by being slow.
+        distrusted: Whether its bytes were wrong.
+        refused_since: Since when its port has been closed, None if it is open.
+        trouble: Its last error.
     """
 
     url: str
@@ -68,8 +73,13 @@ class PullSource:
 
 @dataclass(eq=False)
 class Attempt:
-    """One request to a source, from `began` on. heard_at: of its last bytes. slow: why it is being ended, if it was too
-    slow even with `slack`; -1: more of it would not have helped."""
+    """One request to a source, from `began` on.
+
+    Attributes:
+        heard_at: When its last bytes came.
+        slow: Why it is being ended for being too slow, "" if it is not.
+        slack: The slack with which it was too slow; -1 if more would not have helped.
+    """
 
     source: PullSource
     began: float
@@ -82,7 +92,7 @@ class Attempt:
 
 
 class Sources:
-    """The sources of one pull, in the order in which they are to be asked; the last is the learner's."""
+    """The sources of one pull, in the order to ask; the last is the learner's."""
 
     def __init__(self, urls: list[str]) -> None:
         self.all = [PullSource(url) for url in urls]
@@ -91,11 +101,11 @@ class Sources:
         self._worth_at = float("-inf")
 
     def begin(self, now: float) -> Attempt:
-        """An attempt at the first of those that have failed least, and whose bytes were right."""
+        """Begins an attempt at the first of the sources with the fewest failures whose bytes were right."""
         return Attempt(min(self._usable(), key=lambda source: source.faults), now, now, now)
 
     def note(self, attempt: Attempt, count: int, now: float) -> None:
-        """`count` bytes came."""
+        """Notes `count` bytes that came."""
         attempt.heard_at = now
         attempt.in_window += count
         attempt.arrived += count
@@ -104,17 +114,17 @@ class Sources:
             self.done(attempt, now)
 
     def done(self, attempt: Attempt, now: float) -> None:
-        """The attempt brought all that it asked for, or enough."""
+        """Notes that the attempt brought all that it asked for, or enough."""
         attempt.source.barren = 0
         self._worth_at = now
 
     def too_slow(self, attempt: Attempt, now: float, least_bytes_per_s: float) -> bool:
-        """Whether to end the attempt: it is silent, or brings less than `least_bytes_per_s`, or than any network."""
+        """Returns whether to end the attempt: it is silent, or slower than `least_bytes_per_s` or than any network."""
         if attempt.slow:
             return True
         if (silent_s := now - attempt.heard_at) >= SILENCE_S * 2**self._slack:
             attempt.slow = f"it said nothing for {silent_s:.1f} s"
-            # One that brought bytes and then fell silent is broken, not slow.
+            # One that sent bytes and then fell silent is broken, not slow.
             attempt.slack = self._slack if attempt.arrived < WORTH_BYTES else -1
         elif (while_s := now - attempt.window_began) >= PACE_S * 2**self._slack:
             pace = attempt.in_window / while_s
@@ -124,14 +134,14 @@ class Sources:
         return bool(attempt.slow)
 
     def failed(self, attempt: Attempt, error: Exception, now: float) -> float:
-        """The attempt ended before its end. Returns seconds to wait before the next one."""
+        """Notes that the attempt failed. Returns the seconds to wait before the next one."""
         source = attempt.source
         source.trouble = attempt.slow or f"{type(error).__name__}: {error}"
         if not isinstance(error, ConnectionRefusedError):
             source.refused_since = None
         elif source.refused_since is None:
             source.refused_since = now
-        # What failed on several connections at one time is one fault.
+        # What fails on several connections at once is one fault.
         if attempt.began >= source.fault_at:
             source.fault_at = now
             source.faults += 1
@@ -143,22 +153,22 @@ class Sources:
         ):
             self._slack = min(self._slack + 1, MAX_SLACK)
         barren = min(other.barren for other in {*self._usable(), source})
-        # Every source has failed in vain: no hurry.
+        # No source has brought anything of late, so there is no hurry.
         return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), MAX_RETRY_PAUSE_S) if barren else 0.0
 
     def gone_s(self, now: float) -> float:
-        """For how long the learner has refused connections, and nobody else has brought anything."""
+        """Returns for how many seconds the learner has refused connections and no source has brought anything."""
         since = self.last.refused_since
         return 0.0 if since is None else now - max(since, self._worth_at)
 
     def distrust(self, source: PullSource) -> None:
-        """Its bytes were wrong: it is not asked again, unless it is the last."""
+        """Notes that the source's bytes were wrong. It is not asked again, unless it is the last."""
         source.distrusted = source is not self.last
         source.faults += 1
         source.trouble = "its bytes were wrong"
 
     def describe_failures(self) -> str:
-        """What went wrong, by source; "" for nothing."""
+        """Describes what went wrong, by source; "" for nothing."""
         return "; ".join(f"{source.url}: {source.trouble}" for source in self.all if source.trouble)
 
     def _usable(self) -> list[PullSource]:
@@ -166,11 +176,11 @@ class Sources:
 
 
 class GoneError(Exception):
-    """The source answers, and does not serve the blob (any more)."""
+    """The source answers, but does not serve the blob, or not any more."""
 
 
 class Wire:
-    """One connection, kept while the same host is asked. `end` may be called from any thread, the rest from one."""
+    """One connection, kept while the same host is asked. Only `end` may be called from other threads."""
 
     def __init__(self, headers: dict[str, str]) -> None:
         self._headers = headers
@@ -185,14 +195,21 @@ class Wire:
             self._http = None
 
     def end(self) -> None:
-        """What is being read fails at once."""
+        """Makes the running read fail at once."""
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def read_range(self, url: str, start: int, into: memoryview, arrived: Callable[[int], bool]) -> None:
-        """Bytes `start` to `start + len(into)` of `url`, read straight into `into`. `arrived` is told of each piece,
-        and says whether to go on; where not, the rest is left. Raises `GoneError`, or one of `FAILURES`."""
+        """Reads bytes `start` to `start + len(into)` of `url` into `into`.
+
+        Args:
+            arrived: Called with the size of each piece. Returns whether to go on; if not, the rest is left.
+
+        Raises:
+            GoneError: The source does not serve the blob.
+            FAILURES: Any of these, if the request fails.
+        """
         parts = urlsplit(url)
         connection = self._connected(parts.scheme, parts.netloc, parts.hostname or "", parts.port)
         header = {**self._headers, "Range": f"bytes={start}-{start + len(into) - 1}"}
@@ -207,7 +224,7 @@ class Wire:
             raise OSError(f"{url}: an answer of {length[:40]!r} bytes to {len(into)} asked")
         done = 0
         while done < len(into):
-            # Not `readinto`: it waits for all, and what is there when the connection breaks off would not be counted.
+            # Not `readinto`: it waits for all, and what has come when the connection breaks off would not be counted.
             piece = response.read1(min(chunks.SLICE_BYTES, len(into) - done))
             if not piece:
                 raise OSError(f"the connection ended after {done} of {len(into)} bytes")

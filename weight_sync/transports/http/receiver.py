@@ -39,8 +39,15 @@ GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))
 
 @dataclass(frozen=True)
 class Record:
-    """Where a buffer is, and what it holds. `holds`: the root of its chunks, "" while it is filled or broken off;
-    `digests`: of its chunks then. `secret_hash`: BLAKE3 of the secret that those who ask for its bytes must bring."""
+    """Where a buffer is, and what it holds.
+
+    Attributes:
+        pid: Process that holds the buffer, under its file descriptor `fd`.
+        holds: Root of its chunks, "" while it is being filled or after that broke off.
+        digests: Digests of its chunks.
+        secret_hash: BLAKE3 of the secret that a request for its bytes must bring.
+        mbytes_per_s: Bound on what the server passes on of it, in 10**6 bytes per second; 0 for none.
+    """
 
     pid: int
     fd: int
@@ -52,7 +59,7 @@ class Record:
     mbytes_per_s: float = 0.0
 
     def open(self) -> int:
-        """A file descriptor of the buffer. Raises OSError when the process that held it is gone."""
+        """Opens a file descriptor of the buffer. Raises OSError if the process that held it is gone."""
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size != self.total_bytes:
             os.close(fd)
@@ -61,7 +68,7 @@ class Record:
 
 
 def record_of(key: str) -> Record | None:
-    """The record of the transfer `key`; None where there is none that can be read."""
+    """Reads the record of the transfer `key`; None if there is none that can be read."""
     if not _KEY.fullmatch(key):
         return None
     try:
@@ -70,7 +77,7 @@ def record_of(key: str) -> Record | None:
         return None
 
 
-# Brings the buffer to what is wanted. Gets the buffer, and its record as it was (None: fresh memory).
+# Fills the buffer with what is wanted. Takes the buffer and its record as it was (None: fresh memory).
 Fill = Callable[[torch.Tensor, Record | None], None]
 
 
@@ -86,8 +93,13 @@ class SharedStaging:
         self._flat: torch.Tensor | None = None
 
     def receive(self, wanted: Record, fill: Fill, timeout_s: float) -> torch.Tensor:
-        """The buffer, uint8 [wanted.total_bytes], with `wanted.holds` in it: filled here if no other worker has done
-        it. Raises what `fill` raises, and `TransferError` where another worker fills it for longer than `timeout_s`.
+        """Returns the buffer with `wanted.holds` in it, filled here if no other worker has done it.
+
+        Returns:
+            uint8 [wanted.total_bytes].
+
+        Raises:
+            TransferError: Another worker has been filling it for `timeout_s` seconds. Errors of `fill` propagate.
         """
         deadline = time.monotonic() + timeout_s
         while True:
@@ -99,7 +111,7 @@ class SharedStaging:
             time.sleep(LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Let go of the buffer and its record; views of it stay good. Never raises."""
+        """Releases the buffer and its record; views of it stay good. Never raises."""
         with contextlib.suppress(OSError), self._lock() as mine:
             if mine:
                 for suffix in (".json", ".lock"):
@@ -107,7 +119,7 @@ class SharedStaging:
         self._forget()
 
     def forget_buffer(self) -> None:
-        """Never use the present memory again: something may still write into it."""
+        """Never uses the present memory again: something may still write into it."""
         with contextlib.suppress(OSError):
             (_folder() / f"{self._key}.json").unlink(missing_ok=True)
         self._forget()
@@ -126,7 +138,7 @@ class SharedStaging:
         return flat
 
     def _map(self, found: Record | None, size: int) -> Record | None:
-        """Map the buffer that `found` names, or a fresh one; returns `found` if that could be used."""
+        """Maps the buffer that `found` names, or a fresh one. Returns `found` if its buffer could be mapped."""
         if found is not None and found.total_bytes == size:
             if self._flat is not None and found.pid == os.getpid() and found.fd == self._fd:
                 return found
@@ -159,15 +171,14 @@ class SharedStaging:
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Whether this worker alone fills the buffer, inside."""
+        """Yields whether this worker alone may fill the buffer."""
         with _locked(_folder() / f"{self._key}.lock") as mine:
             yield mine
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Whether the lock is this process's, inside. Who holds it may remove the file: one that was opened before that is
-    no lock any more."""
+    """Yields whether this process has the lock. Its holder may remove the file, which is no lock from then on."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -181,7 +192,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _sweep() -> None:
-    """Remove what processes left that are gone, as a kill leaves it: records, and locks that nobody holds."""
+    """Removes what killed processes left: their records, and locks that nobody holds."""
     folder = _folder()
     for key in {path.stem for suffix in ("json", "lock") for path in folder.glob(f"*.{suffix}")}:
         record = record_of(key)
@@ -194,7 +205,7 @@ def _sweep() -> None:
 
 
 def _folder() -> Path:
-    """This user's folder of records. Raises OSError where another user has made it."""
+    """Returns this user's folder of records. Raises OSError if another user has made it."""
     folder = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
@@ -205,9 +216,15 @@ def _folder() -> Path:
 
 @dataclass(frozen=True)
 class HttpInitInfo:
-    """Body of `/init_weight_transfer_engine`. key: names the transfer on the server's host (16 hex digits). secret: to
-    be brought to the learner and to other servers. greeting: a URL of one byte, which says that the learner can be
-    reached. mbytes_per_s: bound on what this server passes on (0: none). timeout_s: for one snapshot."""
+    """Body of `/init_weight_transfer_engine`.
+
+    Attributes:
+        key: Name of the transfer on the server's host, 16 hex digits.
+        secret: To be brought to the learner and to other servers.
+        greeting: URL of one byte, to find out whether the learner can be reached.
+        timeout_s: Bound on one snapshot, in seconds.
+        mbytes_per_s: Bound on what this server passes on, in 10**6 bytes per second; 0 for none.
+    """
 
     key: str
     secret: str
@@ -218,8 +235,14 @@ class HttpInitInfo:
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """The way from `base` (a root, see `ChunkList.root`) to the new snapshot: `url` gives payloads of `sizes` bytes,
-    one behind the other, to be laid on in this order."""
+    """The deltas from one snapshot to the new one.
+
+    Attributes:
+        base: What to apply them to (`ChunkList.root`).
+        url: Where the payloads are, one behind the other, in the order to apply them.
+        chunks: Fields of their `ChunkList`.
+        sizes: Bytes of each payload.
+    """
 
     base: str
     url: str
@@ -229,7 +252,14 @@ class DeltaInfo:
 
 @dataclass(frozen=True)
 class HttpUpdateInfo:
-    """Body of `/update_weights`. sources: URLs of the bytes, in the order to ask; the last is the learner's."""
+    """Body of `/update_weights`.
+
+    Attributes:
+        manifest: Fields of the `Manifest`.
+        chunks: Fields of the `ChunkList`.
+        sources: URLs of the bytes, in the order to ask; the last is the learner's.
+        delta: Fields of a `DeltaInfo`, None to pull the whole.
+    """
 
     manifest: dict[str, Any]
     chunks: dict[str, Any]
@@ -238,7 +268,7 @@ class HttpUpdateInfo:
 
 
 class HttpReceiver:
-    """The connection of one worker to a learner. The host's workers share what one of them pulls."""
+    """One worker's connection to a learner. The workers of a host share what one of them pulls."""
 
     def __init__(self, init: HttpInitInfo) -> None:
         self._init = init
@@ -247,13 +277,18 @@ class HttpReceiver:
         self._closed = False
 
     def greet(self) -> None:
-        """Raises `TransferError` where the learner cannot be reached."""
+        """Pulls one byte from the learner. Raises `TransferError` if it cannot be reached."""
         Pull(GREETING, self._init.secret, [self._init.greeting], memoryview(bytearray(1)), self._init.timeout_s).run()
 
     def receive(self, info: HttpUpdateInfo) -> dict[str, torch.Tensor]:
-        """The snapshot's tensors by name, as views of memory that the next snapshot is received into.
+        """Receives a snapshot.
 
-        Raises `TransferError`, and ValueError where `info` contradicts itself.
+        Returns:
+            Its tensors by name: views of memory that the next snapshot is received into.
+
+        Raises:
+            TransferError: It did not arrive whole.
+            ValueError: `info` contradicts itself.
         """
         manifest, chunks = Manifest(**info.manifest), ChunkList(**info.chunks)
         if chunks.total_bytes != manifest.total_bytes():
@@ -268,14 +303,14 @@ class HttpReceiver:
         return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
 
     def close(self) -> None:
-        """Ends what is on its path. Never raises."""
+        """Ends the running pull and releases the buffer. Never raises."""
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")
         self._share.close()
 
     def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
-        """Blocks until `into` is what `chunks` says. Raises `TransferError`."""
+        """Blocks until `into` is what `chunks` describes. Raises `TransferError`."""
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
@@ -289,7 +324,7 @@ class HttpReceiver:
 
 @dataclass(frozen=True)
 class _Filling:
-    """Brings the shared buffer from what it holds to what is wanted; a `share.Fill`."""
+    """Brings the shared buffer from what it holds to what is wanted: a `Fill`."""
 
     reception: HttpReceiver
     info: HttpUpdateInfo
@@ -302,7 +337,7 @@ class _Filling:
         self.reception.pull(self.chunks, self.info.sources, into, held, self.deadline)
 
     def _held(self, into: torch.Tensor, before: Record) -> set[int]:
-        """Chunks that need not be pulled."""
+        """Returns the indices of the chunks that need not be pulled, after applying the delta if there is one."""
         if before.holds and self.info.delta is not None:
             delta = DeltaInfo(**self.info.delta)
             if delta.base == before.holds:
@@ -315,14 +350,14 @@ class _Filling:
         return self._right(into)  # a pull broke off here
 
     def _lay_on(self, delta: DeltaInfo, into: torch.Tensor) -> None:
-        """Where it fails, the digests of the result tell what is to be pulled."""
+        """Applies the deltas to `into`. If that fails, the digests of the result tell what to pull."""
         chunks = ChunkList(**delta.chunks)
         payload = torch.empty(chunks.total_bytes, dtype=torch.uint8)
         try:
             self.reception.pull(chunks, [delta.url], payload, set(), self.deadline)
             for part in torch.split(payload, delta.sizes):
                 apply(part, into, self.manifest)
-        except (DeltaError, TransferError, RuntimeError) as error:  # the last: sizes that do not fit
+        except (DeltaError, TransferError, RuntimeError) as error:  # RuntimeError: sizes that do not fit
             logger.warning("the delta could not be used: %s", error)
 
     def _right(self, into: torch.Tensor) -> set[int]:

@@ -1,8 +1,8 @@
-"""What a worker computes with of an adapter, against the bytes that were sent.
+"""Compares what a worker holds of an adapter with the bytes that were sent.
 
-The slot of vLLM's stacked LoRA layers is copied on the engine's thread, as a later step may give it to another adapter,
-and compared on a thread of its own. What it must hold is taken from the adapter's file on the server's disk, whose
-digest is a part of the adapter's name: a file that was changed since it arrived is found as well.
+The adapter's slot in vLLM's stacked LoRA layers is copied on the engine's thread, as a later step may give it to
+another adapter, and compared on a thread of its own. What it must hold comes from the adapter's file on the server's
+disk. The file's digest is a part of the adapter's name, so a file that was changed since it arrived is found too.
 """
 
 from __future__ import annotations
@@ -26,8 +26,14 @@ Pair = tuple[torch.Tensor | None, torch.Tensor | None]
 
 @dataclass(frozen=True)
 class Slot:
-    """One layer's part in an adapter. names: of what it computes with, one a slice, as in the adapter's file; a, b: its
-    copies of A [rank, in] and B [out, rank] of each, padded with zeros; layer: vLLM's."""
+    """One layer's part of an adapter.
+
+    Attributes:
+        names: Names in the adapter's file, one for each slice.
+        a: Copies of A [rank, in], one for each slice, padded with zeros.
+        b: Copies of B [out, rank], one for each slice, padded with zeros.
+        layer: vLLM's layer.
+    """
 
     names: list[str]
     a: list[torch.Tensor]
@@ -37,8 +43,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Copied:
-    """The slots of one adapter on one worker. mapper: from names in a checkpoint to vLLM's, if it has one; unread:
-    layers whose slots are of another kind than a linear layer's; dtype: of the slots."""
+    """The slots of one adapter on one worker.
+
+    Attributes:
+        unread: Layers whose slots are of another kind than a linear layer's.
+        mapper: Maps names in a checkpoint to vLLM's, None if the model has no mapper.
+        dtype: Type of the slots.
+    """
 
     slots: list[Slot]
     unread: list[str]
@@ -47,8 +58,15 @@ class Copied:
 
 
 def copy_adapter_slots(runner: Any, which: tuple[str, int, str]) -> Copied:
-    """The slots of the adapter of this name, number and folder, which is made active for it. runner: vLLM's model
-    runner; to be called on the engine's thread. Raises RuntimeError where vLLM did not make it active."""
+    """Copies the slots of an adapter, which is made active for that. To be called on the engine's thread.
+
+    Args:
+        runner: vLLM's model runner.
+        which: Name, number and folder of the adapter.
+
+    Raises:
+        RuntimeError: vLLM did not make it active.
+    """
     from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
     from vllm.lora.request import LoRARequest
 
@@ -72,7 +90,7 @@ def copy_adapter_slots(runner: Any, which: tuple[str, int, str]) -> Copied:
 
 
 class AdapterReading(Reading):
-    """`compare`, on a thread beside generation."""
+    """Runs `compare` on a thread beside generation."""
 
     def __init__(self, copied: Copied, name: str, folder: Path) -> None:
         super().__init__()
@@ -83,7 +101,7 @@ class AdapterReading(Reading):
 
 
 def compare(copied: Copied, name: str, folder: Path) -> Difference:
-    """The slots against the file in `folder` of the adapter `name`. Blocks while the file is read."""
+    """Compares the slots with the file in `folder` of the adapter `name`. Blocks while the file is read."""
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     try:
         data, text = file.read_bytes(), config.read_bytes()
@@ -101,12 +119,12 @@ def compare(copied: Copied, name: str, folder: Path) -> Difference:
                 checked += 1
                 if not _holds(found, should):
                     wrong.append(f"{slot.names[place]}.lora_{kind}")
-    # One that vLLM has no layer for was refused when it was loaded; the rest is in layers of another kind.
+    # vLLM refused to load what it has no layer for; what is left here is in layers of another kind.
     return Difference(checked, sorted(wrong), sorted({*copied.unread, *sent}))
 
 
 def _sent(tensors: dict[str, torch.Tensor], config: dict[str, Any], copied: Copied) -> dict[str, Pair]:
-    """A and B by vLLM's name of the layer, in the slots' type, B scaled, as vLLM computes with them."""
+    """Returns A and B by vLLM's name of the layer, as vLLM computes with them: in the slots' type, B scaled."""
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -125,7 +143,7 @@ def _sent(tensors: dict[str, torch.Tensor], config: dict[str, Any], copied: Copi
 
 
 def _of_this_worker(layer: Any, whole: list[Pair]) -> Iterator[Pair]:
-    """Cut as vLLM cuts them for a tensor-parallel worker."""
+    """Cuts A and B as vLLM does for a tensor-parallel worker."""
     if layer.tp_size == 1 or all(part == (None, None) for part in whole):
         return iter(whole)
     a, b = [part[0] for part in whole], [part[1] for part in whole]
@@ -135,7 +153,7 @@ def _of_this_worker(layer: Any, whole: list[Pair]) -> Iterator[Pair]:
 
 
 def _holds(found: torch.Tensor, should: torch.Tensor | None) -> bool:
-    """Whether a slot holds this in its first rows and columns, and zeros in the others; None: nothing but zeros."""
+    """Returns whether a slot holds `should` in its first rows and columns and zeros elsewhere; None: zeros only."""
     expected = torch.zeros_like(found)
     if should is not None:
         if should.shape[0] > found.shape[0] or should.shape[1] > found.shape[1]:

@@ -19,7 +19,7 @@ from weight_sync.weights.flat_buffer import Manifest
 
 
 class DeviceEngine(StagedEngine):
-    """`StagedEngine` of a worker on a GPU. A transport gives the same as there."""
+    """`StagedEngine` of a worker on a GPU. A subclass gives the same as there."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -27,14 +27,14 @@ class DeviceEngine(StagedEngine):
         self._on_device: torch.Tensor | None = None
 
     def buffer(self, size: int) -> torch.Tensor:
-        """uint8 [size] on the worker's GPU, the same memory at every update of that size."""
+        """Returns a uint8 [size] on the worker's GPU, the same memory at every update of that size."""
         if self._on_device is None or len(self._on_device) != size:
-            self._on_device = None  # the old one is let go first
+            self._on_device = None  # frees the old one first
             self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)
         return self._on_device
 
     def shutdown(self) -> None:
-        """As `StagedEngine.shutdown`. A thread that still receives keeps the buffer to itself."""
+        """As `StagedEngine.shutdown`. A thread that still receives keeps the buffer; the next one gets another."""
         if self._staging is not None and self._staging.is_alive():
             self._on_device = None
         super().shutdown()
@@ -52,7 +52,7 @@ class DeviceEngine(StagedEngine):
         return shadow
 
     def finish_weight_update(self) -> None:
-        """As `StagedEngine.finish_weight_update`; a copy that fails raises here, not in somebody's forward."""
+        """As `StagedEngine.finish_weight_update`. A copy that fails raises here, not in a later forward pass."""
         super().finish_weight_update()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)

@@ -34,7 +34,7 @@ BOOT = secrets.token_hex(6)
 
 
 def install_prefix_salt() -> None:
-    """Have the engine core salt what it is asked, with what salt the caller sent kept. Harmless when called again."""
+    """Has the engine core salt every request, in front of the caller's own salt. May be called again."""
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "slipstream_salt"):
@@ -56,7 +56,7 @@ def install_prefix_salt() -> None:
         _renew(core, request)
         add(core, request, *wave, **named)
 
-    # Each transport labels through this call, those that load in place too, while nothing generates.
+    # Every transport labels through this call while nothing generates, those that load in place too.
     @wraps(label)
     def set_weight_version(core: Any, weight_version: str) -> None:
         label(core, weight_version)
@@ -69,14 +69,14 @@ def install_prefix_salt() -> None:
 
 
 def begin_anew(core: Any) -> None:
-    """Have all requests without a token so far compute their prompts under the weights of now. Between two steps."""
+    """Has all requests without a token compute their prompts again under the present weights. Between two steps."""
     scheduler = core.scheduler
     now = time.monotonic()
-    # The last first: each is put at the head of those that wait.
+    # The last first, as each is put at the head of the queue.
     for request in [request for request in reversed(scheduler.running) if not request.num_output_tokens]:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now, drop_stale_output=True)
-        # It may be scheduled in the very next step, and must not look as if it had been in the one before.
+        # It may be scheduled in the very next step, and must not look as if it had been in the previous one.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
     for request in scheduler.waiting:
         if not request.num_output_tokens:
@@ -84,7 +84,7 @@ def begin_anew(core: Any) -> None:
 
 
 def _renew(core: Any, request: Any) -> None:
-    """Nothing of the request is computed yet."""
+    """Hashes the blocks of a request again if its salt is of other weights. Nothing of it is computed yet."""
     salt = _salted(core, request.cache_salt)
     if request.cache_salt != salt:
         request.cache_salt = salt
@@ -93,7 +93,7 @@ def _renew(core: Any, request: Any) -> None:
 
 
 def _salted(core: Any, salt: str | None) -> str:
-    """`salt` as the caller sent it, or as it was made for other weights."""
+    """Returns the salt of the present weights. `salt`: the caller's, or one that was made for other weights."""
     given = salt or ""
     if given.startswith(_MARK):
         given = given.partition("|")[2]
@@ -101,7 +101,7 @@ def _salted(core: Any, salt: str | None) -> str:
 
 
 def install_swap() -> None:
-    """Give vLLM's engine core the calls below. Called in each of vLLM's processes, and harmless when called again."""
+    """Adds the calls below to vLLM's engine core. Runs in each of vLLM's processes, and may be called again."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.slipstream_state = state
@@ -111,20 +111,24 @@ def install_swap() -> None:
 
 
 def state(core: Any) -> dict[str, Any]:
-    """What the engine is: its answer is the proof that it lives."""
+    """Returns boot, label and whether the engine is paused. An answer also shows that it lives."""
     return {"boot": BOOT, "label": core.get_weight_version(), "paused": core.is_scheduler_paused()}
 
 
 def swap(core: Any, label: str, clear_cache: bool) -> Any:
-    """Exchange the weights of all workers for those that they have staged, and label them `label`.
+    """Exchanges the weights of all workers for those that they have staged, and labels them.
 
-    clear_cache: drop all cached keys and values; requests in flight compute theirs anew. Answers as `_result`.
+    Args:
+        clear_cache: Whether to drop all cached keys and values; requests in flight compute theirs again.
+
+    Returns:
+        As `_result`, or a future of that.
     """
     from vllm.v1.core.sched.interface import PauseState
 
     if not core.batch_queue:
         return exchange(core, label, clear_cache)
-    # Steps are under way: their tokens are the old weights', and must be labelled before the label changes.
+    # Running steps sample with the old weights, so their tokens must be labelled before the label changes.
     before = core.scheduler.pause_state
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     done: Future[dict[str, Any]] = Future()
@@ -143,7 +147,7 @@ def swap(core: Any, label: str, clear_cache: bool) -> Any:
 
 
 def exchange(core: Any, label: str, clear_cache: bool, began: float | None = None) -> dict[str, Any]:
-    """The swap, with nothing under way in the engine. Where a worker fails in it, generation stays paused for good."""
+    """Swaps while no step is running. If a worker fails in it, generation stays paused for good."""
     from vllm.v1.core.sched.interface import PauseState
 
     began = time.monotonic() if began is None else began
@@ -166,6 +170,12 @@ def exchange(core: Any, label: str, clear_cache: bool, began: float | None = Non
 
 
 def _result(began: float, exchange_s: float, error: str | None, whole: bool) -> dict[str, Any]:
-    """error: why nothing was swapped (`whole`), or what left the live model unknown (not `whole`). Seconds: `pause_s`
-    without generation."""
+    """Makes the answer to a swap.
+
+    Args:
+        began: When generation stopped (`time.monotonic`), from which `pause_s` counts.
+        exchange_s: Seconds that changed the model.
+        error: Why nothing was swapped, or what left the live model unknown; None if all went well.
+        whole: Whether the live model is whole.
+    """
     return {"pause_s": time.monotonic() - began, "exchange_s": exchange_s, "error": error, "whole": whole}

@@ -16,15 +16,22 @@ from typing import Any
 import torch
 import xxhash
 
-# Elements of a tensor on an accelerator that are hashed at one time: 8 bytes each, and as many for their places.
+# Elements of a tensor on an accelerator that are hashed at once: 8 bytes each, and as many for their positions.
 CHUNK = 2**24
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
 
 
 @dataclass(frozen=True)
 class Products:
-    """number: of the vectors; dtype: theirs; columns: of the weight; expected, slack: float32 [2 * HALF, rows], what
-    the layer must give, and how far it may be off."""
+    """The products of a layer's weight with the vectors of one update (`layer_proof.vectors`).
+
+    Attributes:
+        number: Number of the update.
+        dtype: Type of the vectors.
+        columns: Columns of the weight.
+        expected: float32 [2 * HALF, rows], what the layer must give.
+        slack: float32 [2 * HALF, rows], how far it may be off.
+    """
 
     number: int
     dtype: torch.dtype
@@ -35,11 +42,14 @@ class Products:
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """prints: the fingerprint of each tensor that a model computes with, by its name; unread: packed weights that
-    cannot be read; products: of layers whose weights cannot be, by the layer's name.
+    """What a model computes with.
 
-    known: names whose prints must be the live ones, as they once were; None: all. The others may be of tensors that
-    a loader makes other ones of, and become known when they are found.
+    Attributes:
+        prints: Fingerprint of each tensor, by name.
+        unread: Names of packed weights that cannot be read.
+        products: Expected products of layers whose weights cannot be read, by the layer's name.
+        known: Names whose fingerprints must be those of the live tensors, as they once were; None: all. A loader may
+            turn the others into different tensors; they become known once they are found.
     """
 
     prints: dict[str, str] = field(default_factory=dict)
@@ -50,7 +60,13 @@ class ModelFingerprints:
 
 @dataclass(frozen=True)
 class Difference:
-    """checked: tensors that were compared; wrong: those that differ or are missing; unread: see `ModelFingerprints`."""
+    """The result of a comparison.
+
+    Attributes:
+        checked: Number of tensors that were compared.
+        wrong: Names of those that differ or are missing.
+        unread: Names of those that could not be compared.
+    """
 
     checked: int
     wrong: list[str]
@@ -58,8 +74,7 @@ class Difference:
 
 
 def held(model: torch.nn.Module) -> ModelFingerprints:
-    """Reads every parameter, buffer and packed weight of `model`; on any thread, beside generation. What modules share
-    is read once."""
+    """Reads every parameter, buffer and packed weight of `model`, on any thread. What modules share is read once."""
     found = ModelFingerprints()
     known: dict[tuple[Any, ...], str] = {}
     for name, tensor in _tensors(model):
@@ -74,9 +89,11 @@ def held(model: torch.nn.Module) -> ModelFingerprints:
 
 
 def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
-    """The live model against what was proven on the shadow, as far as the shadow was loaded. What `proven.known` has
-    not is `unread` where it differs, and known from then on where it does not."""
-    # One that is missing is wrong: a handle that nobody can read, in the place of a packed weight, was not swapped in.
+    """Compares the live model with what was proven on the shadow.
+
+    A tensor that `proven.known` does not have is `unread` if it differs, and known from now on if it does not.
+    """
+    # A missing one is wrong: in place of a packed weight it is a handle that cannot be read, which was not swapped in.
     differ = {name for name, print_ in proven.prints.items() if live.prints.get(name) != print_}
     wrong = differ if proven.known is None else differ & proven.known
     if proven.known is not None:
@@ -86,14 +103,14 @@ def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
 
 
 def cannot_be_read(layer: Any) -> bool:
-    """Whether a linear layer of vLLM's holds its weight behind a handle, or quantised."""
+    """Returns whether one of vLLM's linear layers holds its weight behind a handle, or quantised."""
     packed = getattr(layer, "cpu_linear", None)
     behind_a_handle = packed is not None and any(part is None for part in _parts(packed, layer))
     return behind_a_handle or not type(layer.quant_method).__name__.startswith("Unquantized")
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Of shape, type and bits, place by place. Against damage and mistakes, not against an adversary."""
+    """Returns a fingerprint of shape, type and bits. It finds damage and mistakes, not forgeries."""
     if tensor.is_mkldnn:
         bits = _bits_packed(tensor)
     elif tensor.device.type == "cpu":
@@ -104,7 +121,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _bits_packed(tensor: torch.Tensor) -> str:
-    """As they lie in memory, in the order that torch packed them: unpacking would take four times as long as this."""
+    """Hashes the bits in the order that torch packed them: unpacking would take four times as long."""
     size: int = torch.ops.mkldnn._nbytes(tensor)
     return xxhash.xxh3_128_hexdigest((ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(tensor)))
 
@@ -114,7 +131,7 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _bits_on_device(tensor: torch.Tensor) -> str:
-    """A sum of the bits, each word times an odd number of its place, modulo 2 to the 64th: nothing is copied out."""
+    """Sums the words, each times an odd number from its position, modulo 2**64; nothing is copied to the host."""
     flat = tensor.reshape(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -137,8 +154,11 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The tensors that a packed layer's function computes with; None where it has a handle instead, even if the module
-    keeps a weight beside it, as an output head does. One that reads the module's own weight has none."""
+    """Returns the tensors that a packed layer's function computes with.
+
+    None stands for a handle, even if the module keeps a weight beside it, as an output head does. A function that reads
+    the module's own weight has none.
+    """
     kept: list[Any] = []
     if isinstance(packed, functools.partial):
         kept = [*packed.args, *packed.keywords.values()]

@@ -33,16 +33,16 @@ logger = logging.getLogger(__name__)
 
 HALF = 8
 
-# Rows of a weight that are made float32 at one time.
+# Rows of a weight that are made float32 at once.
 ROWS = 4096
 
-# By bits of a quantised weight, per element: of its own size, and of the largest one's, that rounding may take. These
-# are estimates: room for one scale a tensor, and for a float's few bits.
+# By bits of a quantised weight: the share of an element's own size, and of the largest element's, that rounding may
+# change. These are estimates, with room for one scale a tensor and for the few bits of a float.
 ROUNDED = {8: (1 / 6, 1 / 120), 4: (1 / 2, 1 / 5)}
 
 
 class Reading(threading.Thread):
-    """Finds a `difference` beside generation: nothing is written."""
+    """Finds a `difference` on a thread beside generation. Nothing is written."""
 
     def __init__(self) -> None:
         super().__init__(name="layer-proof", daemon=True)
@@ -50,6 +50,7 @@ class Reading(threading.Thread):
         self._error: Exception | None = None
 
     def difference(self) -> Difference:
+        """Compares what the worker holds with what it should hold."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -59,14 +60,14 @@ class Reading(threading.Thread):
             self._error = error
 
     def result(self) -> dict[str, Any]:
-        """`Difference`'s fields, after the thread's end. Raises RuntimeError if it could not read them."""
+        """Returns the fields of `Difference`, after the thread's end. Raises RuntimeError if it failed."""
         if self._found is None:
             raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
         return vars(self._found)
 
 
 class ModelReading(Reading):
-    """What `model` holds, compared to `proven`. probed: what its products were compared to, by the engine's thread."""
+    """Compares what `model` holds with `proven`, and adds `probed`: what the engine's thread found by products."""
 
     def __init__(self, model: torch.nn.Module, proven: ModelFingerprints, probed: Difference | None = None) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class ModelReading(Reading):
 
     def difference(self) -> Difference:
         on_gpu = next(self._model.parameters()).is_cuda
-        # On a stream of its own it does not stand between two steps of the engine.
+        # On a stream of its own it does not delay the engine's steps.
         with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
             found = compare(self._proven, held(self._model))
         probed = tuple(f"{name}.packed" for name in self._proven.products)
@@ -89,15 +90,19 @@ _updates = itertools.count()
 
 @dataclass
 class Watched:
-    """Of weights as they were loaded, before they were packed. products: by the layer's name, of those that cannot be
-    read back; prints: fingerprints by the weight's name, of the others, where they were wanted."""
+    """Weights as they were loaded, before they were packed.
+
+    Attributes:
+        products: Products of those that cannot be read back, by the layer's name.
+        prints: Fingerprints of the others by the weight's name, if they were wanted.
+    """
 
     products: dict[str, Products] = field(default_factory=dict)
     prints: dict[str, str] = field(default_factory=dict)
 
 
 def vectors(columns: int, number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """[2 * HALF, columns]: the one-hot ones of update `number`, then those of signs."""
+    """Returns the vectors of update `number`, [2 * HALF, columns]: first the one-hot ones, then those of signs."""
     x = torch.zeros(2 * HALF, columns)
     x[torch.arange(HALF), _hot(columns, number)] = 1.0
     seeded = torch.Generator().manual_seed(number)
@@ -106,7 +111,12 @@ def vectors(columns: int, number: int, dtype: torch.dtype, device: torch.device)
 
 
 def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Products:
-    """What a layer gives that holds `weight` [rows, columns]. bits: what a quantised one keeps of each element."""
+    """Computes the products of a layer that holds `weight` [rows, columns].
+
+    Args:
+        number: Number of the update.
+        bits: Bits that a quantised layer keeps of each element; None: all.
+    """
     columns, signs = weight.shape[1], vectors(weight.shape[1], number, torch.float32, weight.device)[HALF:]
     largest = float(weight.abs().max())
     parts = [
@@ -119,14 +129,16 @@ def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Pro
 
 @torch.inference_mode()
 def probe_products(model: torch.nn.Module, proven: ModelFingerprints) -> Difference:
-    """The live layers' products against the `proven` ones, under the rule of `layer_proof.compare`. On the engine's
-    thread: oneDNN's functions are not thread-safe."""
+    """Compares the live layers' products with the `proven` ones, under the rule of `fingerprints.compare`.
+
+    To be called on the engine's thread, as oneDNN's functions are not thread-safe.
+    """
     modules = dict(model.named_modules(remove_duplicate=False))
     differ, unread = dict[str, str](), list[str]()
     for name, products in proven.products.items():
         try:
             why = _differs(modules[name], products)
-        except Exception as error:  # some kernel does not take such vectors; generation is not to end with it
+        except Exception as error:  # a kernel may not take such vectors, which must not end generation
             logger.warning("%s cannot be multiplied, so log-probs alone prove it: %r", name, error)
             unread.append(name)
             continue
@@ -148,10 +160,11 @@ def _known(name: str) -> str:
 
 @contextmanager
 def watching(layers: Iterable[tuple[str, Any, Any]], prints: bool = False) -> Iterator[Watched]:
-    """While weights are loaded: notes what they are before vLLM packs or quantises them.
+    """Notes what weights are while they are loaded, before vLLM packs or quantises them.
 
-    layers: name, live module, and the module that is loaded, which may be the same one. prints: also take fingerprints
-    of the weights of those that can be read back.
+    Args:
+        layers: Name, live module, and the module that is loaded, which may be the same one.
+        prints: Whether to take fingerprints too, of the weights that can be read back.
     """
     number = next(_updates)
     watched, undo = Watched(), list[Callable[[], None]]()
@@ -197,12 +210,12 @@ def _is_linear(module: Any) -> bool:
 
 
 def _bits(live: Any) -> int | None:
-    """What a live layer keeps of each element; None: all."""
+    """Returns the bits that a live layer keeps of each element, None for all."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     if type(live.quant_method).__name__.startswith("Unquantized"):
         return None
-    # While a live layer is loaded where it is, vLLM keeps aside what it held.
+    # While a live layer is loaded in place, vLLM keeps what it held elsewhere.
     aside = get_layerwise_info(live).kernel_tensors
     parameters = aside[0] if aside is not None else live._parameters
     kept = {tensor.dtype for tensor in parameters.values() if tensor is not None and tensor.itemsize == 1}
@@ -216,12 +229,12 @@ def _hot(columns: int, number: int) -> torch.Tensor:
 def _of_rows(
     rows: torch.Tensor, hot: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype, bits: int | None, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """expected and slack [2 * HALF, n] of float32 rows [n, columns]."""
+    """Returns expected and slack [2 * HALF, n] of float32 rows [n, columns]."""
     alone, together = rows[:, hot.to(rows.device)].T, signs @ rows.T
     norm, sizes = rows.norm(dim=1), rows.abs().sum(dim=1)
     eps, exact = _epsilon(dtype)
     slack_alone = torch.zeros_like(alone) if exact else eps * alone.abs()
-    # The result is rounded, and so may be parts of the sum; the sum itself is in float32.
+    # The result is rounded, and parts of the sum may be; the sum itself is in float32.
     slack_together = eps * (together.abs() + norm / (4 if exact else 1)) + 2.0**-21 * sizes
     if bits is not None:
         own, others = ROUNDED[bits]
@@ -231,7 +244,7 @@ def _of_rows(
 
 
 def _epsilon(dtype: torch.dtype) -> tuple[float, bool]:
-    """The step of a product's type next to 1, and whether a product with a one-hot vector is exact."""
+    """Returns the machine epsilon of a product's type, and whether a product with a one-hot vector is exact."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-7, False
     return torch.finfo(dtype).eps, True

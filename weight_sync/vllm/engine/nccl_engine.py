@@ -21,7 +21,11 @@ from weight_sync.vllm.engine.update import UpdateCheck
 
 
 class NcclEngine(NCCLWeightTransferEngine):
-    """`proven`: what the live layers must hold since the last update, None where that is not known."""
+    """Engine of one vLLM worker.
+
+    Attributes:
+        proven: What the live layers must hold since the last update, None if unknown.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -30,12 +34,13 @@ class NcclEngine(NCCLWeightTransferEngine):
         self._check: UpdateCheck | None = None
 
     def start_weight_update(self) -> None:
+        """Opens an update."""
         self.proven = None
         super().start_weight_update()
         self._check = UpdateCheck(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Raises ValueError where a tensor comes twice, or in another type than the model's."""
+        """Receives and loads tensors. Raises ValueError if one comes twice, or in another type than the model's."""
         check = self._check
         if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")
@@ -55,7 +60,7 @@ class NcclEngine(NCCLWeightTransferEngine):
         check.take(watched)
 
     def finish_weight_update(self) -> None:
-        """Raises ValueError where parameters of the model were not sent: the model is then not whole."""
+        """Ends the update. Raises ValueError if parameters of the model were not sent: it is not whole then."""
         check, self._check = self._check, None
         if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")

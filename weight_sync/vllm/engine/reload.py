@@ -16,13 +16,16 @@ from weight_sync.vllm.engine.fingerprints import ModelFingerprints
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.update import UpdateCheck
 
-# Of each live model: tensors that were there as they arrived, once (`ModelFingerprints.known`).
+# For each live model, the tensors that were once found as they arrived (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 
 
 class Reload:
-    """Weights (tensors by name, as in a checkpoint) that are loaded into the live model under the pause. `proven`: what
-    the live model must hold then."""
+    """Weights (tensors by name, as in a checkpoint) to be loaded into the live model under the pause.
+
+    Attributes:
+        proven: What the live model must hold after `exchange`, None before.
+    """
 
     def __init__(self, model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
         self.proven: ModelFingerprints | None = None
@@ -34,8 +37,8 @@ class Reload:
             self._check.note(name, tensor)
 
     def exchange(self) -> None:
-        """Make the live model compute with the new weights; generation must stand still. Where it raises, the model
-        may be half new."""
+        """Makes the live model compute with the new weights. Generation must stand still. After an error the model may
+        be half new."""
         layers = [(name, module, module) for name, module in self._model.named_modules()]
         with watching(layers) as watched:
             load_staged(self._model, self._model_config, self._weights)
@@ -45,11 +48,11 @@ class Reload:
 
 
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Reload `model` from `weights`, names and tensors as in a checkpoint; generation must be paused.
+    """Reloads `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
 
-    On a CPU, vLLM packs weights when it loads them, and not all of them again when it reloads. No tensor of the
+    On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the
     checkpoint reaches a tied output head, which is a module of its own; experts are packed at their first load only,
-    and would be read as packed when they are not. Both are packed here.
+    and would be read as packed although they are not. Both are packed here.
     """
     with _without_false_alarms(model):
         initialize_layerwise_reload(model)

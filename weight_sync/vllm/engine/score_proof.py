@@ -18,12 +18,12 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-# Attention holds scores of this many tokens squared for each head.
+# Attention keeps the square of this many scores for each head.
 MAX_TOKENS = 1024
 
 
 def reason_not_to(runner: Any, tokens: int) -> str | None:
-    """Why `runner`'s model cannot be scored so; None if it can. runner: vLLM's model runner."""
+    """Returns why the model of `runner` (vLLM's model runner) cannot be scored this way, None if it can."""
     config = runner.vllm_config
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -42,7 +42,7 @@ def reason_not_to(runner: Any, tokens: int) -> str | None:
 
 def _reason_of_layer(layer: Any, tokens: int) -> str | None:
     if not isinstance(layer, AttentionLayerBase):
-        return None  # a mixture of experts registers too, and keeps nothing from token to token
+        return None  # a mixture of experts is registered too, but keeps nothing from token to token
     if type(layer) is not Attention:
         return f"is {type(layer).__name__}, not plain attention"
     if layer.attn_type != AttentionType.DECODER:
@@ -59,9 +59,12 @@ def _reason_of_layer(layer: Any, tokens: int) -> str | None:
 
 @torch.inference_mode()
 def score(runner: Any, token_ids: list[int]) -> list[float] | None:
-    """log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1, T - 1 values; None where a worker has no logits.
+    """Computes log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1.
 
-    To be called on the engine's thread, with every worker at once: tensor-parallel ones compute together.
+    To be called on the engine's thread, in every worker at once: tensor-parallel ones compute together.
+
+    Returns:
+        T - 1 values in nats; None in a worker without logits.
     """
     device = runner.device
     ids = torch.tensor(token_ids, device=device)
@@ -103,7 +106,7 @@ def _attend(
     output_shape: torch.Size | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What `Attention.forward` gives for a sequence of its own: causal, in float32."""
+    """Computes `Attention.forward` of one sequence without a cache: causal, in float32."""
     heads, groups = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     q = query.view(-1, heads, groups, layer.head_size).float()
     k = key.view(-1, heads, layer.head_size).float()
@@ -118,8 +121,11 @@ def _attend(
 
 
 def put_under(runner: Any, tokens: int, adapter: Any | None) -> None:
-    """Have the next pass over so many tokens, all of whose logits but the last's are wanted, compute under `adapter`, a
-    `LoRARequest`, or under none: what the engine's last step said would hold otherwise. Its next step says it anew."""
+    """Has the next pass over `tokens` tokens compute under `adapter`, a `LoRARequest`, or under none.
+
+    Without this the adapters of the engine's last step would apply. Its next step sets its own. The logits of all
+    tokens but the last are wanted.
+    """
     if runner.lora_config is None:
         return
     number = 0 if adapter is None else adapter.lora_int_id

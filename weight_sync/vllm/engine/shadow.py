@@ -37,21 +37,24 @@ from weight_sync.vllm.engine.update import Weights
 
 logger = logging.getLogger(__name__)
 
-# After the pause: to free the old weights takes longer than to exchange them.
+# The old weights are freed this long after the pause, as that takes longer than the exchange.
 FREE_AFTER_S = 0.2
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
 class NoShadow(Exception):
-    """Of this model no shadow can be built; the text says why."""
+    """No shadow can be built of this model; the text says why."""
 
 
 def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
-    """What exchanges the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
+    """Prepares the exchange of the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
 
-    Raises ValueError where names, shapes or types are not the model's. A model of which no shadow can be built is
-    loaded under the pause, which is said once.
+    Returns:
+        A shadow; a reload under the pause if no shadow can be built, which is logged.
+
+    Raises:
+        ValueError: Names, shapes or types are not the model's.
     """
     check_types(model, vllm_config.model_config.dtype, weights)
     check_width(model, vllm_config.model_config.model, weights)
@@ -64,7 +67,7 @@ def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
 
 
 def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
-    """Loaders cast in silence; what was sent in another type was not meant for this model."""
+    """Checks types, as loaders cast without a word: what comes in another type was not meant for this model."""
     known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
     for name, tensor in weights.items():
         if tensor.dtype not in known:
@@ -72,8 +75,13 @@ def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
 
 
 def check_width(model: Any, of: str, weights: Weights) -> None:
-    """vLLM's loaders assert shapes, and say nothing. What a table of tokens shows is looked at before anything is
-    loaded: rows and width are a model's own. of: the model that the server was started with."""
+    """Checks rows and width of the token table before anything is loaded, as they tell models apart.
+
+    vLLM's loaders only assert shapes, without a text.
+
+    Args:
+        of: Name of the model that the server was started with.
+    """
     for name, module in model.named_modules():
         sent = weights.get(f"{name}.weight")
         if sent is None or not isinstance(module, VocabParallelEmbedding) or sent.ndim != 2:
@@ -90,7 +98,7 @@ def _another(of: str) -> str:
 
 
 def check_can_be_shadowed(model: Any) -> None:
-    """Raises `NoShadow`."""
+    """Raises `NoShadow` if a layer keeps weights that a shadow could not exchange."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
@@ -102,8 +110,12 @@ def check_can_be_shadowed(model: Any) -> None:
 
 
 class Shadow:
-    """The new weights in modules of their own. `pairs`: the live modules and their copies, of those that were loaded;
-    `proven`: what the copies hold, which is what the live modules must hold after the exchange."""
+    """The new weights in modules of their own.
+
+    Attributes:
+        pairs: The live modules that get new weights, and their shadows.
+        proven: What the shadows hold, which the live modules must hold after the exchange.
+    """
 
     def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
         all_pairs = pair_modules(model)
@@ -124,7 +136,7 @@ class Shadow:
         self._changes = [change for pair in self.pairs for change in _changes(pair)]
 
     def exchange(self) -> None:
-        """Make the live modules compute with the shadow's tensors; generation must stand still."""
+        """Makes the live modules compute with the shadow's tensors. Generation must stand still."""
         old: list[Any] = []
         with torch.no_grad():
             for change in self._changes:
@@ -174,7 +186,7 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
 
 
 class Reading:
-    """Weights by name, for a loader; knows at which one it is."""
+    """Iterates over weights for a loader, and knows which one was read last."""
 
     def __init__(self, weights: Weights) -> None:
         self._weights = weights
@@ -186,7 +198,7 @@ class Reading:
             yield name, tensor
 
     def place(self, pairs: list[Pair]) -> str:
-        """The tensor that was read last, its shape, and that of the model's parameter of this name, if it has one."""
+        """Describes the tensor that was read last: its shape, and that of the model's parameter of this name if any."""
         if self._at is None:
             return "the first tensor"
         shapes = {
@@ -219,7 +231,7 @@ def _processed(pair: Pair) -> bool:
 
 
 def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
-    """Those of `left` whose parameters are the live tensors of loaded modules: a tied output head, packed anew."""
+    """Ties and packs those of `left` that share live tensors with loaded modules, as an output head may."""
     owners = {id(tensor): (pair, name) for pair in loaded for name, tensor in pair.live._parameters.items()}
     tied = []
     for pair in left:
@@ -240,10 +252,13 @@ def _check_complete(left: list[Pair]) -> None:
 
 
 def check_rows(pairs: list[Pair], weights: Weights) -> None:
-    """Embedding and output head must hold what arrived, row for row: a probe sees only the rows of its own tokens,
-    while every other layer's weights act on all of them.
+    """Checks that embedding and output head hold what arrived, row for row.
 
-    Raises ValueError where some rows differ. A loader that makes another thing of every row is taken at its word.
+    A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
+    rows does so on purpose.
+
+    Raises:
+        ValueError: Some rows differ.
     """
     for pair in pairs:
         sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.shadow, "weight", None)
@@ -270,7 +285,7 @@ def _head_is_tied_and_sent(pairs: list[Pair], weights: Weights) -> bool:
 
 
 def _mark_lookups(pairs: list[Pair]) -> None:
-    """An embedding beside a head of its own multiplies nothing, and needs no packing."""
+    """Marks embeddings of models with a separate head: they multiply nothing, so they need no packing."""
     heads = [pair for pair in pairs if isinstance(pair.live, ParallelLMHead)]
     for pair in pairs:
         if isinstance(pair.live, VocabParallelEmbedding) and pair not in heads and heads:
@@ -278,7 +293,7 @@ def _mark_lookups(pairs: list[Pair]) -> None:
 
 
 def _pack_experts(shadow: Any) -> None:
-    """vLLM packs experts at their first load only."""
+    """Packs experts, which vLLM does at their first load only."""
     kernel = getattr(getattr(shadow, "quant_method", None), "moe_kernel", None)
     if kernel is not None and shadow.w13_weight.device.type == "cpu":
         kernel.fused_experts.process_weights_after_loading(shadow)
@@ -293,7 +308,7 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
                 continue
             bind_to_live(tensor, pair)
             live = old.get(name)
-            # Others hold these by reference: a router's bias, and on a GPU the captured graphs.
+            # Others hold references to these: a router's bias, and captured graphs on a GPU.
             if live is not None and (name in SKIP_TENSORS or live.device.type != "cpu"):
                 yield partial(live.data.copy_, tensor.data)
             else:
@@ -303,7 +318,7 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
         if name in NOT_LOADED or live is value:
             continue
         if isinstance(value, torch.Tensor) and isinstance(live, torch.Tensor) and live.device.type != "cpu":
-            # Products of weights, kept beside them: captured graphs hold these, too.
+            # Products of weights that are kept beside them; captured graphs hold references to these too.
             yield partial(live.copy_, value)
         else:
             yield partial(_put, pair.live.__dict__, name, value)
@@ -316,7 +331,7 @@ def _put(where: dict[str, Any], name: str, value: Any) -> Any:
 
 
 class _config_known:  # noqa: N801
-    """vLLM's current configuration, for loaders that ask. It is one of the process: a worker has never another."""
+    """Sets vLLM's current configuration, for loaders that ask. It is the process's; a worker never has another."""
 
     def __init__(self, vllm_config: Any) -> None:
         self._config = vllm_config

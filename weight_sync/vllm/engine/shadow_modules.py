@@ -21,7 +21,7 @@ LOOKUP_ONLY = "_slipstream_lookup_only"
 
 @dataclass
 class Pair:
-    """A live module and its copy. `name`: of the module in the model."""
+    """A live module and its shadow, by the module's name in the model."""
 
     name: str
     live: Any
@@ -34,7 +34,7 @@ class Pair:
 
 
 def pair_modules(model: Any) -> list[Pair]:
-    """The pairs of all modules of `model`, the model's own first."""
+    """Makes a shadow of every module of `model`. Returns the pairs, the model's own first."""
     pairs: dict[int, Pair] = {}
     _copy_tree(model, "", pairs)
     for pair in pairs.values():
@@ -43,7 +43,7 @@ def pair_modules(model: Any) -> list[Pair]:
 
 
 def let_go(pairs: list[Pair]) -> None:
-    """vLLM's records refer to the modules that they are kept by: without this no copy would ever be freed."""
+    """Frees the shadows: vLLM's records refer to the modules that they are kept by, which would keep them forever."""
     for pair in pairs:
         LAYERWISE_INFO.pop(pair.shadow, None)
         pair.shadow._parameters.clear()
@@ -51,7 +51,7 @@ def let_go(pairs: list[Pair]) -> None:
 
 
 def bind_to_live(tensor: torch.Tensor, pair: Pair) -> None:
-    """Make the loaders of a tensor the live module's, whose tensor it is about to become."""
+    """Binds a tensor's loaders to the live module, whose tensor it is about to become."""
     sanitize_layer_refs(tensor, pair.shadow)
     restore_layer_refs(tensor, pair.live)
 
@@ -88,7 +88,7 @@ def _own_what_vllm_would_share(pair: Pair) -> None:
 
 def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
     """As vLLM recorded it at the first load. A reload of the live module leaves its own loader there, which would take
-    what is sent to the copy and load it nowhere."""
+    what is sent to the shadow and load it nowhere."""
     fresh = to_meta_tensor(tensor)
     loader = getattr(fresh, "weight_loader", None)
     if loader is not None:

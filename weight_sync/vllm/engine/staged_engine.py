@@ -21,22 +21,26 @@ class Receiver(Protocol):
     """A worker's end of a connection to the learner."""
 
     def receive(self, update_info: Any, /, *into: Any) -> Weights:
-        """Verified weights by name, in checkpoint format: views of memory that is good until the next update.
+        """Receives weights and verifies them, on a thread beside generation.
 
-        Runs on a thread beside generation. Raises whatever says why they did not arrive; the text reaches the learner.
+        Returns:
+            Tensors by name, as in a checkpoint: views of memory that is good until the next update.
+
+        Raises:
+            Exception: They did not arrive. The text reaches the learner.
         """
 
     def close(self) -> None:
-        """Let go of the learner. Never raises, and may be called again."""
+        """Closes the connection to the learner. Never raises, and may be called again."""
 
 
 class StagedEngine(WeightTransferEngine):
-    """Engine of one vLLM worker. A transport gives `init_info_cls`, `update_info_cls` and `join`. See vLLM's
-    `WeightTransferEngine` for when each method is called.
+    """Engine of one vLLM worker. A subclass gives `init_info_cls`, `update_info_cls` and `join`.
 
-    `proven`: what the shadow held that was swapped in last (`fingerprints.ModelFingerprints`), None where that is
-    not known. `shadow`: the new weights while they wait for the swap, as `shadow.build` made them;
-    None before and after.
+    vLLM's `WeightTransferEngine` says when each method is called.
+
+    Attributes:
+        proven: What the shadow held that was swapped in last (`fingerprints.ModelFingerprints`), None if unknown.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -49,15 +53,16 @@ class StagedEngine(WeightTransferEngine):
 
     @property
     def shadow(self) -> Any:
+        """The new weights while they wait for the swap, as `shadow.build` made them; None before and after."""
         return self._staging.shadow if self._staging is not None else None
 
     def join(self, init_info: Any) -> Receiver:
-        """Meet the learner that `init_info` names."""
+        """Connects to the learner that `init_info` names."""
         raise NotImplementedError
 
     @property
     def group_rank(self) -> int:
-        """This worker's in a group of the learner, which is 0, and all workers of the server."""
+        """This worker's rank in a group of the learner, which is rank 0, and all workers of the server."""
         parallel = self.parallel_config
         return 1 + int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
 
@@ -66,10 +71,10 @@ class StagedEngine(WeightTransferEngine):
         self._receiver = self.join(init_info)
 
     def receive(self, update_info: Any) -> Weights:
-        """As `Reception.receive`, of what `init_transfer_engine` met."""
+        """As `Receiver.receive`, of the connection that `init_transfer_engine` made."""
         receiver = self._receiver
         if receiver is None:
-            raise RuntimeError("the learner was let go")
+            raise RuntimeError("the connection to the learner was closed")
         return self.received(receiver, update_info)
 
     def received(self, receiver: Any, update_info: Any) -> Weights:
@@ -77,7 +82,7 @@ class StagedEngine(WeightTransferEngine):
         return weights
 
     def start_weight_update(self) -> None:
-        """Raises RuntimeError while the thread of the update before still works."""
+        """Opens an update. Raises RuntimeError while the thread of the one before still runs."""
         if self._staging is not None and self._staging.is_alive():
             raise RuntimeError("the reception of the last update has not ended")
         self._staging = None
@@ -86,7 +91,7 @@ class StagedEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Begin to receive and to build; `staging` tells how far it is."""
+        """Begins to receive and to build on a thread. `staging` returns how far it is."""
         if self._receiver is None:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         if self._staging is not None and self._staging.is_alive():
@@ -95,14 +100,17 @@ class StagedEngine(WeightTransferEngine):
         self._staging.start()
 
     def build(self, weights: Weights) -> Any:
-        """The shadow of `self.model` with `weights`. Raises ValueError where they are not the model's."""
+        """Builds the shadow of `self.model` with `weights`. Raises ValueError if they are not the model's."""
         from weight_sync.vllm.engine.shadow import build
 
         return build(self.model, self.vllm_config, weights)
 
     def staging(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """How far the update is: `stage` ("receiving", "building", "ready" or "failed"), `error`, `seconds` by stage.
-        Waits at most `wait_s` for the end of the thread."""
+        """Returns how far the update is, after at most `wait_s` seconds of waiting for its end.
+
+        Returns:
+            `stage` ("receiving", "building", "ready" or "failed"), `error`, and `seconds` by stage.
+        """
         if self._staging is None:
             return {"stage": "failed", "error": "no weights were sent since start_weight_update", "seconds": {}}
         if wait_s:
@@ -110,9 +118,10 @@ class StagedEngine(WeightTransferEngine):
         return self._staging.report()
 
     def finish_weight_update(self) -> None:
-        """Exchange the live weights for the shadow's; generation must stand still.
+        """Exchanges the live weights for the shadow's. Generation must stand still.
 
-        Raises RuntimeError, before the model is touched, where they are not ready.
+        Raises:
+            RuntimeError: They are not ready; the model is not touched.
         """
         report = self.staging()
         if report["stage"] != "ready":
@@ -124,7 +133,7 @@ class StagedEngine(WeightTransferEngine):
         self.proven = getattr(staging.shadow, "proven", None)
 
     def shutdown(self) -> None:
-        """Drop the connection and what is staged."""
+        """Drops the connection and the staged weights."""
         self._staging = None
         receiver, self._receiver = self._receiver, None
         if receiver is not None:

@@ -22,8 +22,12 @@ logger = logging.getLogger(__name__)
 
 
 class UpdateCheck:
-    """Of one update of `model`, which vLLM has made ready to load. prints: what the live tensors must be then, by name;
-    products: of layers that cannot be read."""
+    """Checks one update of `model`, which vLLM has made ready to load.
+
+    Attributes:
+        prints: Fingerprints that the live tensors must have after the load, by name.
+        products: Expected products of layers that cannot be read, by the layer's name.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.prints: dict[str, str] = {}
@@ -36,7 +40,11 @@ class UpdateCheck:
         self._seen: set[str] = set()
 
     def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: Any) -> None:
-        """Before anything is received. Raises ValueError."""
+        """Checks names and types before anything is received.
+
+        Raises:
+            ValueError: A tensor comes twice, or in another type than the model's.
+        """
         twice = [name for name, times in Counter([*names, *self._seen]).items() if times > 1]
         if twice:
             raise ValueError(f"{len(twice)} tensors were sent twice, among them {twice[0]}")
@@ -47,20 +55,23 @@ class UpdateCheck:
                 raise ValueError(f"{name} came as {dtype}, and this server's model is {sorted(known)}: set model.dtype")
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """What is about to be loaded."""
+        """Notes a tensor that is about to be loaded."""
         self._seen.add(name)
         if self._as_they_stand.get(name) == (tensor.shape, tensor.dtype):
             self.prints[name] = fingerprint(tensor)
 
     def take(self, watched: Watched) -> None:
-        """What layers held as they were loaded; what arrived under a parameter's own name says more."""
+        """Adds what layers held as they were loaded. Fingerprints of what arrived under a parameter's name prevail."""
         self.prints = watched.prints | self.prints
         self.products |= watched.products
 
     def check_whole(self) -> None:
-        """Before vLLM ends the load, which keeps the old weights of a layer that was sent nothing, and only warns.
+        """Checks that every parameter was sent whole.
 
-        Raises ValueError.
+        To be called before vLLM ends the load: vLLM only warns, and keeps the old weights of a layer that got nothing.
+
+        Raises:
+            ValueError: Some were not.
         """
         short = [name for name, module in self._model.named_modules() for name in self._short(name, module)]
         if short:
@@ -90,7 +101,11 @@ Weights = dict[str, torch.Tensor]
 
 
 class Staging(threading.Thread):
-    """Runs `receive`, then `build` with what it gave. `shadow`: what `build` gave; None until it is ready."""
+    """Runs `receive`, then `build` with its result, on a thread.
+
+    Attributes:
+        shadow: The result of `build`, None until it is ready.
+    """
 
     def __init__(self, receive: Callable[[], Weights], build: Callable[[Weights], Any]) -> None:
         super().__init__(name="weight-staging", daemon=True)
@@ -112,7 +127,7 @@ class Staging(threading.Thread):
             self._seconds["building"] = time.monotonic() - began
             self._stage = "ready"
         except BaseException as error:
-            # Who sent them may be gone; whoever asks for the swap is told.
+            # The learner that sent them may be gone; the next caller that asks for a swap is told.
             self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._stage = "failed"
             logger.warning("weights were not staged while %s: %s", *self._place())
@@ -121,4 +136,5 @@ class Staging(threading.Thread):
         return ("building" if "receiving" in self._seconds else "receiving"), self._error
 
     def report(self) -> dict[str, Any]:
+        """Returns `stage`, `error` and `seconds` by stage."""
         return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}

@@ -41,6 +41,13 @@ class Policy(torch.nn.Module):
     """Scores the sampled tokens of a packed row; this is what `Accelerator.prepare` wraps.
 
     It stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
+
+    Args:
+        model: The transformers model.
+        implementation: `model.attention`.
+
+    Attributes:
+        adapter: What trains, where it is not the model's own weights.
     """
 
     def __init__(
@@ -49,17 +56,12 @@ class Policy(torch.nn.Module):
         implementation: str,
         scoring: Scoring,
         precision: Precision | None = None,
-        adapter: Adapter | None = None,
     ) -> None:
-        """Args:
-        model: The transformers model.
-        implementation: `model.attention`.
-        adapter: What trains, where it is not the model's own weights."""
         super().__init__()
         self.model = model.eval()
         self.precision = precision or Precision()
         self.implementation = implementation
-        self.adapter = adapter
+        self.adapter: Adapter | None = None
         self._scoring = scoring
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:

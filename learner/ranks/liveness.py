@@ -68,12 +68,12 @@ class Silence:
 
 
 class Signs:
-    """Remembers when the last sign of life of each rank came. Pure: `now` is given, in seconds."""
+    """Remembers when the last sign of life of each rank came. Pure: `now` is given, in seconds since the start."""
 
-    def __init__(self, ranks: Iterable[int], now: float = 0.0) -> None:
-        self._answered = now
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._answered = 0.0
         self._beats = dict.fromkeys(ranks, 0)
-        self._since = dict.fromkeys(self._beats, now)
+        self._since = dict.fromkeys(self._beats, 0.0)
         self.who: dict[int, str] = {}
 
     @property
@@ -136,11 +136,12 @@ class Pulse:
     """Beats for this rank, and listens to the ranks of `hears`.
 
     Time in which this process itself did not run, as it was stopped, counts for nobody.
+
+    Args:
+        look: Called twice a second, on a thread, with their silence.
     """
 
     def __init__(self, store: Any, rank: int, hears: Iterable[int], look: Callable[[Sequence[Silence]], None]) -> None:
-        """Args:
-        look: Called twice a second, on a thread, with their silence."""
         self._store = store
         self._rank = rank
         self._look = look

@@ -68,6 +68,9 @@ class Command(msgspec.Struct):
 class Team:
     """The ranks of a learner. Without a store there is one rank only, and nothing is sent.
 
+    Args:
+        timeout_s: `learner.rank_timeout_s`.
+
     Attributes:
         sharded: Whether each rank holds a part of the weights.
         alarm: Notices ranks that are gone; None with one rank.
@@ -81,8 +84,6 @@ class Team:
         sharded: bool = False,
         timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
-        """Args:
-        timeout_s: `learner.rank_timeout_s`."""
         self.rank = rank
         self.count = count
         self.sharded = sharded and count > 1

@@ -57,7 +57,13 @@ class _Phase:
 
 
 class TerminalProgress:
-    """The learner's part of the terminal, a context manager. Its methods may be called from any thread."""
+    """The learner's part of the terminal, a context manager. Its methods may be called from any thread.
+
+    Args:
+        clock: Seconds, monotonic.
+        log: Whether lines go to the log too; by default if it is not the same file.
+        show_sampler_kl: Whether every step shows it; otherwise only steps where it is suspicious.
+    """
 
     def __init__(
         self,
@@ -68,10 +74,6 @@ class TerminalProgress:
         log: bool | None = None,
         show_sampler_kl: bool = False,
     ) -> None:
-        """Args:
-        clock: Seconds, monotonic.
-        log: Whether lines go to the log too; by default if it is not the same file.
-        show_sampler_kl: Whether every step shows it; otherwise only steps where it is suspicious."""
         self.console = console or Console()
         self.status: Status | None = None
         self._total_steps = total_steps

@@ -72,6 +72,10 @@ class Trainer:
 
     With several ranks each has a trainer. Every call on rank 0's is made on the others' as well (`take_part`).
 
+    Args:
+        longest: The most tokens that a rollout may sample.
+        reference: The reference model; needed where `learner.kl_coef` is above 0.
+
     Attributes:
         optim: Name of the optimiser.
     """
@@ -84,9 +88,6 @@ class Trainer:
         reference: Reference | None = None,
         team: Team | None = None,
     ) -> None:
-        """Args:
-        longest: The most tokens that a rollout may sample.
-        reference: The reference model; needed where `learner.kl_coef` is above 0."""
         self.team = team or Team()
         self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
         self.algorithm = Algorithm(section, longest)

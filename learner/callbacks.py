@@ -153,7 +153,7 @@ class Callbacks:
             except Stopped:  # a signal came, and the callback has no part in it
                 raise
             except (Exception, SystemExit) as error:
-                raise CallbackFailed(_said(name, error)) from error
+                raise CallbackFailed(_describe_failure(name, error)) from error
             if answer is not None:
                 self._control = answer
 
@@ -285,7 +285,7 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
     return "site-packages" not in file and not file.startswith((_STANDARD, _OURS, "<frozen "))
 
 
-def _said(name: str, error: Exception | SystemExit) -> str:
+def _describe_failure(name: str, error: Exception | SystemExit) -> str:
     """Describes the failure of a callback, with the last frame that is neither a library's nor ours: that is the user's
     code."""
     frames = traceback.extract_tb(error.__traceback__)[1:]

@@ -57,7 +57,7 @@ class Evaluator:
 
     @property
     def pending(self) -> Sequence[int]:
-        """The steps whose evaluation goes on."""
+        """Steps whose evaluation is still running."""
         return self._open
 
     def begin(self) -> None:

@@ -182,10 +182,10 @@ class Children:
         code = process.wait()
         if self._closing.is_set():
             return
-        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
+        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_describe_end(code)}")
 
 
-def _how(code: int) -> str:
+def _describe_end(code: int) -> str:
     """Says how a child ended, and where to look; a killed one has written nothing down."""
     if code >= 0:
         return f"ended with code {code}: what it wrote in the learner's log says why"

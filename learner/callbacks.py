@@ -22,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 import learner
 from learner.ranks.stopping import LearnerFailed, Stopped
 from learner.report.records import StepRecord
-from learner.report.tracking import numbers, told_settings
+from learner.report.tracking import numbers, sent_settings
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, RunConfig
 from protocol.config.load import import_for
@@ -69,7 +69,7 @@ class Callbacks:
         from transformers.trainer_callback import TrainerControl, TrainerState
 
         self._callbacks = callbacks
-        self._args = arguments(config, told_settings(config))
+        self._args = arguments(config, sent_settings(config))
         self._waiting = waiting
         self._state = TrainerState(
             global_step=step,

@@ -278,7 +278,7 @@ class Loop:
                 weight_sync=reports.weight_sync(),
             )
             self._watch_servers(figures)
-            report = self._session.notices.told_in(record.report(self._publisher.in_flight))
+            report = self._session.notices.added_to(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
             self._stop.release()

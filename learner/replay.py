@@ -35,12 +35,12 @@ from protocol.config import ConfigError, RunConfig
 from protocol.trained_record import RecordedStep, RecordError, RecordPosition
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
-# Settings that a step's figures may follow from.
+# Settings that a step's metrics may depend on.
 _THAT_COUNT = (
     *("model.", "learner.", "lora.", "rollout.", "run.seed ", "vllm.max_model_len "),
     *("queue.max_staleness ", "queue.overage "),
 )
-# Of a step's figures, those that two computations of it must agree on.
+# Metrics of a step on which two computations of it must agree.
 COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", *StepRecord.SPREAD))
 
 

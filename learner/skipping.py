@@ -86,7 +86,7 @@ class Attempts:
         except torch.OutOfMemoryError as error:
             failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
             ranks_stuck = self._trainer.team.count > 1
-        except RuntimeError:  # what rank 0 meets in a collective with one that has gone
+        except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
             if (said := self._trainer.team.out_of_memory()) is None:
                 raise
             failure, reason = _out_of_memory(said, batch), reasons.OUT_OF_MEMORY
@@ -94,7 +94,7 @@ class Attempts:
         else:
             self._in_a_row = 0
             return figures
-        # Here and not above: what an exception's frames hold is free by now.
+        # Not inside the except clauses: here the tensors that the exception's frames held are free.
         self._trainer.optimiser.zero_grad()
         if self._trainer.device.type == "cuda":
             torch.cuda.empty_cache()

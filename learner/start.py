@@ -133,7 +133,7 @@ def tokenizer(model: ModelSection) -> Any:
             if not model.trust_remote_code:
                 raise
             return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=True)
-    except Exception as error:  # of many types, by what is missing or broken
+    except Exception as error:  # the type depends on what is missing or broken
         first = str(error).strip().partition("\n")[0]
         setting = "model.path" if model.tokenizer is None else "model.tokenizer"
         raise ConfigError(

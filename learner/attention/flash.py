@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from learner.attention.paths import sent
 
-# arXiv:2307.08691; what torch.nn.attention.varlen calls. out [t, H, D], log-sums float32 [H, t].
+# torch.nn.attention.varlen calls these (arXiv:2307.08691). out [t, H, D], log-sums float32 [H, t].
 _forward = torch.ops.aten._flash_attention_forward
 
 _backward = torch.ops.aten._flash_attention_backward
@@ -77,7 +77,7 @@ def flash_layout(starts: Sequence[int], reach: Sequence[int], device: torch.devi
     """For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what descends from each
     ends."""
     levels: list[list[int]] = []
-    around: list[int] = []  # where the inner nodes end that the next one descends from
+    around: list[int] = []  # ends of the inner nodes that the next node descends from
     for node, reached in enumerate(reach):
         while around and around[-1] <= starts[node]:
             around.pop()

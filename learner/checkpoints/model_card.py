@@ -19,7 +19,7 @@ from protocol.config.sections.presets import ABOUT
 MODEL_CARD = "README.md"
 
 # Settings that say how the model was made.
-_TOLD = (
+_SHOWN_SETTINGS = (
     *("run.seed", "model.dtype", "rollout.group_size", "rollout.temperature", "rollout.max_episode_tokens"),
     *("rollout.max_turns", "queue.max_staleness", "learner.groups_per_step", "learner.learning_rate"),
     *("learner.warmup_steps", "learner.betas", "learner.weight_decay", "learner.max_grad_norm", "learner.kl_coef"),
@@ -103,7 +103,7 @@ def _rewards(results: Results) -> str:
 
 def _settings(config: RunConfig) -> str:
     rows = []
-    for name in _TOLD:
+    for name in _SHOWN_SETTINGS:
         section, key = name.split(".")
         rows.append(f"| `{name}` | `{toml_value(getattr(getattr(config, section), key))}` |")
     return "\n".join(["## Settings\n", "| setting | value |", "|---|---|", *rows])

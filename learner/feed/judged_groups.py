@@ -301,8 +301,8 @@ def tally(
         tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
         tokens_by_staleness=_by_staleness(trained, min(max_staleness, MAX_STALENESS)),
-        metrics=metrics.ours(),
-        task_metrics=metrics.the_task_s(),
+        metrics=metrics.metrics(),
+        task_metrics=metrics.task_metrics(),
     )
 
 

@@ -58,7 +58,7 @@ class Running:
 
 
 class RolloutMetrics:
-    """Collects a step's groups; `ours` and `the_task_s` return their metrics."""
+    """Collects a step's groups; `metrics` and `task_metrics` return their metrics."""
 
     def __init__(self) -> None:
         self.rewards = Running()
@@ -124,7 +124,7 @@ class RolloutMetrics:
             else:
                 self._own[name].add(value)
 
-    def ours(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics; one without a measurement is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
@@ -163,7 +163,7 @@ class RolloutMetrics:
         }
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def the_task_s(self) -> dict[str, float]:
+    def task_metrics(self) -> dict[str, float]:
         """Returns means of the task's own metrics, under the names that it chose."""
         return {name: values.mean for name, values in self._own.items() if values.mean is not None}
 

@@ -178,7 +178,7 @@ class Policy(torch.nn.Module):
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # dynamo's and inductor's are such, of many types
+        except RuntimeError as error:  # dynamo and inductor raise many subclasses
             raise ConfigError(
                 f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "
                 f"{str(error).strip().partition(chr(10))[0]}); install a C++ compiler such as g++, or set "

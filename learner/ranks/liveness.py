@@ -169,7 +169,7 @@ class Pulse:
                 self._signs.hear(beats, self._now)
                 if self._ended.wait(BEAT_EVERY_S):
                     return
-        except RuntimeError:  # the store has gone: from here on it does not answer
+        except RuntimeError:  # the store is gone, and will not answer again
             return
 
     def _watch(self) -> None:

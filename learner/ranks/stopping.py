@@ -41,7 +41,7 @@ class Stopped(SystemExit):
 
     def __init__(self, code: int, halfway: bool = False) -> None:
         super().__init__(code)
-        self.halfway = halfway  # in a change that would not end
+        self.halfway = halfway  # stopped in a change that did not end
 
 
 class Stop:

@@ -179,7 +179,7 @@ class Team:
     def end(self) -> None:
         """Tells the other ranks that there is nothing left to do."""
         if self.alarm is not None:
-            with suppress(RuntimeError):  # the store is on a machine that has gone
+            with suppress(RuntimeError):  # the store's machine is gone
                 self._tell(END)
 
     def close(self) -> None:
@@ -266,7 +266,7 @@ class Team:
 
     def tell_out_of_memory(self, what: str) -> None:
         """Tells rank 0, before this rank ends, why: rank 0 would see only that it is gone."""
-        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+        with suppress(RuntimeError):  # the store is gone, and rank 0 with it
             self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
 
     def out_of_memory(self) -> str | None:
@@ -274,7 +274,7 @@ class Team:
         try:
             if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
                 return str(self._store.get(OUT_OF_MEMORY).decode())
-        except RuntimeError:  # the store is on a machine that has gone
+        except RuntimeError:  # the store's machine is gone
             pass
         return None
 

@@ -35,7 +35,7 @@ from protocol.status import Evaluation, Status
 SILENT_AFTER_S = 30.0
 
 # Waits that the line does not repeat: the learner says its own, and servers and workers stand there already.
-TOLD = ("learner", "learner's feeder", "the queue")
+SHOWN_ELSEWHERE = ("learner", "learner's feeder", "the queue")
 
 PRINT_EVERY_STEPS = 10
 
@@ -250,7 +250,7 @@ def waits_of(status: Status, groups_per_step: int) -> str:
         for worker in status.workers
         if worker.seen_s_ago > SILENT_AFTER_S
     ]
-    told = {*TOLD, *(f"server {server.name}" for server in status.servers)}
+    told = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
     said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
     return "; ".join(said)
 

@@ -80,7 +80,7 @@ def test_packing_cannot_change_what_is_masked_or_counted() -> None:
 
 def test_top_entropy_needs_the_whole_step_and_says_so() -> None:
     mask = loss_terms.build_masks(LearnerSection(top_entropy_quantile=0.5))["low_entropy"]
-    with pytest.raises(ValueError, match="learner.top_entropy_quantile needs it"):
+    with pytest.raises(ValueError, match=r"learner\.top_entropy_quantile needs it"):
         mask(tokens([1.0], [1.0]))
 
 

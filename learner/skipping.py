@@ -99,7 +99,7 @@ class Attempts:
         if self._trainer.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._changing:
-            raise type(failure)(f"{failure}. It came while weights changed: they are not to be used. {GO_ON}")
+            raise type(failure)(f"{failure}. It came while weights were changing, so they must not be used. {GO_ON}")
         if self._in_a_row >= self._most:
             many = (
                 f"{self._in_a_row + 1} batches in a row cannot be trained, and learner.skip_bad_batches = {self._most}"

@@ -52,6 +52,7 @@ def write_model_card(folder: Path, config: RunConfig, results: Results) -> None:
 
 
 def render_model_card(config: RunConfig, results: Results) -> ModelCard:
+    """Renders the card: origin, method, rewards, settings, versions and papers."""
     base = config.model.path
     is_local = Path(base).is_absolute()
     data = ModelCardData(

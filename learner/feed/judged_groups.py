@@ -184,6 +184,13 @@ class JudgedGroup:
 
     @classmethod
     def of(cls, group: Group, version_at_arrival: int, version: int, dropped: str | None) -> Self:
+        """Counts a group.
+
+        Args:
+            version_at_arrival: The learner's version when the queue received it.
+            version: The version that would train on it.
+            dropped: The reason; None where the group trains.
+        """
         versions = group.versions()
         spans = [
             [span.version for segment in rollout.segments for span in segment.version_spans]

@@ -30,6 +30,7 @@ class Running:
         self._squares = 0.0
 
     def add(self, value: float) -> None:
+        """Adds a value."""
         self.count += 1
         if self.mean is None or self.min is None or self.max is None:
             self.mean = self.min = self.max = value
@@ -54,6 +55,7 @@ class Running:
 
     @property
     def std(self) -> float | None:
+        """The sample's standard deviation; None of fewer than two values."""
         return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
 
 
@@ -76,6 +78,7 @@ class RolloutMetrics:
         self._own: defaultdict[str, Running] = defaultdict(Running)
 
     def add(self, group: Group) -> None:
+        """Adds a group that arrived."""
         if len({rollout.reward for rollout in group.rollouts}) == 1:
             self._flat += len(group.rollouts)
         for rollout in group.rollouts:

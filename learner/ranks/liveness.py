@@ -119,6 +119,7 @@ def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
 
 
 def named(silence: Silence) -> str:
+    """Names a silent rank, or the store."""
     if silence.rank is None:
         return "the store through which ranks speak"
     return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
@@ -152,9 +153,11 @@ class Pulse:
             threading.Thread(target=work, name=f"ranks{work.__name__}", daemon=True).start()
 
     def end(self) -> None:
+        """Stops both threads."""
         self._ended.set()
 
     def silent(self) -> list[Silence]:
+        """Returns the silence of the ranks that it hears, now."""
         return self._signs.silent(self._now)
 
     def _beat(self) -> None:
@@ -232,6 +235,7 @@ class Alarm:
         self._free.clear()
 
     def is_free(self) -> None:
+        """Notes that the main thread is in no collective."""
         self._free.set()
 
     def end(self) -> None:

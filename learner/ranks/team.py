@@ -96,6 +96,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def guard(self, guard: Guard) -> None:

@@ -120,6 +120,7 @@ class TerminalProgress:
         self.say(text)
 
     def show_rollout(self, view: RolloutView) -> None:
+        """Prints a rollout."""
         self._print(rollouts.render_rollout(view))
 
     @contextmanager

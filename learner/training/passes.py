@@ -73,6 +73,7 @@ class PreviousWeights:
 
     @property
     def known(self) -> bool:
+        """Whether there are previous weights."""
         return bool(self._copies)
 
     @contextmanager

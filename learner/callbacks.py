@@ -1,15 +1,9 @@
-"""When the user's callbacks are called, and what they may ask for.
+"""The user's callbacks, by transformers' interface: how they are loaded, what they see, and when they are called.
 
-They run in the learner's main thread, between steps: what they take, the run waits for, and the status page says so.
-One that raises ends the run, as a failure; sys.exit is no other way out.
-
-The user's callbacks, by transformers' interface: how they are loaded, what they see, and when they are called.
-
-What a callback sees as `args`: the run's settings by the names of transformers' TrainingArguments.
-
-No TrainingArguments are made: they set up a device and process groups of their own.
-
-The objects of `learner.callbacks`.
+They run in the learner's main thread, between steps. The run waits for them, and the status page says so. A callback
+that raises ends the run as a failure, also by sys.exit. What a callback sees as `args` are the run's settings by the
+names of transformers' TrainingArguments. No TrainingArguments are made: they would set up a device and process groups
+of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy
 import learner
 from learner.ranks.stopping import LearnerFailed, Stopped
 from learner.report.records import StepRecord
-from learner.report.tracking import numbers, told_settings
+from learner.report.tracking import numbers, sent_settings
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, RunConfig
 from protocol.config.load import import_for
@@ -36,10 +30,138 @@ from protocol.config.load import import_for
 if TYPE_CHECKING:
     from transformers import TrainerCallback
 
+_OURS = f"{Path(learner.__file__).parent}{os.sep}"
+
+_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
+
+
+class CallbackFailed(LearnerFailed):
+    """A callback raised; the text says which, where and what."""
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What callbacks ask for after a step: the end of the run, a checkpoint, an evaluation."""
+
+    stop: bool = False
+    save: bool = False
+    evaluate: bool = False
+
+
+class Callbacks:
+    """The callbacks of one session. Each event does nothing where there are none.
+
+    Args:
+        step: The step after which the session begins.
+        tokenizer: What callbacks get as `processing_class`.
+        waiting: Wraps each call, with the call's name; the learner waits for it meanwhile.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[TrainerCallback],
+        config: RunConfig,
+        trainer: Trainer,
+        step: int,
+        tokenizer: Any = None,
+        waiting: Callable[[str], AbstractContextManager[object]] = lambda what: nullcontext(),
+    ) -> None:
+        from transformers.trainer_callback import TrainerControl, TrainerState
+
+        self._callbacks = callbacks
+        self._args = arguments(config, sent_settings(config))
+        self._waiting = waiting
+        self._state = TrainerState(
+            global_step=step,
+            max_steps=config.learner.steps,
+            logging_steps=1,
+            eval_steps=config.eval.every,
+            save_steps=config.learner.checkpoint_every,
+        )
+        self._control = TrainerControl()
+        self._given = {
+            "model": trainer.policy.model,
+            "processing_class": tokenizer,
+            "optimizer": trainer.optimiser,
+            "lr_scheduler": trainer.schedule,
+            "train_dataloader": None,
+            "eval_dataloader": None,
+        }
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a callback has asked for the end of the run."""
+        return bool(self._control.should_training_stop)
+
+    def begin(self) -> None:
+        """Calls on_init_end and on_train_begin, before the first step of the session."""
+        if self._callbacks:
+            self._call("on_init_end")
+            self._control.should_training_stop = False
+            self._call("on_train_begin")
+
+    def step_begins(self) -> None:
+        """Calls on_step_begin."""
+        if self._callbacks:
+            self._control.should_save = self._control.should_evaluate = False
+            self._call("on_step_begin")
+
+    def stepped(self, record: StepRecord) -> Wish:
+        """Calls on_step_end and on_log, after a step that the queue has acknowledged, and returns what callbacks ask
+        for."""
+        if not self._callbacks:
+            return Wish()
+        state, logs = self._state, numbers(record.flat())
+        state.global_step, state.epoch = record.step, float(record.tally.epoch)
+        state.num_input_tokens_seen = record.num_tokens
+        self._call("on_step_end")
+        state.log_history.append({**logs, "step": record.step})
+        self._call("on_log", logs=dict(logs))
+        self.evaluated(record.evaluations)
+        control = self._control
+        return Wish(control.should_training_stop, control.should_save, control.should_evaluate)
+
+    def evaluated(self, ended: Sequence[Mapping[str, float]]) -> None:
+        """Calls on_evaluate for evaluations that have ended, the oldest first. Their metrics get transformers' names:
+        eval_reward."""
+        for figures in ended if self._callbacks else ():
+            self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in figures.items()})
+
+    def _evaluated(self, metrics: Mapping[str, float]) -> None:
+        self._call("on_evaluate", metrics=dict(metrics))
+        reward, best = metrics.get(self._args.metric_for_best_model), self._state.best_metric
+        if reward is not None and (best is None or reward > best):
+            self._state.best_metric, self._state.best_global_step = reward, int(metrics["eval_step"])
+
+    def saved(self) -> None:
+        """Calls on_save, when a checkpoint is complete."""
+        if self._callbacks:
+            self._call("on_save")
+
+    def end(self) -> None:
+        """Calls on_train_end, after the last step, its publication and its checkpoint."""
+        if self._callbacks:
+            self._call("on_train_end")
+
+    def _call(self, event: str, **more: Any) -> None:
+        for callback in self._callbacks:
+            name = f"{type(callback).__name__}.{event}"
+            method = getattr(callback, event)
+            try:
+                with self._waiting(f"callback {name}"):
+                    answer = method(self._args, self._state, self._control, **self._given, **more)
+            except Stopped:  # a signal came, and the callback has no part in it
+                raise
+            except (Exception, SystemExit) as error:
+                raise CallbackFailed(_describe_failure(name, error)) from error
+            if answer is not None:
+                self._control = answer
+
 
 @dataclass(frozen=True)
 class Arguments:
-    """The fields that a run has an answer for. `metric_for_best_model` is the mean reward of evaluations."""
+    """The fields of TrainingArguments that a run has an answer for. `metric_for_best_model` is the mean reward of
+    evaluations."""
 
     output_dir: str
     run_name: str
@@ -83,12 +205,16 @@ class Arguments:
         return asdict(self)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Plain values only, as transformers gives them to trackers."""
+        """Returns plain values only, as transformers gives them to trackers."""
         return {name: value for name, value in asdict(self).items() if isinstance(value, bool | int | float | str)}
 
 
 def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
-    """`settings`: what `args.settings` has."""
+    """Makes what callbacks see as `args`.
+
+    Args:
+        settings: The content of `args.settings`.
+    """
     learner, evaluation, hub = config.learner, config.eval, config.hub
     return Arguments(
         output_dir=str(config.run_dir.absolute()),
@@ -109,155 +235,16 @@ def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
     )
 
 
-_OURS = f"{Path(learner.__file__).parent}{os.sep}"
-
-_STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
-
-
-class CallbackFailed(LearnerFailed):
-    """A callback raised; the text says which, where and what."""
-
-
-@dataclass(frozen=True)
-class Wish:
-    """What callbacks ask for after a step: that the run ends, a checkpoint, an evaluation."""
-
-    stop: bool = False
-    save: bool = False
-    evaluate: bool = False
-
-
-class Callbacks:
-    """Those of one session, which goes on from `step`. Each event does nothing where there are none.
-
-    waiting: around a call, with what is called; the learner waits for it meanwhile. tokenizer: what callbacks get as
-    `processing_class`.
-    """
-
-    def __init__(
-        self,
-        callbacks: Sequence[TrainerCallback],
-        config: RunConfig,
-        trainer: Trainer,
-        step: int,
-        tokenizer: Any = None,
-        waiting: Callable[[str], AbstractContextManager[object]] = lambda what: nullcontext(),
-    ) -> None:
-        self._callbacks = callbacks
-        if not callbacks:
-            return
-        from transformers.trainer_callback import TrainerControl, TrainerState
-
-        self._args = arguments(config, told_settings(config))
-        self._waiting = waiting
-        self._state = TrainerState(
-            global_step=step,
-            max_steps=config.learner.steps,
-            logging_steps=1,
-            eval_steps=config.eval.every,
-            save_steps=config.learner.checkpoint_every,
-        )
-        self._control = TrainerControl()
-        self._given = {
-            "model": trainer.policy.model,
-            "processing_class": tokenizer,
-            "optimizer": trainer.optimiser,
-            "lr_scheduler": trainer.schedule,
-            "train_dataloader": None,
-            "eval_dataloader": None,
-        }
-        self._call("on_init_end")
-
-    @property
-    def stopped(self) -> bool:
-        """Whether one of them has asked for the end of the run."""
-        return bool(self._callbacks) and bool(self._control.should_training_stop)
-
-    def begin(self) -> None:
-        """Before the first step of the session."""
-        if self._callbacks:
-            self._control.should_training_stop = False
-            self._call("on_train_begin")
-
-    def step_begins(self) -> None:
-        if self._callbacks:
-            self._control.should_save = self._control.should_evaluate = False
-            self._call("on_step_begin")
-
-    def stepped(self, record: StepRecord) -> Wish:
-        """After a step that the queue has acknowledged."""
-        if not self._callbacks:
-            return Wish()
-        state, logs = self._state, numbers(record.flat())
-        state.global_step, state.epoch = record.step, float(record.tally.epoch)
-        state.num_input_tokens_seen = record.num_tokens
-        self._call("on_step_end")
-        state.log_history.append({**logs, "step": record.step})
-        self._call("on_log", logs=dict(logs))
-        self.evaluated(record.evaluations)
-        control = self._control
-        return Wish(control.should_training_stop, control.should_save, control.should_evaluate)
-
-    def evaluated(self, ended: Sequence[Mapping[str, float]]) -> None:
-        """Evaluations have ended, whose figures these are, the oldest first. They get transformers' names:
-        eval_reward."""
-        for figures in ended if self._callbacks else ():
-            self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in figures.items()})
-
-    def _evaluated(self, metrics: Mapping[str, float]) -> None:
-        self._call("on_evaluate", metrics=dict(metrics))
-        reward, best = metrics.get(self._args.metric_for_best_model), self._state.best_metric
-        if reward is not None and (best is None or reward > best):
-            self._state.best_metric, self._state.best_global_step = reward, int(metrics["eval_step"])
-
-    def saved(self) -> None:
-        """A checkpoint is complete."""
-        if self._callbacks:
-            self._call("on_save")
-
-    def end(self) -> None:
-        """After the last step, its publication and its checkpoint."""
-        if self._callbacks:
-            self._call("on_train_end")
-
-    def _call(self, event: str, **more: Any) -> None:
-        for callback in self._callbacks:
-            name = f"{type(callback).__name__}.{event}"
-            method = getattr(callback, event)
-            try:
-                with self._waiting(f"callback {name}"):
-                    answer = method(self._args, self._state, self._control, **self._given, **more)
-            except Stopped:  # a signal came, and the callback has no part in it
-                raise
-            except (Exception, SystemExit) as error:
-                raise CallbackFailed(_said(name, error)) from error
-            if answer is not None:
-                self._control = answer
-
-
-def _is_own(frame: traceback.FrameSummary) -> bool:
-    file = frame.filename
-    return "site-packages" not in file and not file.startswith((_STANDARD, _OURS, "<frozen "))
-
-
-def _said(name: str, error: Exception | SystemExit) -> str:
-    """The last frame is where it went wrong; the last that is neither a library's nor ours is what the user wrote."""
-    frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [frame for frame in frames if _is_own(frame)] or frames
-    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
-    if isinstance(error, SystemExit):
-        what, remedy = (
-            f"called sys.exit({'' if error.code is None else error.code!r})",
-            "to end the run after a step, set control.should_training_stop = True there",
-        )
-    else:
-        what, remedy = f"raised {type(error).__name__}: {error}", "mend it, or take it out of learner.callbacks"
-    return f"callback {name} {what}{place}; {remedy}, and go on with --resume"
-
-
 def load(named: Sequence[str]) -> list[TrainerCallback]:
-    """What `named` says, each path/to/file.py:name: a callback, a class of one, several of these, or an object with
-    `callbacks`, as a trainer of `slipstream.trl` is. Raises `ConfigError`."""
+    """Loads callbacks.
+
+    Args:
+        named: path/to/file.py:name each, where name is a callback, a class of one, a list of these, or an object with
+            `callbacks`, such as a trainer of `slipstream.trl`.
+
+    Raises:
+        ConfigError: One cannot be loaded, or is no callback.
+    """
     found: list[TrainerCallback] = []
     for name in named:
         module, _, wanted = name.rpartition(":")
@@ -291,3 +278,24 @@ def _callback(value: Any, name: str) -> TrainerCallback:
             f"transformers.TrainerCallback, that class, or a list of such"
         )
     return value
+
+
+def _is_own(frame: traceback.FrameSummary) -> bool:
+    file = frame.filename
+    return "site-packages" not in file and not file.startswith((_STANDARD, _OURS, "<frozen "))
+
+
+def _describe_failure(name: str, error: Exception | SystemExit) -> str:
+    """Describes the failure of a callback, with the last frame that is neither a library's nor ours: that is the user's
+    code."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [frame for frame in frames if _is_own(frame)] or frames
+    place = f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
+    if isinstance(error, SystemExit):
+        what, remedy = (
+            f"called sys.exit({'' if error.code is None else error.code!r})",
+            "to end the run after a step, set control.should_training_stop = True there",
+        )
+    else:
+        what, remedy = f"raised {type(error).__name__}: {error}", "fix it, or remove it from learner.callbacks"
+    return f"callback {name} {what}{place}; {remedy}, and go on with --resume"

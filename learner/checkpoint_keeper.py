@@ -1,11 +1,9 @@
-"""When checkpoints are written: every so many steps, at the end, and after a signal if the grace time allows; and which
-are kept.
+"""Decides when checkpoints are written and which of them are kept.
 
-One that cannot be written, as on a full disk, is told; the run goes on, and tries again when the next is due. At the
-end there is no next one: there it ends the run. A learner that another has taken the place of writes none: it would lie
-among those of the other's steps.
-
-Which checkpoint is the best by evaluation, and which ones stay for it. No I/O.
+One is written every so many steps, at the end, and after a signal if the grace time allows. One that cannot be written,
+as on a full disk, is reported; the run continues and tries again when the next is due. At the end there is no next one,
+so there it ends the run. A learner whose place another has taken writes none: it would lie among those of the other's
+steps.
 """
 
 from __future__ import annotations
@@ -30,39 +28,24 @@ from protocol.client import QueueError
 from protocol.config import RunConfig
 from protocol.messages import RunPosition
 
-
-def best_of(steps: Collection[int], evaluations: Sequence[EvaluationRecord]) -> Best | None:
-    """Of the checkpoints of `steps`, that whose own evaluation gave the highest mean reward; the earlier of two.
-
-    An evaluation that was cut short does not count: its rows are the quick ones.
-    """
-    judged = [
-        Best(record.step, record.evaluation.reward)
-        for record in evaluations
-        if record.step in steps and record.evaluation.ended == "complete" and record.evaluation.reward is not None
-    ]
-    return max(judged, key=lambda one: (one.reward, -one.step), default=None)
-
-
-def spared(steps: Collection[int], best: Best | None, pending: Collection[int]) -> set[int]:
-    """The steps whose checkpoints must not be deleted, however old: that of the best, and those that may prove better,
-    as their evaluation goes on."""
-    return {*(step for step in pending if step in steps), *([] if best is None else [best.step])}
-
-
-# A checkpoint may take this much longer than the one before.
+# A checkpoint may take this many times as long as the one before.
 MARGIN = 1.5
 
 REPORT_TIMEOUT_S = 5.0
 
-# What a disk surely writes in a second, before a checkpoint was timed.
+# What any disk writes in a second; used until a checkpoint was timed.
 DISK_BYTES_PER_S = 50e6
 
 
 class CheckpointKeeper:
-    """One session's checkpoints. `checkpointed`: the step of the newest, None where there is none; `evaluator`: needed
-    where the best by evaluation is to be kept; `report`: told of one that could not be written; `on_saved`: what else
-    is to be done with each that is complete, but for one that a signal asked for."""
+    """One session's checkpoints.
+
+    Args:
+        checkpointed: Step of the newest checkpoint; None where there is none.
+        evaluator: Needed where the best by evaluation is to be kept.
+        report: Called with the text where a checkpoint could not be written.
+        on_saved: Called with each complete checkpoint, except one that a signal asked for.
+    """
 
     def __init__(
         self,
@@ -90,7 +73,7 @@ class CheckpointKeeper:
         self._on_saved = on_saved
 
     def keep_if_due(self, position: RunPosition, wanted: bool = False) -> None:
-        """After a step: write a checkpoint if it is the turn of one, or if it is `wanted`, and tell the queue."""
+        """Writes a checkpoint after a step if one is due or `wanted`, and tells the queue."""
         every = self._config.learner.checkpoint_every
         if not (wanted or (every and position.step % every == 0)):
             return
@@ -106,7 +89,7 @@ class CheckpointKeeper:
             self._report(text)
 
     def keep_last(self, position: RunPosition) -> None:
-        """At the end: write a checkpoint of `position`, unless there is one, and tell the queue. Raises
+        """Writes a checkpoint at the end of the run unless there is one of `position`, and tells the queue. Raises
         `CheckpointError`, `QueueError`."""
         try:
             self._keep(position)
@@ -129,14 +112,16 @@ class CheckpointKeeper:
                 self._on_saved(self._saved)
 
     def settle(self) -> None:
-        """After the last evaluation: name the best checkpoint, and delete those that were kept only until it was
-        known."""
+        """Names the best checkpoint after the last evaluation, and deletes those kept only until it was known."""
         if self._evaluator is not None:
             checkpoints.prune(self._config.run_dir, self._config.learner.keep_checkpoints, self._spared())
 
     def leave(self, position: RunPosition, halfway: bool) -> None:
-        """After a signal: a checkpoint if there is time, and how to go on. `halfway`: the weights hold a step that the
-        queue has not acknowledged."""
+        """Writes a checkpoint after a signal if there is time, and says how to resume.
+
+        Args:
+            halfway: Whether the weights hold a step that the queue has not acknowledged.
+        """
         say, step, told = self._progress.say, position.step, f"stopped after step {position.step}"
         expected_s, left_s = self._expected_s(), self._stop.left_s
         if halfway:
@@ -169,15 +154,15 @@ class CheckpointKeeper:
         except CheckpointError as error:
             self._progress.warn(str(error))
             return
-        # A queue that does not hear of it now will when the run is resumed.
+        # If the queue does not answer now, it learns of it when the run is resumed.
         with suppress(QueueError, TimeoutError):
             self._client.call(
                 lambda queue: asyncio.wait_for(queue.checkpointed(position.session, info.step), REPORT_TIMEOUT_S)
             )
 
     def _newer_session(self, position: RunPosition) -> int | None:
-        """The session of a learner that has begun since, if one has. A queue that does not answer costs no checkpoint:
-        a resume looks whose it is (`resuming.astray`)."""
+        """Returns the session of a learner that has begun since, if one has. A queue that does not answer costs no
+        checkpoint: a resume finds out whose it is (`resuming.astray`)."""
         try:
             session = self._client.call(lambda queue: asyncio.wait_for(queue.position(), REPORT_TIMEOUT_S)).session
         except (QueueError, TimeoutError):
@@ -195,7 +180,8 @@ class CheckpointKeeper:
         return info
 
     def _spared(self) -> set[int]:
-        """The steps whose checkpoints stay, however old; the best one is written down, and told if it is another."""
+        """Returns the steps whose checkpoints stay, however old. Writes the best one down, and reports it if it is
+        another."""
         if self._evaluator is None:
             return set()
         run_dir, evaluator = self._config.run_dir, self._evaluator
@@ -216,5 +202,24 @@ class CheckpointKeeper:
         if self._took_s is not None:
             return MARGIN * self._took_s
         weights = sum(weight.numel() * weight.element_size() for weight in self._trainer.policy.parameters())
-        copies = 3 + (self._config.learner.reference_sync_steps > 0)  # AdamW has two figures for each weight
+        copies = 3 + (self._config.learner.reference_sync_steps > 0)  # AdamW keeps two values for each weight
         return copies * weights / DISK_BYTES_PER_S
+
+
+def best_of(steps: Collection[int], evaluations: Sequence[EvaluationRecord]) -> Best | None:
+    """Returns the checkpoint of `steps` whose own evaluation gave the highest mean reward; the earlier of two.
+
+    An evaluation that was cut short does not count: its rows are the quick ones.
+    """
+    judged = [
+        Best(record.step, record.evaluation.reward)
+        for record in evaluations
+        if record.step in steps and record.evaluation.ended == "complete" and record.evaluation.reward is not None
+    ]
+    return max(judged, key=lambda one: (one.reward, -one.step), default=None)
+
+
+def spared(steps: Collection[int], best: Best | None, pending: Collection[int]) -> set[int]:
+    """Returns the steps whose checkpoints must not be deleted, however old: the best one, and those that may prove
+    better, as their evaluation is still running."""
+    return {*(step for step in pending if step in steps), *([] if best is None else [best.step])}

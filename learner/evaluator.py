@@ -1,6 +1,6 @@
-"""The learner's side of evaluations: asks for those that are due, and takes in what came of them, while it trains on.
+"""The learner's side of evaluations: asks for those that are due, and collects their results while training continues.
 
-An evaluation belongs to a step, and a step has one: what a learner that resumes asks for again is not made again.
+An evaluation belongs to a step, and a step has one: if a learner that resumes asks for it again, it is not made again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ from protocol.status import Evaluation, EvaluationRequest, describe_evaluation, 
 
 _POLL_S = 10.0
 
-# The queue ends an evaluation at its time-out; after this much more it will not.
+# The queue ends an evaluation at its time-out; after this much more it is given up.
 _MARGIN_S = 60.0
 
 
 class Evaluator:
-    """One session's evaluations. `journal` has those that were taken in, None where there are none to be; `clock`:
-    seconds, monotonic."""
+    """One session's evaluations.
+
+    Args:
+        journal: Has those that have ended; None where the run has no evaluations.
+        clock: Seconds, monotonic.
+    """
 
     def __init__(
         self,
@@ -53,17 +57,21 @@ class Evaluator:
 
     @property
     def pending(self) -> Sequence[int]:
-        """The steps whose evaluation goes on."""
+        """Steps whose evaluation is still running."""
         return self._open
 
     def begin(self) -> None:
-        """Take over what an earlier session of the run has asked for."""
+        """Collects what an earlier session of the run has asked for."""
         if self._journal is not None:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
 
     def ask_if_due(self, step: int, version: int, wanted: bool = False) -> None:
-        """Ask for the evaluation of `step`, if there is to be one; `version`: the newest that was published; `wanted`:
-        whether there is to be one whatever the run file says, as far as it has evaluations at all."""
+        """Asks for the evaluation of `step` if one is due.
+
+        Args:
+            version: The newest that was published.
+            wanted: Whether one is due whatever the run file says, if the run has evaluations at all.
+        """
         settings = self._config.eval
         if wanted and self._journal is None and not self._warned:
             self._warned = True
@@ -91,14 +99,14 @@ class Evaluator:
             self._progress.warn(f"there is no evaluation of step {step}: {refusal}")
 
     def fresh(self) -> list[dict[str, float]]:
-        """The figures of each that has ended since this was called last, by step; each is in the journal."""
+        """Returns the metrics of each that has ended since the last call, by step. Each is in the journal."""
         if self._journal is not None and self._open:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
         fresh, self._fresh = self._fresh, []
         return [evaluation_metrics(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
     def wait(self) -> None:
-        """Wait for those that are open. The queue ends each at its time-out at the latest."""
+        """Waits for those that are open. The queue ends each at its time-out at the latest."""
         if self._journal is None or not self._open:
             return
         deadline = self._clock() + self._config.eval.timeout_s + _MARGIN_S
@@ -120,6 +128,6 @@ class Evaluator:
 
 
 def open_eval_journal(config: RunConfig, step: int) -> Journal[EvaluationRecord] | None:
-    """The run's evaluations up to `step`; None where there are none and none are to come."""
+    """Opens the journal of the run's evaluations up to `step`; None where there are none and none are to come."""
     path = config.run_dir / FILE_NAME
     return Journal(path, EvaluationRecord, step) if config.eval.is_on or path.exists() else None

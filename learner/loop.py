@@ -278,7 +278,7 @@ class Loop:
                 weight_sync=reports.weight_sync(),
             )
             self._watch_servers(figures)
-            report = self._session.notices.told_in(record.report(self._publisher.in_flight))
+            report = self._session.notices.added_to(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
             self._stop.release()
@@ -296,13 +296,13 @@ class Loop:
 
     def _conclude(self) -> None:
         status = self._client.call(lambda queue: queue.status())
-        # The figures first: a run that is finished is not entered again.
+        # The metrics first: a finished run is not resumed.
         self._reports.summarise(status, self._evaluator.records)
         self._client.call(lambda queue: queue.finish(self._position.session))
         self._reports.conclude(status)
 
     def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
-        """What is published, with `probe`."""
+        """Returns what is published with `probe`."""
         adapter = self._trainer.policy.adapter
         if adapter is None:
             return self._trainer.weights()
@@ -314,7 +314,7 @@ class Loop:
         return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:
-        """Hand the weights over; returns the seconds that this took."""
+        """Hands the weights over. Returns the seconds that this took."""
         version = self._position.version
         ids = probe_token_ids(
             self._trainer.policy.vocabulary_size, version // self._config.weight_sync.every, self._config.run.seed

@@ -1,8 +1,8 @@
-"""`slipstream replay`: train again from the record of what a run trained, without servers, queue or workers.
+"""`slipstream replay`: trains again from the record of what a run trained, without servers, queue or workers.
 
 From the same model or checkpoint, with the same settings, device, threads and releases, each step gives the run's own
-figures and weights to the bit: what a step trains on is settled by its groups, their order and its version, and the
-record has all three. One process makes the steps: those of several ranks, which add up in another order, agree but for
+metrics and weights to the bit: its groups, their order and its version decide what a step trains on, and the record has
+all three. One process makes the steps. Steps of several ranks, which add up in another order, agree except for
 rounding.
 """
 
@@ -35,19 +35,26 @@ from protocol.config import ConfigError, RunConfig
 from protocol.trained_record import RecordedStep, RecordError, RecordPosition
 
 METRICS, SUMMARY = "metrics.jsonl", "replay.json"
-# Settings that a step's figures may follow from.
+# Settings that a step's metrics may depend on.
 _THAT_COUNT = (
     *("model.", "learner.", "lora.", "rollout.", "run.seed ", "vllm.max_model_len "),
     *("queue.max_staleness ", "queue.overage "),
 )
-# Of a step's figures, those that two computations of it must agree on.
+# Metrics of a step on which two computations of it must agree.
 COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", *StepRecord.SPREAD))
 
 
 @dataclass(frozen=True)
 class Request:
-    """record: a record's folder, or one of its parts; out: a new folder for what comes of it; from_step: of the
-    checkpoint to begin with, 0 for the run's initial model, None: where the record begins; steps: at most so many."""
+    """What to replay.
+
+    Attributes:
+        record: A record's folder, or one of its parts.
+        out: A new folder for the results.
+        from_step: Step of the checkpoint to begin with; 0 for the run's initial model; None for where the record
+            begins.
+        steps: Maximum number of steps.
+    """
 
     record: Path
     out: Path
@@ -56,10 +63,16 @@ class Request:
 
 
 class Outcome(msgspec.Struct):
-    """`replay.json`. weights_sha256: of all weights after the last step, by name; compared: steps that the run's own
-    metrics.jsonl has, too; first_difference: the first of them with another figure, None where all are the same to the
-    bit; largest_difference: by figure; left_out: what became of each batch that the run tried in vain; ranks: those
-    that made the run's steps."""
+    """The content of `replay.json`.
+
+    Attributes:
+        weights_sha256: Of all weights after the last step, by name.
+        compared: Steps that the run's own metrics.jsonl has too.
+        first_difference: The first of them with another metric; None where all are the same to the bit.
+        largest_difference: By metric.
+        left_out: What happened to each batch that the run left out.
+        ranks: Number of ranks that made the run's steps.
+    """
 
     record: str
     from_step: int
@@ -76,8 +89,12 @@ class Outcome(msgspec.Struct):
 
 
 def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> Outcome:
-    """Raises `ConfigError` before anything is written, `DivergedError` for a step that the run made and that cannot be
-    made here."""
+    """Replays a record.
+
+    Raises:
+        ConfigError: Before anything is written.
+        DivergedError: A step that the run made cannot be made here.
+    """
     if config.learner.epochs is not None:
         raise ConfigError(
             f"learner.epochs = {config.learner.epochs:g}: a replay does not load the data set, and so cannot count its "
@@ -102,7 +119,14 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
 
 
 def starting_step(recorded: Sequence[int], kept: Collection[int], request: Request) -> int:
-    """The step to begin after, 0 for the initial model. `kept`: of the run's checkpoints. Raises `ConfigError`."""
+    """Returns the step to begin after, 0 for the initial model.
+
+    Args:
+        kept: Steps of the run's checkpoints.
+
+    Raises:
+        ConfigError: There is no such step.
+    """
     if not recorded:
         raise ConfigError(f"{request.record}: it holds no step; was queue.record = true while the run trained?")
     fitting = sorted(step for step in {0, *kept} if step + 1 in recorded)
@@ -120,7 +144,7 @@ def starting_step(recorded: Sequence[int], kept: Collection[int], request: Reque
 
 
 def consecutive(recorded: Sequence[RecordedStep], first: int, most: int | None) -> list[RecordedStep]:
-    """The steps after `first`, up to `most` or to one that is missing."""
+    """Returns the steps after `first`, up to `most` of them or to one that is missing."""
     found: list[RecordedStep] = []
     for of in (of for of in recorded if of.step > first):
         if of.step != first + len(found) + 1 or len(found) == most:
@@ -187,7 +211,7 @@ class _Replay:
         return draft.finish()
 
     def _try(self, recorded: RecordedStep, lease: str, groups: Sequence[RecordPosition]) -> None:
-        """A batch that the run left out: whether it fails here, too. No weight is changed either way."""
+        """Says whether a batch that the run left out fails here too. No weight is changed either way."""
         name = f"step {recorded.step}, batch {lease}"
         batch = self._batch(recorded, groups)
         try:
@@ -264,7 +288,7 @@ def _without_a_change(trainer: Trainer) -> Iterator[None]:
 
 
 def digest(trainer: Trainer) -> str:
-    """SHA-256 over the names and bytes of all weights."""
+    """Returns the SHA-256 over the names and bytes of all weights."""
     sums = hashlib.sha256()
     for name, weight in sorted(trainer.policy.named_weights()):
         sums.update(name.encode())
@@ -289,22 +313,25 @@ def _introduce(
 
 
 def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:
-    """Of the first checkpoint that holds `step`, which was made with the same settings unless a resume between the two
-    changed some; of the one before it, where there is none as yet; None: there is no checkpoint."""
+    """Returns the checkpoint whose settings made `step`: the first that holds it, or the one before; None without any.
+
+    A resume between the two may have changed settings.
+    """
     kept = sorted(places.complete(config.run_dir))
     nearest = next((each for each in kept if each >= step), kept[-1] if kept else None)
     return None if nearest is None else checkpoints.of_step(config.run_dir, nearest).info
 
 
 def ranks_of(config: RunConfig) -> int:
-    """How many ranks made the run's steps: as its file says, or as a launcher had it, which checkpoints know."""
+    """Returns how many ranks made the run's steps: as its file says, or as a launcher had it, which checkpoints
+    know."""
     newest = checkpoints.latest(config.run_dir)
     known = newest.info.settings if newest is not None else None
     return max(config.learner.ranks, int((known or {}).get("learner.ranks", 1)))
 
 
 def _figures_of(path: Path) -> Mapping[tuple[int, int], dict[str, Any]]:
-    """The lines of the run's metrics by step and version."""
+    """Reads the lines of the run's metrics by step and version."""
     if not path.exists():
         return {}
     lines = (msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.endswith(b"}"))

@@ -1,4 +1,4 @@
-"""A learner from its first line to its last: what is checked and loaded before the loop, and who may stop it."""
+"""Runs a learner from its first line to its last: what is checked and loaded before the loop, and who may stop it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ from weight_sync.weights import snapshot
 
 
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
-    """Train `config.learner.steps` steps. Raises `ConfigError` before anything is changed; `SystemExit` with 130 or 143
-    after Ctrl-C or SIGTERM."""
+    """Trains `config.learner.steps` steps.
+
+    Raises:
+        ConfigError: Before anything is changed.
+        SystemExit: With 130 or 143 after Ctrl-C or SIGTERM.
+    """
     unheeded = environment.check(os.environ)
     environment.clear(os.environ)
     place = launch.this_rank(config)
@@ -110,8 +114,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 
 
 def follow(place: RankInfo) -> None:
-    """A rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises `RankLost`."""
-    for number in SIGNALS:  # whoever sends them means the learner: rank 0 says what follows
+    """Runs a rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises
+    `RankLost`."""
+    for number in SIGNALS:  # they are meant for the learner as a whole; rank 0 decides what follows
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     team, config = launch.join_team(place)
@@ -120,8 +125,8 @@ def follow(place: RankInfo) -> None:
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
-    """With the weights of `checkpoint`, or the model's own; on all ranks but the first these are only loaded for their
-    shapes."""
+    """Builds the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
+    only loaded for their shapes."""
     set_seed(config.run.seed)
     team = team or Team()
     with team.waiting():

@@ -1,10 +1,10 @@
-"""Batches that cannot be trained: left out, counted and named, until there are too many in a row.
+"""Leaves out batches that cannot be trained, counts and names them, until there are too many in a row.
 
-A batch that is left out touches nothing: not a weight, nor the optimiser, nor its schedule; no version is made. Its
-groups are dropped at the queue, so that no step meets them again.
+A batch that is left out changes nothing: no weight, nor the optimiser, nor its schedule; no version is made. The queue
+drops its groups, so that no step meets them again.
 
 Where several ranks share a step and the memory of one does not hold its part, the others wait for it in the middle of
-the step: that ends the run, but the batch is left out before, so that the resume does not meet it again.
+the step. That ends the run, but the batch is left out before, so that the resume does not meet it again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
 GO_ON = "Go on from the last checkpoint, which is intact, with --resume"
-# Of a batch's tickets, so many are named on the terminal.
+# Tickets of a batch that are named on the terminal.
 _NAMED = 4
 
 
@@ -35,8 +35,11 @@ class OutOfMemory(LearnerFailed):
 
 @dataclass(frozen=True)
 class LeftOut(Record):
-    """A batch that could not be trained at `step` by the learner's `version`; `groups`: its tickets, which begin with
-    the index of their row."""
+    """A batch that the learner's `version` could not train at `step`.
+
+    Attributes:
+        groups: Its tickets, which begin with the index of their row.
+    """
 
     version: int
     reason: str
@@ -45,8 +48,12 @@ class LeftOut(Record):
 
 
 class Attempts:
-    """One session's steps, each tried. `most`: batches in a row that are left out; one more ends the run. `report`: is
-    told of each."""
+    """Tries the steps of one session.
+
+    Args:
+        most: Batches in a row that may be left out; one more ends the run.
+        report: Called with the text for each.
+    """
 
     def __init__(
         self,
@@ -68,7 +75,7 @@ class Attempts:
         trainer.optimiser.optimizer.register_step_pre_hook(self._on_change)
 
     def step(self, batch: Batch, feeder: Feeder) -> StepFigures | None:
-        """Train on a batch; None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
+        """Trains on a batch; returns None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
         self._changing = False
         ranks_stuck = False
         try:
@@ -79,7 +86,7 @@ class Attempts:
         except torch.OutOfMemoryError as error:
             failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
             ranks_stuck = self._trainer.team.count > 1
-        except RuntimeError:  # what rank 0 meets in a collective with one that has gone
+        except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
             if (said := self._trainer.team.out_of_memory()) is None:
                 raise
             failure, reason = _out_of_memory(said, batch), reasons.OUT_OF_MEMORY
@@ -87,12 +94,12 @@ class Attempts:
         else:
             self._in_a_row = 0
             return figures
-        # Here and not above: what an exception's frames hold is free by now.
+        # Not inside the except clauses: here the tensors that the exception's frames held are free.
         self._trainer.optimiser.zero_grad()
         if self._trainer.device.type == "cuda":
             torch.cuda.empty_cache()
         if self._changing:
-            raise type(failure)(f"{failure}. It came while weights changed: they are not to be used. {GO_ON}")
+            raise type(failure)(f"{failure}. It came while weights were changing, so they must not be used. {GO_ON}")
         if self._in_a_row >= self._most:
             many = (
                 f"{self._in_a_row + 1} batches in a row cannot be trained, and learner.skip_bad_batches = {self._most}"

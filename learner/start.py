@@ -1,4 +1,4 @@
-"""Where a run starts: at the initial model, at a checkpoint, or not at all; and what it declares to the queue."""
+"""Where a run starts (the initial model, a checkpoint, or not at all), and what the learner declares to the queue."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig
 from protocol.config.sections.base import toml_value
 from protocol.messages import BeginSession, RunPosition
 
-# Set by who starts a learner for somebody: the command that this person typed.
+# Set by a program that starts a learner: the command that the person typed.
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
-# Set by a script: the argument of its train() that goes on with the run.
+# Set by a script: the argument of its train() that resumes the run.
 RESUME_VARIABLE = "SLIPSTREAM_RESUME"
 
 
@@ -33,8 +33,11 @@ def starting_point(
     position: RunPosition | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Checkpoint | None:
-    """The checkpoint to start from, see `resuming.choose`; None for the initial model. Raises `ConfigError` for a run
-    that is not to be resumed but has a checkpoint, and for one whose checkpoints cannot be gone on from."""
+    """Returns the checkpoint to start from, see `resuming.choose`; None for the initial model.
+
+    Raises:
+        ConfigError: The run is not resumed but has a checkpoint, or none of its checkpoints can be used.
+    """
     if resume:
         return resuming.choose(config.run_dir, position, say)
     if found := places.complete(config.run_dir):
@@ -46,25 +49,27 @@ def starting_point(
 
 
 def is_over(config: RunConfig, checkpoint: Checkpoint, position: RunPosition) -> bool:
-    """Whether the run has made its last step and told the queue so."""
+    """Says whether the run has made its last step and told the queue so."""
     return checkpoint.info.step >= config.learner.steps and position.finished
 
 
 def algorithm(learner: LearnerSection) -> str:
-    """What the run learns by: the preset, and what the run file has in place of the preset's."""
+    """Says what the run learns by: the preset, and what the run file has in place of the preset's values."""
     beside = [f"{name} = {toml_value(value)}" for name, value in learner.beside_preset().items()]
     return f"algorithm {learner.algorithm}{', but with ' if beside else ''}{', '.join(beside)}"
 
 
 def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:
-    """What to say of a run that is resumed: from where, and with which settings that the checkpoint was not made with.
-    Settings are those of this start, whatever the checkpoint holds."""
+    """Says from where a run resumes, and which settings differ from those that the checkpoint was made with.
+
+    Settings are those of this start, whatever the checkpoint holds.
+    """
     if checkpoint is None:
         made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
         return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
-    # An adapter goes on as it was made, or not at all.
+    # An adapter continues as it was made, or not at all.
     if different := [line for line in changed(config, info) if not line.startswith("lora.")]:
         said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
     then = _then(config, info)
@@ -77,14 +82,14 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
 
 
 def changed(config: RunConfig, info: CheckpointInfo) -> list[str]:
-    """The settings that a checkpoint was not made with, each with both values."""
+    """Lists the settings that a checkpoint was not made with, each with both values."""
     now, then = settings(config), _then(config, info)
     return [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
 
 
 def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
-    """The settings that the checkpoint was made with. One that names no learner.weights_dtype stepped on weights in
-    model.dtype, which were rounded at each step."""
+    """Returns the settings that the checkpoint was made with. One that names no learner.weights_dtype stepped on
+    weights in model.dtype, which were rounded at each step."""
     then = dict(info.settings or {})
     if then and then.get("model.dtype") != "float32" and config.model.dtype != "float32":
         then.setdefault("learner.weights_dtype", "model")
@@ -92,7 +97,7 @@ def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
 
 
 def settings(config: RunConfig) -> dict[str, str]:
-    """Every setting by its name, as text; not the token."""
+    """Returns every setting by its name, as text, without the token."""
     sections = config.model_dump(mode="json")
     return {
         f"{section}.{name}": str(value)
@@ -103,9 +108,13 @@ def settings(config: RunConfig) -> dict[str, str]:
 
 
 def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int) -> BeginSession:
-    """What the learner tells the queue: where it starts, and what it expects of the workers' rollouts.
+    """Makes what the learner tells the queue: where it starts, and what it expects of the workers' rollouts.
 
-    `vocabulary`: token ids that the model knows. Raises `ConfigError` where no tokenizer can be loaded.
+    Args:
+        vocabulary: Token ids that the model knows.
+
+    Raises:
+        ConfigError: No tokenizer can be loaded.
     """
     done = checkpoint.info if checkpoint else CheckpointInfo(step=0, version=0)
     # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
@@ -115,7 +124,7 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
 
 
 def tokenizer(model: ModelSection) -> Any:
-    """As the workers load it, so that the same files have the same fingerprint."""
+    """Loads the tokenizer as the workers do, so that the same files have the same fingerprint."""
     path, revision = model.tokenizer_path, model.tokenizer_revision
     try:
         try:
@@ -124,7 +133,7 @@ def tokenizer(model: ModelSection) -> Any:
             if not model.trust_remote_code:
                 raise
             return AutoTokenizer.from_pretrained(path, revision=revision or "main", trust_remote_code=True)
-    except Exception as error:  # of many types, by what is missing or broken
+    except Exception as error:  # the type depends on what is missing or broken
         first = str(error).strip().partition("\n")[0]
         setting = "model.path" if model.tokenizer is None else "model.tokenizer"
         raise ConfigError(
@@ -134,7 +143,7 @@ def tokenizer(model: ModelSection) -> Any:
 
 
 def command() -> str:
-    """The command that started this run."""
+    """Returns the command that started this run."""
     if given := os.environ.get(COMMAND_VARIABLE):
         return given
     program, *arguments = sys.argv
@@ -143,7 +152,7 @@ def command() -> str:
 
 
 def resume_command() -> str:
-    """The command that goes on with this run, as it was started."""
+    """Returns the command that resumes this run, as it was started."""
     if command().startswith("python ") and not command().startswith("python -m"):
         return f"{command()}, with {os.environ.get(RESUME_VARIABLE, 'resume=True')} given to train()"
     return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

@@ -1,1 +1,1 @@
-"""What is learnt: how rewards become advantages, and what an optimiser step does with them."""
+"""The algorithm: how rewards become advantages, and advantages a loss. Pure functions of tensors."""

@@ -18,6 +18,10 @@ from protocol.config import LearnerSection
 class Algorithm:
     """The algorithm that `[learner]` chose.
 
+    Args:
+        section: `[learner]` of the run file.
+        longest: The most tokens that a rollout may sample.
+
     Attributes:
         by_rollout: Whether losses depend on what `Tokens` has of whole rollouts.
         proximal: Makes the log-probs of the proximal policy.
@@ -29,9 +33,6 @@ class Algorithm:
     """
 
     def __init__(self, section: LearnerSection, longest: int) -> None:
-        """Args:
-        section: `[learner]` of the run file.
-        longest: The most tokens that a rollout may sample."""
         self._advantage = advantages.build(section)
         self._correction = corrections.build(section)
         self._masks = loss_terms.build_masks(section)

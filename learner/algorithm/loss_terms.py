@@ -306,11 +306,14 @@ class RouterLoss:
         rows: Sequence[Routing],
         add_up: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Args:
-        coefficient: What the loss is multiplied by.
-        rows: The routing of all rows of the step, without a gradient; of this rank's rows where there are several
-            ranks.
-        add_up: Returns the sum over the ranks."""
+        """Takes the routing of a step.
+
+        Args:
+            coefficient: What the loss is multiplied by.
+            rows: The routing of all rows of the step, without a gradient; of this rank's rows where there are several
+                ranks.
+            add_up: Returns the sum over the ranks.
+        """
         self._coefficient = coefficient
         tokens = add_up(torch.stack([row.tokens for row in rows]).sum())
         chosen = add_up(torch.stack([row.chosen.detach() for row in rows]).sum(0))

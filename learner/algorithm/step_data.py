@@ -59,6 +59,7 @@ class StepRollouts:
         return replace(self, **taken)
 
     def with_rewards(self, rewards: Floats) -> Self:
+        """Returns a copy with other rewards, float64 [S]."""
         return replace(self, rewards=rewards)
 
 

@@ -1,1 +1,1 @@
-"""Attention over packed rows: one file per implementation."""
+"""Attention over packed rows: `packed` chooses among three implementations."""

@@ -84,6 +84,8 @@ class RowSpan:
 
 @dataclass(frozen=True)
 class RowParts:
+    """The blocks and spans of a row."""
+
     blocks: list[RowBlock] = field(default_factory=list)
     spans: list[RowSpan] = field(default_factory=list)
 
@@ -141,12 +143,14 @@ class _Costs:
                 cheapest[node] = _block(self._sizes[node])
 
     def is_whole(self, node: int, copied: int) -> bool:
+        """Says whether the node is cheapest as one block with its descendants, behind `copied` tokens."""
         if not self.children[node]:
             return True
         others = self._copying(node, copied) if copied else min(self._apart[node], self._copying(node, 0))
         return self._whole(node, copied) <= others
 
     def is_copied(self, node: int) -> bool:
+        """Says whether copying the node in front of its children's blocks is cheaper than a span."""
         return self._copying(node, 0) < self._apart[node]
 
     def _together(self, node: int, copied: int) -> float:
@@ -179,7 +183,7 @@ MIN_SHARE = 0.8
 # Kernels are fastest at lengths of whole vectors; below this length the padding would cost more.
 ALIGNED_FROM, ALIGNMENT = 32, 8
 
-# A span of so many queries is worth a call of its own.
+# A span of this many queries or more is worth a call of its own.
 LARGE_SPAN = 256
 
 # Spans of one batch differ by at most these factors, in queries and in keys.

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from learner.attention.paths import sent
 
-# arXiv:2307.08691; what torch.nn.attention.varlen calls. out [t, H, D], log-sums float32 [H, t].
+# torch.nn.attention.varlen calls these (arXiv:2307.08691). out [t, H, D], log-sums float32 [H, t].
 _forward = torch.ops.aten._flash_attention_forward
 
 _backward = torch.ops.aten._flash_attention_backward
@@ -74,10 +74,14 @@ def flash_supports(query: torch.Tensor) -> bool:
 
 
 def flash_layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> FlashLayout:
-    """For n nodes: `starts`, n + 1 places where each begins and the last ends; `reach`: where what descends from each
-    ends."""
+    """Plans a row.
+
+    Args:
+        starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
+        reach: n indices: where the descendants of each node end.
+    """
     levels: list[list[int]] = []
-    around: list[int] = []  # where the inner nodes end that the next one descends from
+    around: list[int] = []  # ends of the inner nodes that the next node descends from
     for node, reached in enumerate(reach):
         while around and around[-1] <= starts[node]:
             around.pop()
@@ -108,7 +112,16 @@ def _level(nodes: Sequence[int], starts: Sequence[int], reach: Sequence[int], de
 def flash_trie(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: FlashLayout, scale: float | None
 ) -> torch.Tensor:
-    """query: [T, H, D]; key, value: [T, H_kv, D], H a multiple of H_kv, float16 or bfloat16; returns [T, H, D]."""
+    """Computes attention of a row.
+
+    Args:
+        query: [T, H, D], float16 or bfloat16.
+        key: [T, H_kv, D], H a multiple of H_kv.
+        value: [T, H_kv, D].
+
+    Returns:
+        [T, H, D].
+    """
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     out: torch.Tensor = _FlashTrie.apply(query, key, value, layout, scale)  # type: ignore[no-untyped-call]
     return out

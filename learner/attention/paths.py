@@ -91,8 +91,17 @@ def along_paths(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """query: [T, H, D]; key, value: [T, H_kv, D], H a multiple of H_kv; window: a token sees itself and the window - 1
-    tokens before it on its path; returns [T, H, D]."""
+    """Computes attention of a row.
+
+    Args:
+        query: [T, H, D].
+        key: [T, H_kv, D], H a multiple of H_kv.
+        value: [T, H_kv, D].
+        window: Tokens that a token sees on its path, itself included; None for all.
+
+    Returns:
+        [T, H, D].
+    """
     found = []
     for batch in paths.batches:
         q, k, v = (
@@ -111,7 +120,8 @@ def along_paths(
 def _windowed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int
 ) -> torch.Tensor:
-    """Causal, in stretches of `window` queries: the mask is at most [window, 2 window], whatever the length."""
+    """Computes causal attention in stretches of `window` queries: the mask is at most [window, 2 window], whatever the
+    length."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))  # masked kernels want as many heads
     stretches = []

@@ -1,3 +1,1 @@
-"""Checkpoints' models for others: the model card beside the weights, and the way to the Hugging Face hub."""
-
-from __future__ import annotations
+"""Checkpoints: written, chosen to resume from, and prepared for others with a model card and uploads to the hub."""

@@ -148,7 +148,7 @@ def save(
             _discard(final)
         unfinished.rename(final)
         _flush_one(home)
-    except (OSError, SafetensorError, RuntimeError) as error:  # the last two: how libraries tell of a full disk
+    except (OSError, SafetensorError, RuntimeError) as error:  # libraries raise the last two on a full disk
         shutil.rmtree(unfinished, ignore_errors=True)
         raise CheckpointError(f"the checkpoint {final} cannot be written: {error}") from error
     prune(run_dir, keep, spared)
@@ -197,7 +197,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
     path = checkpoint.path / "trainer.pt"
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # of many types, by what is missing or broken
+    except Exception as error:  # the type depends on what is missing or broken
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"{path} is damaged and cannot be read ({type(error).__name__}: {first}): move {checkpoint.path} away, and "

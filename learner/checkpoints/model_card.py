@@ -1,6 +1,4 @@
-"""Writes a checkpoint's model card, `README.md` beside the weights, as the hub shows it, with the papers of the
-algorithm.
-"""
+"""Writes a checkpoint's model card: `README.md` beside the weights, as the hub shows it, with its papers."""
 
 from __future__ import annotations
 
@@ -18,77 +16,10 @@ from protocol.config.fingerprint import release
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import ABOUT
 
-# Title, authors and year by arXiv number. Other papers are cited by their number alone.
-PAPERS: dict[str, tuple[str, str, int]] = {
-    "2402.03300": (
-        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
-        "Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and others",
-        2024,
-    ),
-    "2402.14740": (
-        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
-        "Arash Ahmadian and Chris Cremer and Matthias Gall{\\'e} and Marzieh Fadaee and Julia Kreutzer and others",
-        2024,
-    ),
-    "2503.14476": (
-        "DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
-        "Qiying Yu and Zheng Zhang and Ruofei Zhu and Yufeng Yuan and Xiaochen Zuo and others",
-        2025,
-    ),
-    "2503.20783": (
-        "Understanding R1-Zero-Like Training: A Critical Perspective",
-        "Zichen Liu and Changyu Chen and Wenjun Li and Penghui Qi and Tianyu Pang and others",
-        2025,
-    ),
-    "2505.07291": (
-        "INTELLECT-2: A Reasoning Model Trained Through Globally Decentralized Reinforcement Learning",
-        "{Prime Intellect Team} and others",
-        2025,
-    ),
-    "2505.24298": (
-        "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
-        "Wei Fu and Jiaxuan Gao and others",
-        2025,
-    ),
-    "2506.13585": ("MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", "{MiniMax}", 2025),
-    "2507.18071": ("Group Sequence Policy Optimization", "Chujie Zheng and Shixuan Liu and Mingze Li and others", 2025),
-    "2510.13786": (
-        "The Art of Scaling Reinforcement Learning Compute for LLMs",
-        "Devvrit Khatri and Lovish Madaan and others",
-        2025,
-    ),
-    "2511.20347": ("Soft Adaptive Policy Optimization", "Chang Gao and others", 2025),
-}
-
-
-def sources(learner: LearnerSection) -> str:
-    """Returns the sources of the preset, with links."""
-    source = ABOUT[learner.algorithm].source
-    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
-
-
-def bibtex(learner: LearnerSection) -> str:
-    """Returns entries for the preset's papers, as far as their titles are known; empty if none is."""
-    numbers = re.findall(r"arXiv:(\d{4}\.\d{5})", ABOUT[learner.algorithm].source)
-    return "\n\n".join(_entry(number, *PAPERS[number]) for number in dict.fromkeys(numbers) if number in PAPERS)
-
-
-def _entry(number: str, title: str, authors: str, year: int) -> str:
-    return (
-        f"@misc{{arxiv_{number.replace('.', '_')},\n"
-        f"    title = {{{{{title}}}}},\n"
-        f"    author = {{{authors}}},\n"
-        f"    year = {year},\n"
-        f"    eprint = {{{number}}},\n"
-        f"    archivePrefix = {{arXiv}},\n"
-        f"}}"
-    )
-
-
 MODEL_CARD = "README.md"
 
 # Settings that say how the model was made.
-_TOLD = (
+_SHOWN_SETTINGS = (
     *("run.seed", "model.dtype", "rollout.group_size", "rollout.temperature", "rollout.max_episode_tokens"),
     *("rollout.max_turns", "queue.max_staleness", "learner.groups_per_step", "learner.learning_rate"),
     *("learner.warmup_steps", "learner.betas", "learner.weight_decay", "learner.max_grad_norm", "learner.kl_coef"),
@@ -121,6 +52,7 @@ def write_model_card(folder: Path, config: RunConfig, results: Results) -> None:
 
 
 def render_model_card(config: RunConfig, results: Results) -> ModelCard:
+    """Renders the card: origin, method, rewards, settings, versions and papers."""
     base = config.model.path
     is_local = Path(base).is_absolute()
     data = ModelCardData(
@@ -172,7 +104,7 @@ def _rewards(results: Results) -> str:
 
 def _settings(config: RunConfig) -> str:
     rows = []
-    for name in _TOLD:
+    for name in _SHOWN_SETTINGS:
         section, key = name.split(".")
         rows.append(f"| `{name}` | `{toml_value(getattr(getattr(config, section), key))}` |")
     return "\n".join(["## Settings\n", "| setting | value |", "|---|---|", *rows])
@@ -186,3 +118,70 @@ def _versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def sources(learner: LearnerSection) -> str:
+    """Returns the sources of the preset, with links."""
+    source = ABOUT[learner.algorithm].source
+    return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
+
+
+def bibtex(learner: LearnerSection) -> str:
+    """Returns entries for the preset's papers, as far as their titles are known; empty if none is."""
+    numbers = re.findall(r"arXiv:(\d{4}\.\d{5})", ABOUT[learner.algorithm].source)
+    return "\n\n".join(_entry(number, *PAPERS[number]) for number in dict.fromkeys(numbers) if number in PAPERS)
+
+
+def _entry(number: str, title: str, authors: str, year: int) -> str:
+    return (
+        f"@misc{{arxiv_{number.replace('.', '_')},\n"
+        f"    title = {{{{{title}}}}},\n"
+        f"    author = {{{authors}}},\n"
+        f"    year = {year},\n"
+        f"    eprint = {{{number}}},\n"
+        f"    archivePrefix = {{arXiv}},\n"
+        f"}}"
+    )
+
+
+# Title, authors and year by arXiv number. Other papers are cited by their number alone.
+PAPERS: dict[str, tuple[str, str, int]] = {
+    "2402.03300": (
+        "DeepSeekMath: Pushing the Limits of Mathematical Reasoning in Open Language Models",
+        "Zhihong Shao and Peiyi Wang and Qihao Zhu and Runxin Xu and Junxiao Song and others",
+        2024,
+    ),
+    "2402.14740": (
+        "Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs",
+        "Arash Ahmadian and Chris Cremer and Matthias Gall{\\'e} and Marzieh Fadaee and Julia Kreutzer and others",
+        2024,
+    ),
+    "2503.14476": (
+        "DAPO: An Open-Source LLM Reinforcement Learning System at Scale",
+        "Qiying Yu and Zheng Zhang and Ruofei Zhu and Yufeng Yuan and Xiaochen Zuo and others",
+        2025,
+    ),
+    "2503.20783": (
+        "Understanding R1-Zero-Like Training: A Critical Perspective",
+        "Zichen Liu and Changyu Chen and Wenjun Li and Penghui Qi and Tianyu Pang and others",
+        2025,
+    ),
+    "2505.07291": (
+        "INTELLECT-2: A Reasoning Model Trained Through Globally Decentralized Reinforcement Learning",
+        "{Prime Intellect Team} and others",
+        2025,
+    ),
+    "2505.24298": (
+        "AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning",
+        "Wei Fu and Jiaxuan Gao and others",
+        2025,
+    ),
+    "2506.13585": ("MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention", "{MiniMax}", 2025),
+    "2507.18071": ("Group Sequence Policy Optimization", "Chujie Zheng and Shixuan Liu and Mingze Li and others", 2025),
+    "2510.13786": (
+        "The Art of Scaling Reinforcement Learning Compute for LLMs",
+        "Devvrit Khatri and Lovish Madaan and others",
+        2025,
+    ),
+    "2511.20347": ("Soft Adaptive Policy Optimization", "Chang Gao and others", 2025),
+}

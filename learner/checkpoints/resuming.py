@@ -73,7 +73,7 @@ def damage(path: Path) -> str | None:
     ):
         try:
             check(path / name)
-        except Exception as error:  # of many types, by the library that reads the file
+        except Exception as error:  # the type depends on the library that reads the file
             first = str(error).strip().partition("\n")[0]
             return f"it is damaged, {name} cannot be read ({type(error).__name__}: {first})"
     return None
@@ -146,12 +146,12 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
         return
     check_installed(config.lora)
     try:
-        with warnings.catch_warnings(action="ignore"):  # the learner's own making says them
+        with warnings.catch_warnings(action="ignore"):  # the learner shows them when it makes the adapter
             adapter = Adapter(_structure(config.model), config.lora, config.model, torch.float32)
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
-        # Code of a model's own may want weights to work on.
+        # A model with code of its own may need weights here.
         logger.warning(
             "lora: the model's structure cannot be made without its weights (%s: %s): whether the adapter fits is seen "
             "when the learner has loaded them",

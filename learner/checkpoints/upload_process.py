@@ -112,7 +112,7 @@ def _answer(request: Request) -> Answer:
         api = HfApi()
         repo = api.create_repo(request.repo, private=request.private, exist_ok=True).repo_id
         api.upload_folder(repo_id=repo, folder_path=request.folder, commit_message=request.message)
-    except Exception as error:  # of many types: of HTTP, of the file system, of the hub's own
+    except Exception as error:  # HTTP, the file system and the hub raise their own types
         return Answer(error=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     return Answer(repo)
 

@@ -40,14 +40,10 @@ def require(hub: HubSection) -> None:
 class Models:
     """Prepares one session's checkpoints for others."""
 
-    def __init__(self, config: RunConfig, progress: TerminalProgress, uploads: Uploads | None = None) -> None:
-        """Args:
-        uploads: What sends them; made where the run file asks for it."""
+    def __init__(self, config: RunConfig, progress: TerminalProgress) -> None:
         self._config = config
         self._progress = progress
-        if uploads is None and config.hub.push_to_hub:
-            uploads = Uploads(config, progress.warn, progress.say)
-        self._uploads = uploads
+        self._uploads = Uploads(config, progress.warn, progress.say) if config.hub.push_to_hub else None
         self._warned = False
 
     def saved(self, model: Path, results: Results) -> None:
@@ -83,6 +79,9 @@ class Uploads:
     """Sends one model at a time; the newest waits behind it, and one that waits when another comes is left out.
 
     Each model is linked into a folder of the run directory at once, so its checkpoint may be deleted meanwhile.
+
+    Args:
+        warn: Shows a line to a person; called from any thread, as is `say`.
     """
 
     def __init__(
@@ -92,8 +91,6 @@ class Uploads:
         say: Callable[[str], None],
         sender: Sender | None = None,
     ) -> None:
-        """Args:
-        warn: Shows a line to a person; called from any thread, as is `say`."""
         self._hub = config.hub
         self._name = config.hub.hub_model_id or config.run.name
         self._stage = config.run_dir / _STAGE

@@ -60,6 +60,11 @@ class Feeder:
     """Batches for the steps after `start.step`, in order. A context manager: leaving it gives open leases back.
 
     Its methods are for the learner's main thread, except `fail`. `next_batch` raises what went wrong on the loop.
+
+    Args:
+        start: Position of the run when the session began.
+        clock: Seconds, monotonic.
+        pin: Whether rows are put into page-locked memory, for a learner on a GPU.
     """
 
     def __init__(
@@ -70,10 +75,6 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
         pin: bool = False,
     ) -> None:
-        """Args:
-        start: Position of the run when the session began.
-        clock: Seconds, monotonic.
-        pin: Whether rows are put into page-locked memory, for a learner on a GPU."""
         self._config = config
         self._client = client
         self._start = start

@@ -184,6 +184,13 @@ class JudgedGroup:
 
     @classmethod
     def of(cls, group: Group, version_at_arrival: int, version: int, dropped: str | None) -> Self:
+        """Counts a group.
+
+        Args:
+            version_at_arrival: The learner's version when the queue received it.
+            version: The version that would train on it.
+            dropped: The reason; None where the group trains.
+        """
         versions = group.versions()
         spans = [
             [span.version for segment in rollout.segments for span in segment.version_spans]
@@ -301,8 +308,8 @@ def tally(
         tokens_prompt=metrics.prompt_tokens,
         epoch=max(group.epoch for group in judged),
         tokens_by_staleness=_by_staleness(trained, min(max_staleness, MAX_STALENESS)),
-        metrics=metrics.ours(),
-        task_metrics=metrics.the_task_s(),
+        metrics=metrics.metrics(),
+        task_metrics=metrics.task_metrics(),
     )
 
 

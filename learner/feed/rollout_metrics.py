@@ -30,6 +30,7 @@ class Running:
         self._squares = 0.0
 
     def add(self, value: float) -> None:
+        """Adds a value."""
         self.count += 1
         if self.mean is None or self.min is None or self.max is None:
             self.mean = self.min = self.max = value
@@ -54,11 +55,12 @@ class Running:
 
     @property
     def std(self) -> float | None:
+        """The sample's standard deviation; None of fewer than two values."""
         return math.sqrt(self._squares / (self.count - 1)) if self.count > 1 else None
 
 
 class RolloutMetrics:
-    """Collects a step's groups; `ours` and `the_task_s` return their metrics."""
+    """Collects a step's groups; `metrics` and `task_metrics` return their metrics."""
 
     def __init__(self) -> None:
         self.rewards = Running()
@@ -76,6 +78,7 @@ class RolloutMetrics:
         self._own: defaultdict[str, Running] = defaultdict(Running)
 
     def add(self, group: Group) -> None:
+        """Adds a group that arrived."""
         if len({rollout.reward for rollout in group.rollouts}) == 1:
             self._flat += len(group.rollouts)
         for rollout in group.rollouts:
@@ -124,7 +127,7 @@ class RolloutMetrics:
             else:
                 self._own[name].add(value)
 
-    def ours(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Returns the metrics; one without a measurement is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
@@ -163,7 +166,7 @@ class RolloutMetrics:
         }
         return {name: value for name, value in metrics.items() if value is not None}
 
-    def the_task_s(self) -> dict[str, float]:
+    def task_metrics(self) -> dict[str, float]:
         """Returns means of the task's own metrics, under the names that it chose."""
         return {name: values.mean for name, values in self._own.items() if values.mean is not None}
 

@@ -91,6 +91,7 @@ class Draft:
 
     @property
     def ticket_ids(self) -> list[str]:
+        """Tickets of the groups that stand."""
         return list(self._standing)
 
     @property

@@ -45,15 +45,16 @@ class AdapterAlone:
 
 
 class Adapter:
-    """The adapter of one network, which becomes a part of that network."""
+    """The adapter of one network, which becomes a part of that network.
+
+    Args:
+        dtype: Type of merged matrices, that of the base.
+
+    Raises:
+        ConfigError: A layer cannot have an adapter.
+    """
 
     def __init__(self, network: Any, lora: LoraSection, model: ModelSection, dtype: torch.dtype) -> None:
-        """Args:
-            dtype: Type of merged matrices, that of the base.
-
-        Raises:
-            ConfigError: A layer cannot have an adapter.
-        """
         check_installed(lora)
         from peft import LoraConfig, get_peft_model
 

@@ -17,7 +17,7 @@ from protocol.config.adapter_checks import pattern_of
 from protocol.config.sections.base import toml_value
 from protocol.config.text import nearest
 
-# How peft finds a layer's number in the name of what is in it (`peft.tuners.tuners_utils`).
+# How peft finds a layer's number in the name of a module in it (`peft.tuners.tuners_utils`).
 _LAYER = re.compile(r".*?\.[^.]*\.(\d+)\.")
 
 _PATTERNS = ("rank_pattern", "alpha_pattern")

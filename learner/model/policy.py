@@ -41,6 +41,13 @@ class Policy(torch.nn.Module):
     """Scores the sampled tokens of a packed row; this is what `Accelerator.prepare` wraps.
 
     It stays in evaluation mode: dropout would make its log-probs differ from the sampler's.
+
+    Args:
+        model: The transformers model.
+        implementation: `model.attention`.
+
+    Attributes:
+        adapter: What trains, where it is not the model's own weights.
     """
 
     def __init__(
@@ -49,17 +56,12 @@ class Policy(torch.nn.Module):
         implementation: str,
         scoring: Scoring,
         precision: Precision | None = None,
-        adapter: Adapter | None = None,
     ) -> None:
-        """Args:
-        model: The transformers model.
-        implementation: `model.attention`.
-        adapter: What trains, where it is not the model's own weights."""
         super().__init__()
         self.model = model.eval()
         self.precision = precision or Precision()
         self.implementation = implementation
-        self.adapter = adapter
+        self.adapter: Adapter | None = None
         self._scoring = scoring
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:
@@ -176,7 +178,7 @@ class Policy(torch.nn.Module):
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:  # dynamo's and inductor's are such, of many types
+        except RuntimeError as error:  # dynamo and inductor raise many subclasses
             raise ConfigError(
                 f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "
                 f"{str(error).strip().partition(chr(10))[0]}); install a C++ compiler such as g++, or set "

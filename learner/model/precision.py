@@ -118,6 +118,7 @@ def quantisation_arguments(model: ModelSection, compute: torch.dtype) -> dict[st
 
 
 def is_quantised(layer: Any) -> bool:
+    """Says whether bitsandbytes has quantised the layer."""
     return type(layer).__name__ in _LAYERS
 
 

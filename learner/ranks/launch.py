@@ -142,11 +142,13 @@ def _followers(count: int, port: int, team: Team) -> Iterator[None]:
 
 
 class Children:
-    """Ranks 1 to `count` - 1, as children of this process."""
+    """Ranks 1 to `count` - 1, as children of this process.
+
+    Args:
+        on_lost: Called on a thread with what is known of a child that ended by itself.
+    """
 
     def __init__(self, count: int, environment: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
-        """Args:
-        on_lost: Called on a thread with what is known of a child that ended by itself."""
         self._on_lost = on_lost
         self._closing = threading.Event()
         self._processes = [_start(rank, environment) for rank in range(1, count)]
@@ -180,10 +182,10 @@ class Children:
         code = process.wait()
         if self._closing.is_set():
             return
-        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_how(code)}")
+        self._on_lost(f"rank {rank} of the learner (process {process.pid}) {_describe_end(code)}")
 
 
-def _how(code: int) -> str:
+def _describe_end(code: int) -> str:
     """Says how a child ended, and where to look; a killed one has written nothing down."""
     if code >= 0:
         return f"ended with code {code}: what it wrote in the learner's log says why"

@@ -68,12 +68,12 @@ class Silence:
 
 
 class Signs:
-    """Remembers when the last sign of life of each rank came. Pure: `now` is given, in seconds."""
+    """Remembers when the last sign of life of each rank came. Pure: `now` is given, in seconds since the start."""
 
-    def __init__(self, ranks: Iterable[int], now: float = 0.0) -> None:
-        self._answered = now
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self._answered = 0.0
         self._beats = dict.fromkeys(ranks, 0)
-        self._since = dict.fromkeys(self._beats, now)
+        self._since = dict.fromkeys(self._beats, 0.0)
         self.who: dict[int, str] = {}
 
     @property
@@ -119,6 +119,7 @@ def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
 
 
 def named(silence: Silence) -> str:
+    """Names a silent rank, or the store."""
     if silence.rank is None:
         return "the store through which ranks speak"
     return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
@@ -136,11 +137,12 @@ class Pulse:
     """Beats for this rank, and listens to the ranks of `hears`.
 
     Time in which this process itself did not run, as it was stopped, counts for nobody.
+
+    Args:
+        look: Called twice a second, on a thread, with their silence.
     """
 
     def __init__(self, store: Any, rank: int, hears: Iterable[int], look: Callable[[Sequence[Silence]], None]) -> None:
-        """Args:
-        look: Called twice a second, on a thread, with their silence."""
         self._store = store
         self._rank = rank
         self._look = look
@@ -151,9 +153,11 @@ class Pulse:
             threading.Thread(target=work, name=f"ranks{work.__name__}", daemon=True).start()
 
     def end(self) -> None:
+        """Stops both threads."""
         self._ended.set()
 
     def silent(self) -> list[Silence]:
+        """Returns the silence of the ranks that it hears, now."""
         return self._signs.silent(self._now)
 
     def _beat(self) -> None:
@@ -168,7 +172,7 @@ class Pulse:
                 self._signs.hear(beats, self._now)
                 if self._ended.wait(BEAT_EVERY_S):
                     return
-        except RuntimeError:  # the store has gone: from here on it does not answer
+        except RuntimeError:  # the store is gone, and will not answer again
             return
 
     def _watch(self) -> None:
@@ -231,6 +235,7 @@ class Alarm:
         self._free.clear()
 
     def is_free(self) -> None:
+        """Notes that the main thread is in no collective."""
         self._free.set()
 
     def end(self) -> None:

@@ -41,7 +41,7 @@ class Stopped(SystemExit):
 
     def __init__(self, code: int, halfway: bool = False) -> None:
         super().__init__(code)
-        self.halfway = halfway  # in a change that would not end
+        self.halfway = halfway  # stopped in a change that did not end
 
 
 class Stop:
@@ -55,9 +55,8 @@ class Stop:
             for, if that is known.
     """
 
-    def __init__(self, grace_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
-        self._clock = clock
         self.last: Callable[[], str | None] = lambda: None
         self._asked_at: float | None = None
         self._signalled_at: float | None = None
@@ -97,7 +96,7 @@ class Stop:
     def left_s(self) -> float:
         """Seconds until a process that has not ended is killed."""
         since = self._signalled_at if self._asked_at is None else self._asked_at
-        return self._grace_s if since is None else since + self._grace_s - self._clock()
+        return self._grace_s if since is None else since + self._grace_s - time.monotonic()
 
     @property
     def asked(self) -> bool:
@@ -126,7 +125,7 @@ class Stop:
         if self._signalled_at is not None:
             _show_cursor()
             os._exit(128 + number)
-        self._signalled_at, self._code = self._clock(), 128 + number
+        self._signalled_at, self._code = time.monotonic(), 128 + number
         if not self._held:
             raise Stopped(self._code)
         timer = threading.Timer(self._max_hold_s, self._end_hold, [number])
@@ -157,7 +156,7 @@ class Stop:
                     continue
                 came += 1
                 if came == 1:
-                    self._asked_at, self._code = self._clock(), 128 + number
+                    self._asked_at, self._code = time.monotonic(), 128 + number
                     continue
                 select.select([self._ours], [], [], HANDLED_WITHIN_S)
                 if self._handled < came:

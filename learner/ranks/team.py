@@ -68,6 +68,9 @@ class Command(msgspec.Struct):
 class Team:
     """The ranks of a learner. Without a store there is one rank only, and nothing is sent.
 
+    Args:
+        timeout_s: `learner.rank_timeout_s`.
+
     Attributes:
         sharded: Whether each rank holds a part of the weights.
         alarm: Notices ranks that are gone; None with one rank.
@@ -81,8 +84,6 @@ class Team:
         sharded: bool = False,
         timeout_s: float = RANK_TIMEOUT_S,
     ) -> None:
-        """Args:
-        timeout_s: `learner.rank_timeout_s`."""
         self.rank = rank
         self.count = count
         self.sharded = sharded and count > 1
@@ -95,6 +96,7 @@ class Team:
 
     @property
     def leads(self) -> bool:
+        """Whether this is rank 0."""
         return self.rank == 0
 
     def guard(self, guard: Guard) -> None:
@@ -178,7 +180,7 @@ class Team:
     def end(self) -> None:
         """Tells the other ranks that there is nothing left to do."""
         if self.alarm is not None:
-            with suppress(RuntimeError):  # the store is on a machine that has gone
+            with suppress(RuntimeError):  # the store's machine is gone
                 self._tell(END)
 
     def close(self) -> None:
@@ -265,7 +267,7 @@ class Team:
 
     def tell_out_of_memory(self, what: str) -> None:
         """Tells rank 0, before this rank ends, why: rank 0 would see only that it is gone."""
-        with suppress(RuntimeError):  # the store has gone, and rank 0 with it
+        with suppress(RuntimeError):  # the store is gone, and rank 0 with it
             self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
 
     def out_of_memory(self) -> str | None:
@@ -273,7 +275,7 @@ class Team:
         try:
             if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
                 return str(self._store.get(OUT_OF_MEMORY).decode())
-        except RuntimeError:  # the store is on a machine that has gone
+        except RuntimeError:  # the store's machine is gone
             pass
         return None
 

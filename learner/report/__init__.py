@@ -1,1 +1,1 @@
-"""What people read of a run: its metrics, its summary and curve, and the live line."""
+"""Reports of a run for people: metrics, summary, curve, rollouts, trackers and the terminal."""

@@ -35,7 +35,7 @@ from protocol.status import Evaluation, Status
 SILENT_AFTER_S = 30.0
 
 # Waits that the line does not repeat: the learner says its own, and servers and workers stand there already.
-TOLD = ("learner", "learner's feeder", "the queue")
+SHOWN_ELSEWHERE = ("learner", "learner's feeder", "the queue")
 
 PRINT_EVERY_STEPS = 10
 
@@ -57,7 +57,13 @@ class _Phase:
 
 
 class TerminalProgress:
-    """The learner's part of the terminal, a context manager. Its methods may be called from any thread."""
+    """The learner's part of the terminal, a context manager. Its methods may be called from any thread.
+
+    Args:
+        clock: Seconds, monotonic.
+        log: Whether lines go to the log too; by default if it is not the same file.
+        show_sampler_kl: Whether every step shows it; otherwise only steps where it is suspicious.
+    """
 
     def __init__(
         self,
@@ -68,10 +74,6 @@ class TerminalProgress:
         log: bool | None = None,
         show_sampler_kl: bool = False,
     ) -> None:
-        """Args:
-        clock: Seconds, monotonic.
-        log: Whether lines go to the log too; by default if it is not the same file.
-        show_sampler_kl: Whether every step shows it; otherwise only steps where it is suspicious."""
         self.console = console or Console()
         self.status: Status | None = None
         self._total_steps = total_steps
@@ -118,6 +120,7 @@ class TerminalProgress:
         self.say(text)
 
     def show_rollout(self, view: RolloutView) -> None:
+        """Prints a rollout."""
         self._print(rollouts.render_rollout(view))
 
     @contextmanager
@@ -248,7 +251,7 @@ def waits_of(status: Status, groups_per_step: int) -> str:
         for worker in status.workers
         if worker.seen_s_ago > SILENT_AFTER_S
     ]
-    told = {*TOLD, *(f"server {server.name}" for server in status.servers)}
+    told = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
     said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
     return "; ".join(said)
 

@@ -95,21 +95,21 @@ class PendingNotices:
     """Notices of the learner that the queue has not been told yet. They travel with the next step."""
 
     def __init__(self) -> None:
-        self._untold: list[Notice] = []
+        self._pending: list[Notice] = []
 
     def checkpoint(self, text: str) -> None:
         """Adds a checkpoint that could not be written."""
-        self._untold.append(Notice("checkpoint", text))
+        self._pending.append(Notice("checkpoint", text))
 
     def batch(self, text: str) -> None:
         """Adds a batch that was left out."""
-        self._untold.append(Notice("batch", text))
+        self._pending.append(Notice("batch", text))
 
     def server(self, text: str) -> None:
         """Adds a vLLM server whose samples are no longer as near to the learner's policy as they were."""
-        self._untold.append(Notice("server", text))
+        self._pending.append(Notice("server", text))
 
-    def told_in(self, report: LearnerReport) -> LearnerReport:
+    def added_to(self, report: LearnerReport) -> LearnerReport:
         """Returns the report with all pending notices, which count as told from here on."""
-        told, self._untold = self._untold, []
-        return msgspec.structs.replace(report, troubles=told)
+        pending, self._pending = self._pending, []
+        return msgspec.structs.replace(report, troubles=pending)

@@ -22,6 +22,9 @@ from protocol.rollouts import RolloutView
 
 MAX_BYTES = 64 * 1024**2
 
+# Characters that are shown of a message, an argument of a tool and a result of one.
+MAX_TEXT = 1000
+
 MAX_ARGUMENT = 60
 
 MAX_RESULT = 200
@@ -81,17 +84,13 @@ def _end_of(path: Path, step: int) -> int:
     return end
 
 
-def render_rollout(view: RolloutView, max_text: int = 1000) -> RenderableType:
-    """Renders a rollout: its metrics, then the conversation with each tool call in one line.
-
-    Args:
-        max_text: Characters of one message that are shown.
-    """
+def render_rollout(view: RolloutView) -> RenderableType:
+    """Renders a rollout: its metrics, then the conversation with each tool call in one line."""
     return Group(
         _headline(view),
         Text(_facts(view), style="dim"),
         *_notes(view),
-        Padding(_conversation(view, max_text), (0, 0, 0, 2)),
+        Padding(_conversation(view), (0, 0, 0, 2)),
     )
 
 
@@ -132,14 +131,14 @@ def _notes(view: RolloutView) -> Iterator[Text]:
         yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
 
 
-def _conversation(view: RolloutView, max_text: int) -> Text:
+def _conversation(view: RolloutView) -> Text:
     if view.messages is None:
         return Text("its messages were not kept: set worker.keep_messages = true", style="dim")
-    lines = list(_lines(view.messages, max_text))
+    lines = list(_lines(view.messages))
     return Text("\n").join(lines) if lines else Text("no messages", style="dim")
 
 
-def _lines(messages: list[dict[str, Any]], max_text: int) -> Iterator[Text]:
+def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
     """A line for each message that says something, and one for each call with its result."""
     calls: list[tuple[object, str]] = []
     for message in messages:
@@ -149,7 +148,7 @@ def _lines(messages: list[dict[str, Any]], max_text: int) -> Iterator[Text]:
             yield Text(f"{calls.pop(named)[1]} -> {_cut(content, MAX_RESULT)}", style="cyan")
             continue
         if content.strip():
-            yield Text.assemble((f"{role}: ", "bold"), _cut(content.strip(), max_text))
+            yield Text.assemble((f"{role}: ", "bold"), _cut(content.strip(), MAX_TEXT))
         found = message.get("tool_calls")
         calls += [_call(call) for call in found] if isinstance(found, list) else []
     for _, call in calls:

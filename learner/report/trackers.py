@@ -52,6 +52,7 @@ class Start:
 
     @property
     def resumed(self) -> bool:
+        """Whether the run continues after a checkpoint."""
         return self.step > 0
 
 
@@ -82,6 +83,7 @@ class Tracker:
         return False
 
     def install_command(self) -> str:
+        """Returns the command that installs it."""
         return f"pip install '{f'slipstream-rl[{self.name}]' if self.is_extra else self.packages[0]}'"
 
     def new_id(self) -> str | None:

@@ -115,7 +115,7 @@ class Tracking:
         self._memory = Memory(found.ids, seen, found.known).with_trackers(names)
         self._sent = {name: seen for name in found.known if not TRACKERS[name].replaces_steps}
         self._keep()
-        settings = told_settings(config)
+        settings = sent_settings(config)
         for name in names:
             start = start_of(config, name, step, self._memory)
             tracker = Background(name, self._starter(name, start), warn)
@@ -261,18 +261,18 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-def told_settings(config: RunConfig) -> dict[str, Any]:
+def sent_settings(config: RunConfig) -> dict[str, Any]:
     """Picks the settings that say how a run learns, as trackers take them.
 
     Returns:
         Numbers, texts and booleans by `section.name`; no token and no address.
     """
-    told: dict[str, Any] = {}
+    sent: dict[str, Any] = {}
     for section, values in config.model_dump(mode="json", include={*_SENT_SECTIONS}).items():
         for name, value in values.items():
             if name not in _PRIVATE_SETTINGS and value is not None:
-                told[f"{section}.{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
-    return told
+                sent[f"{section}.{name}"] = value if isinstance(value, bool | int | float | str) else json.dumps(value)
+    return sent
 
 
 def _sends(name: str, metrics: Mapping[str, float], samples: Sequence[RolloutView], step: int) -> Job:

@@ -1,1 +1,1 @@
-"""The optimiser step."""
+"""Trains: the passes over a batch, and the optimiser step."""

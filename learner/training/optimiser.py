@@ -226,6 +226,16 @@ class MuonWithAdamW(Optimizer):
     Choose it for training all weights: Muon makes a step of a matrix equally long in every direction. torch's
     `adjust_lr_fn = "match_rms_adamw"` (arXiv:2502.16982, section 2.2) is the default here, so that one learning rate
     suits both.
+
+    Args:
+        groups: Parameter groups, each with its weight decay.
+        model: The model, whose embeddings and output layer are told apart.
+        betas: AdamW's.
+        momentum: Muon's, as are `nesterov`, `ns_steps` and `adjust_lr_fn`.
+        eps: AdamW's.
+
+    Raises:
+        ValueError: No matrix of a layer trains.
     """
 
     def __init__(
@@ -240,16 +250,6 @@ class MuonWithAdamW(Optimizer):
         adjust_lr_fn: str = "match_rms_adamw",
         eps: float = 1e-8,
     ) -> None:
-        """Args:
-            groups: Parameter groups, each with its weight decay.
-            model: The model, whose embeddings and output layer are told apart.
-            betas: AdamW's.
-            momentum: Muon's, as are `nesterov`, `ns_steps` and `adjust_lr_fn`.
-            eps: AdamW's.
-
-        Raises:
-            ValueError: No matrix of a layer trains.
-        """
         apart = _words_of(model)
         matrices: list[dict[str, Any]] = []
         others: list[dict[str, Any]] = []

@@ -73,6 +73,7 @@ class PreviousWeights:
 
     @property
     def known(self) -> bool:
+        """Whether there are previous weights."""
         return bool(self._copies)
 
     @contextmanager
@@ -120,8 +121,13 @@ def in_several_rows(rows: Sequence[PackedRow]) -> bool:
 
 
 class Preparation:
-    """Holds a step's rollouts, advantages and weights and what is known of its rows: the sources of a row's
-    `Tokens`."""
+    """Holds a step's rollouts, advantages and weights and what is known of its rows: the sources of a row's `Tokens`.
+
+    Args:
+        rows: This rank's rows.
+        known: What is known of each of them.
+        team: Adds up what depends on all rows of the step.
+    """
 
     def __init__(
         self,
@@ -132,10 +138,6 @@ class Preparation:
         device: torch.device,
         team: Team | None = None,
     ) -> None:
-        """Args:
-        rows: This rank's rows.
-        known: What is known of each of them.
-        team: Adds up what depends on all rows of the step."""
         team = team or Team()
         self.known = known
         self._algorithm = algorithm

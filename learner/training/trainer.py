@@ -31,7 +31,7 @@ from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
 
-# What `Trainer.state` holds.
+# Keys of `Trainer.state`.
 STATE = ("optim", "optimiser", "schedule", "reference")
 
 
@@ -72,6 +72,10 @@ class Trainer:
 
     With several ranks each has a trainer. Every call on rank 0's is made on the others' as well (`take_part`).
 
+    Args:
+        longest: The most tokens that a rollout may sample.
+        reference: The reference model; needed where `learner.kl_coef` is above 0.
+
     Attributes:
         optim: Name of the optimiser.
     """
@@ -84,9 +88,6 @@ class Trainer:
         reference: Reference | None = None,
         team: Team | None = None,
     ) -> None:
-        """Args:
-        longest: The most tokens that a rollout may sample.
-        reference: The reference model; needed where `learner.kl_coef` is above 0."""
         self.team = team or Team()
         self.accelerator = environment.accelerator(wrapping.ddp_arguments(policy.skips_weights))
         self.algorithm = Algorithm(section, longest)
@@ -156,7 +157,7 @@ class Trainer:
                     routers = routers or RouterLoss(self._router_coef, [scores.routing])
                     _add(own, {"router": routers.share(scores.routing).detach()})
                     row_loss = row_loss + routers(scores.routing)
-                # Ranks take the mean of their gradients, and the loss is a sum.
+                # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
             distance = scores.logprobs.detach() - row.behaviour
             _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
@@ -253,7 +254,7 @@ class Trainer:
             match name:
                 case "step":
                     try:
-                        with suppress(DivergedError):  # rank 0 has it, too, and says so
+                        with suppress(DivergedError):  # rank 0 has it too, and reports it
                             self._step(RankRows.of(self.team.deal()))
                     except torch.OutOfMemoryError as error:
                         self.team.tell_out_of_memory(str(error))
@@ -291,7 +292,7 @@ class Trainer:
 
     def _restore(self, state: dict[str, Any]) -> None:
         memory = state["optimiser"]
-        if memory["state"] is None:  # it starts anew, with what it keeps at its first step
+        if memory["state"] is None:  # the optimiser starts without a memory
             memory = {**memory, "state": self.optimiser.state_dict()["state"]}
         elif self.team.sharded:
             memory = wrapping.shared_out(memory, self.optimiser.param_groups)

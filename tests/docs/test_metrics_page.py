@@ -43,7 +43,7 @@ def made() -> set[str]:
     of_the_task = {"wild"}
     drift = learner_figures(drift_sums(torch.zeros(2), torch.tensor([0, 1])))
     stale = _by_staleness([], 1)
-    lines = set(step_record(1, 0.5).flat()) | set(metrics.ours()) | evaluated
+    lines = set(step_record(1, 0.5).flat()) | set(metrics.metrics()) | evaluated
     return (lines | {*drift, *stale, "mfu"}) - of_the_task
 
 

@@ -158,7 +158,7 @@ def test_a_callback_that_raises_ends_the_run_with_file_and_line(model_path: Path
     line = Raises.on_step_end.__code__.co_firstlineno + 1
     text = str(failed.value)
     assert text.startswith("callback Raises.on_step_end raised ValueError: ")
-    assert f"({__file__}:{line}); mend it, or take it out of learner.callbacks, and go on with --resume" in text
+    assert f"({__file__}:{line}); fix it, or remove it from learner.callbacks, and go on with --resume" in text
     assert [line["step"] for line in lines(tmp_path / "test" / "metrics.jsonl")] == [1], "the step was made"
 
 
@@ -204,7 +204,7 @@ def test_the_line_is_the_user_s_where_our_code_or_python_s_raises(
 ) -> None:
     with pytest.raises(CallbackFailed) as failed:
         train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[kind()])
-    assert f"({__file__}:{kind.on_step_end.__code__.co_firstlineno + 1}); mend it" in str(failed.value)
+    assert f"({__file__}:{kind.on_step_end.__code__.co_firstlineno + 1}); fix it" in str(failed.value)
 
 
 def test_transformers_early_stopping_follows_the_evaluations_reward(model_path: Path, tmp_path: Path) -> None:

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+import ast
 import asyncio
+import inspect
 import io
 import os
 import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -98,6 +101,21 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 def milestones(queue: FakeQueue) -> list[Any]:
     return [entry for entry in queue.log if entry[0] not in ("lease", "waiting")]
+
+
+def test_the_loop_has_all_of_its_attributes_from_the_start() -> None:
+    methods = {
+        of.name: {
+            node.attr
+            for node in ast.walk(of)
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self"
+        }
+        for of in ast.parse(textwrap.dedent(inspect.getsource(loop.Loop))).body[0].body  # type: ignore[attr-defined]
+        if isinstance(of, ast.FunctionDef)
+    }
+    made = methods.pop("__init__")
+    assert "_position" in made
+    assert set().union(*methods.values()) <= made
 
 
 def test_a_version_is_acknowledged_before_it_is_published_or_saved(model_path: Path, tmp_path: Path) -> None:

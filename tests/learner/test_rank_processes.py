@@ -144,6 +144,12 @@ def test_the_exit_code_of_a_follower_that_fails_survives() -> None:
     assert said == "learner: rank 1: model.path = nowhere\n"
 
 
+def test_a_rank_that_still_loads_ends_with_rank_0() -> None:
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "WORLD_SIZE": "2", "RANK": "1"}
+    command = [sys.executable, "-m", "learner", "--rank"]
+    assert subprocess.run(command, env=env, stdin=subprocess.DEVNULL, timeout=GONE_WITHIN_S).returncode == 0
+
+
 def test_a_rank_that_dies_ends_the_step_by_name(ranks: Ranks) -> None:
     assert ranks.call(step) is None
     said, told = ranks.call(step_without_a_follower)

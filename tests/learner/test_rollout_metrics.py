@@ -26,7 +26,7 @@ def counted(*groups: list[Rollout]) -> RolloutMetrics:
 
 
 def metrics(*rollouts: Rollout) -> dict[str, float]:
-    return counted(list(rollouts)).ours()
+    return counted(list(rollouts)).metrics()
 
 
 def test_tools_failure_frequency_is_failures_over_calls() -> None:
@@ -112,7 +112,7 @@ def test_what_was_cut_off_is_clipped_and_does_not_count_as_terminated() -> None:
 
 def test_the_share_of_rollouts_without_variance() -> None:
     flat, varied = [outcome(reward=1.0)] * 2, [outcome(reward=reward) for reward in (0.0, 1.0, 1.0)]
-    assert counted(flat, varied).ours()["frac_reward_zero_std"] == 2 / 5
+    assert counted(flat, varied).metrics()["frac_reward_zero_std"] == 2 / 5
 
 
 def test_turns() -> None:
@@ -122,7 +122,7 @@ def test_turns() -> None:
 
 def test_the_task_s_own_figures_are_over_the_rollouts_that_have_them() -> None:
     rollouts = [outcome(metrics={"hops": 4.0, "tools/add/calls": 1.0}), outcome(), outcome(metrics={"hops": 2.0})]
-    assert counted(rollouts).the_task_s() == {"hops": 3.0}
+    assert counted(rollouts).task_metrics() == {"hops": 3.0}
 
 
 def test_the_prompt_ends_where_the_first_token_was_sampled() -> None:
@@ -137,8 +137,8 @@ def test_every_segment_s_prompt_is_read_and_counts() -> None:
 
 def test_new_segments_are_counted_over_all_rollouts_and_are_not_the_task_s_figure() -> None:
     found = counted([outcome(metrics={"chat/new_segments": 2.0}), outcome(), outcome(), outcome()])
-    assert found.ours()["chat/new_segments"] == 0.5
-    assert found.the_task_s() == {}
+    assert found.metrics()["chat/new_segments"] == 0.5
+    assert found.task_metrics() == {}
     assert "chat/new_segments" not in metrics(outcome())
 
 
@@ -146,13 +146,13 @@ def test_deviations_are_the_sample_s_however_far_from_zero_and_over_however_many
     random = np.random.default_rng(0)
     rewards = 1e8 + random.normal(size=60)
     groups = [[outcome(reward_components={"far": value}) for value in part] for part in np.split(rewards, 12)]
-    found = counted(*groups).ours()
+    found = counted(*groups).metrics()
     assert found["rewards/far/mean"] == pytest.approx(rewards.mean(), rel=1e-12)
     assert found["rewards/far/std"] == pytest.approx(rewards.std(ddof=1), rel=1e-6)
 
 
 def test_a_step_without_a_rollout_has_no_metrics() -> None:
-    assert counted().ours() == counted().the_task_s() == {}
+    assert counted().metrics() == counted().task_metrics() == {}
 
 
 def test_metrics_that_include_others_are_those_of_all_groups() -> None:
@@ -167,8 +167,8 @@ def test_metrics_that_include_others_are_those_of_all_groups() -> None:
     for cut in range(len(groups) + 1):
         parts = counted(*groups[:cut])
         parts.include(counted(*groups[cut:]))
-        assert parts.ours() == pytest.approx(whole.ours())
-        assert parts.the_task_s() == pytest.approx(whole.the_task_s())
+        assert parts.metrics() == pytest.approx(whole.metrics())
+        assert parts.task_metrics() == pytest.approx(whole.task_metrics())
         ours, theirs = parts.rewards, whole.rewards
         assert (ours.count, ours.min, ours.max, parts.prompt_tokens) == (
             theirs.count,

@@ -17,7 +17,7 @@ from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
 from learner.report.records import EARLIER
 from learner.report.trackers import TRACKERS, Tracker, wanted_trackers
-from learner.report.tracking import FILE_NAME, Background, Memory, Tracking, numbers, start_of, told_settings
+from learner.report.tracking import FILE_NAME, Background, Memory, Tracking, numbers, sent_settings, start_of
 from protocol.config import ConfigError, RunConfig, TrackingSection
 from protocol.config.sections import run
 from protocol.rollouts import RolloutView
@@ -279,7 +279,7 @@ def test_what_is_no_finite_number_is_not_sent_and_reasons_stand_by_themselves() 
 
 
 def test_settings_that_are_sent_hold_no_token_and_no_address() -> None:
-    told = told_settings(
+    told = sent_settings(
         config(LEARNER, queue={"token": "secret"}, tracking={"options": {"comet_ml": {"api_key": "k"}}})
     )
     assert told["learner.groups_per_step"] == 2

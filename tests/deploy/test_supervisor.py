@@ -70,7 +70,7 @@ def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(
     stage.play(**{role: FAILS})
     result = stage.run("--deploy.restart", "0")
     assert result.returncode == 3
-    again = "; mend it and start again: it made no step, so the run's name is free"
+    again = "; fix it and start again: it made no step, so the run's name is free"
     why = {"vllm": " before it ever answered", "learner": again}.get(role, "")
     log = f"{stage.logs}/{NAMES[role]}.log"
     assert result.stderr.endswith(

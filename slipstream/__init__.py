@@ -1,5 +1,7 @@
-"""The public face: `from slipstream import Task`. Each name is imported when it is first used, so that a task file or a
-queue client loads no more than it needs, and no torch."""
+"""What users import: `from slipstream import Task`.
+
+Each name is imported at its first use, so a task file or a queue client loads no more than it needs, and no torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -33,13 +35,13 @@ __all__ = [
 _MODULES = {
     "ConfigError": "protocol.config",
     "Endpoint": "rollout_worker.task.agent",
-    "MalformedCall": "rollout_worker.chat.base",
-    "ParsedTurn": "rollout_worker.chat.base",
+    "MalformedCall": "rollout_worker.chat.parsers.base",
+    "ParsedTurn": "rollout_worker.chat.parsers.base",
     "QueueClient": "protocol.client",
     "RunFailed": "deploy.run.process_keeper",
     "Task": "rollout_worker.task.task",
     "Tool": "rollout_worker.tools.base",
-    "ToolCall": "rollout_worker.chat.base",
+    "ToolCall": "rollout_worker.chat.parsers.base",
     "train": "slipstream.script",
 }
 

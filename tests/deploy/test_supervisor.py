@@ -415,7 +415,7 @@ def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage)
     assert "worker-0 ended with code 0; starting it again in 1 s" in result.stderr
 
 
-def test_f19_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
+def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
     """The learner says why, and that once."""
     given_up = ANSWERING.replace(
         "Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 16\\r\\n\\r\\n{\\"gave_up\\": \\"x\\"}'

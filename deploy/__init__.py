@@ -1,1 +1,1 @@
-"""Starting Slipstream: the command line, the supervisor, and vLLM's server with the flags that RL needs."""
+"""Starts Slipstream: the command line, the checks before a run, the supervisor, and vLLM's server."""

@@ -1,4 +1,4 @@
-"""The `slipstream` command. Ctrl-C ends it without a traceback from its first import on."""
+"""The `slipstream` command. Ctrl-C ends it without a traceback, even while it imports."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     finally:
-        # An impatient second Ctrl-C has nothing left to stop but the exit.
+        # A second Ctrl-C would only interrupt the exit.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 

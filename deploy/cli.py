@@ -1,6 +1,6 @@
-"""`slipstream COMMAND run.toml [--section.key value ...]`: one command for each process, and some to look around.
+"""`slipstream COMMAND run.toml [--section.key value ...]`: one command for each process, and some to inspect a run.
 
-Heavy packages are imported inside the commands, so that each process loads only what it is made of.
+Heavy packages are imported inside the commands, so that each process loads only what it uses.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ RUN = ("run.name", "run.dir")
 QUEUE = ("queue.host", "queue.port", "queue.token")
 MODEL = ("model.path", "model.tokenizer", "model.revision", "model.trust_remote_code")
 EVERYTHING: tuple[Need, ...] = ("task", "model", "chat", "callbacks")
-# Stand for the settings that have no default while there is no run file.
+# Placeholders for the settings without a default, while there is no run file.
 TO_BE_SET = {("model", "path"): "model", ("task", "path"): "task.py:task"}
 
 
-def _say_version(wanted: bool) -> None:
+def _print_version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"slipstream {release()}")
         raise typer.Exit
@@ -60,16 +60,16 @@ def _say_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="print the version and exit")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """One command for each process of a run, and some to look around. Those with a run file take --section.key VALUE to
-    override it."""
+    """One command for each process of a run, and some to inspect it. With a run file, --section.key VALUE overrides a
+    setting."""
 
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where to; it may exist")] = Path(),
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="where to write; may exist")] = Path(),
     model: Annotated[str, typer.Option(help="a local model folder, or a Hugging Face hub name")] = "Qwen/Qwen3-0.6B",
 ) -> None:
     """Write a run file, a task and its data to start from."""
@@ -80,7 +80,7 @@ def init(
 
 @app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
 def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
-    """Show what is installed, which devices there are, and what is broken."""
+    """Show what is installed, which devices are here, and what is broken."""
     from deploy.commands.setup import examine
 
     raise typer.Exit(examine(load(run_file, context.args) if run_file else None))
@@ -92,7 +92,7 @@ def config(
     run_file: OptionalRunFilePath = None,
     section: Annotated[str | None, typer.Option(help="print this section only")] = None,
 ) -> None:
-    """Check a run file and print it resolved; without one, print all settings."""
+    """Check a run file and print it with all settings; without one, print the defaults."""
     given = parse_overrides(context.args)
     unset = {} if run_file else {name: value for name, value in TO_BE_SET.items() if name not in given}
     found = resolve(run_file, {**unset, **given}, "command line")
@@ -123,11 +123,11 @@ def worker(
     queue: QueueUrl = None,
     name: Annotated[str | None, typer.Option(help="the worker's name; default: host and process id")] = None,
 ) -> None:
-    """Run one rollout worker; any number may join and leave."""
+    """Run one rollout worker. Any number may join and leave."""
     from rollout_worker.worker import run
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
-    access.hide_token()  # from what the task's code starts
+    access.hide_token()  # from programs that the task's code starts
     with ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
@@ -154,15 +154,15 @@ def worker(
 def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
-    # Before torch is imported, which takes seconds: a wrong setting is told at once.
+    # Importing torch takes seconds; report a wrong setting before that.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
     from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from weight_sync.publisher import PublishError
 
-    access.hide_token()  # from the callbacks, and from what they start
+    access.hide_token()  # from the callbacks and the programs that they start
     if config.learner.epochs is not None:
-        config = _in_steps(load(run_file, context.args, needs=EVERYTHING))
+        config = _with_steps(load(run_file, context.args, needs=EVERYTHING))
     devices.forbid_peers(config)
     try:
         run(config, queue, resume)
@@ -179,20 +179,20 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
 def vllm(
     context: typer.Context,
     run_file: RunFilePath,
-    index: Annotated[int, typer.Option(min=0, help="which of the run file's servers")] = 0,
+    index: Annotated[int, typer.Option(min=0, help="number of the server in the run file, from 0")] = 0,
     to_join: Annotated[
-        str | None, typer.Option("--join", metavar="QUEUE_URL", help="join the running job of this queue")
+        str | None, typer.Option("--join", metavar="QUEUE_URL", help="join the run of this queue")
     ] = None,
     name: Annotated[str | None, typer.Option(help="with --join: its name in the run; default: host and port")] = None,
     advertise: Annotated[
-        str | None, typer.Option(metavar="URL", help="with --join: where workers and learner reach it")
+        str | None, typer.Option(metavar="URL", help="with --join: URL at which workers and learner reach it")
     ] = None,
 ) -> None:
     """Run vLLM's server with the flags that RL needs."""
     from deploy.servers.vllm_server import join, run
 
     if to_join is None and (name or advertise):
-        raise ConfigError("--name and --advertise are for a server that joins: add --join QUEUE_URL")
+        raise ConfigError("--name and --advertise are for a server that joins a run: add --join QUEUE_URL")
     config = load(run_file, context.args, needs=["model"])
     if to_join is not None:
         raise typer.Exit(join(config, to_join, name, advertise))
@@ -209,7 +209,7 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
         check_secret(config)
         supervise(config, resume)
     except (KeyboardInterrupt, SystemExit):
-        # Everything has ended: an impatient second signal has nothing left to stop but the exit.
+        # All processes have ended; a second signal would only interrupt the exit.
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN)
         raise
@@ -217,7 +217,7 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
 
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
-app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a running job.")
+app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 
 
 app.command(**reading(*RUN, "queue.store"))(look.ledger)
@@ -233,15 +233,19 @@ def replay(
     context: typer.Context,
     run_file: RunFilePath,
     record: Annotated[
-        Path | None, typer.Argument(metavar="[RECORD]", help="folder or part of a record; default: the run's own")
+        Path | None,
+        typer.Argument(metavar="[RECORD]", help="folder of a record, or one file of it; default: the run's own"),
     ] = None,
-    steps: Annotated[int | None, typer.Option(min=1, help="at most so many steps")] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="replay at most this many steps")] = None,
     from_step: Annotated[
-        int | None, typer.Option("--from", min=0, help="begin after this step's checkpoint; 0: with the initial model")
+        int | None, typer.Option("--from", min=0, help="begin after this step's checkpoint; 0: at the initial model")
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="a new folder for the figures")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="new folder for the metrics; default: replay-1, replay-2 and so on in the run directory"),
+    ] = None,
 ) -> None:
-    """Train again what a run has trained, from its record alone; for bug reports."""
+    """Train again what a run has trained, from its record alone. For bug reports."""
     probes.require_modules("slipstream replay", probes.LEARNER_MODULES)
     from deploy.commands.replay import run
 
@@ -253,12 +257,12 @@ app.command(name="token")(tokens.print_token)
 
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
-    """Check all that can be checked before a process starts. What is wrong goes to stdout, for `up` to read; where
-    nothing is, and epochs are to be counted, the number of rows."""
+    """Check everything that can be checked before a process starts. `up` reads the result from stdout: the error, or
+    the number of rows if `learner.epochs` needs it."""
     from deploy.checks.preflight import check_run
 
     code = 0
-    # Keep a task file's own prints out of the answer.
+    # The task file may print; keep that out of the answer.
     with os.fdopen(os.dup(sys.stdout.fileno()), "w") as answer:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         try:
@@ -274,8 +278,8 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
     leave(code)
 
 
-def _in_steps(config: RunConfig) -> RunConfig:
-    """With the steps of `learner.epochs`, for which the task is loaded."""
+def _with_steps(config: RunConfig) -> RunConfig:
+    """Loads the task to count its rows, and returns `config` with `learner.steps` in place of `learner.epochs`."""
     from deploy.run import run_directory
     from rollout_worker.task.task import load_task
 
@@ -286,14 +290,15 @@ def _in_steps(config: RunConfig) -> RunConfig:
 
 
 def main() -> None:
-    """Entry point. Exit code 2 and one message: a setting or a state that cannot work; 1: the run failed."""
+    """Runs the command line. Exits with 2 and one message for a setting or state that cannot work, with 1 for a run
+    that failed."""
     logging.basicConfig(
         level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         stream=sys.stderr,
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    # Without torch, which most commands do not need, transformers would warn.
+    # transformers warns if torch is not imported, and most commands do not need torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
         check_arguments(sys.argv[1:])

@@ -1,6 +1,6 @@
-"""What the commands share: settings anywhere on the line, a hint for a mistyped option, the settings in the help.
+"""What all commands share: settings among their arguments, settings in their help, and how they end.
 
-How a command ends: its exit code, and what a person is told.
+A wrong command line or setting is one message with exit code 2.
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
 
 
 def reading(*settings: str, others: bool = False) -> dict[str, Any]:
-    """Arguments of `app.command` for one that reads these settings, each a section or a section.key.
+    """Returns the arguments of `app.command` for a command that takes settings.
 
-    `others`: it starts processes that read more.
+    Args:
+        settings: Settings that the command reads, for its help: each a section or a section.key.
+        others: Whether it starts processes that read more.
     """
     return {
         "cls": type("SettingsCommand", (SettingsCommand,), {"reads": settings, "others": others}),
@@ -42,19 +44,19 @@ def reading(*settings: str, others: bool = False) -> dict[str, Any]:
 
 
 class SettingsCommand(TyperCommand):
-    """A command with settings among its arguments; `context.args` holds these as `parse_overrides` reads them."""
+    """A command with settings among its arguments. It leaves them in `context.args` for `parse_overrides`."""
 
     reads: ClassVar[tuple[str, ...]] = ()
     others: ClassVar[bool] = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises `ConfigError` for an option that does not exist, with the name that was meant."""
+        """Raises `ConfigError` for an unknown option, with the nearest name."""
         flags = {name for param in self.params if getattr(param, "is_flag", False) for name in param.opts}
         options = {name for param in self.params for name in param.opts} | {*ctx.help_option_names}
-        given, rest = _apart(args, options)
+        given, rest = _split_settings(args, options)
         unknown = [word for word in rest if word.startswith("-") and word.partition("=")[0] not in options]
         if not ctx.resilient_parsing:
-            _refuse(rest, unknown, flags, options)
+            _check_options(rest, unknown, flags, options)
         left = super().parse_args(ctx, [word for word in rest if word not in unknown])
         ctx.args = [*given, *unknown, *left]
         return left
@@ -69,8 +71,8 @@ class SettingsCommand(TyperCommand):
             console.print("\nThe processes that it starts read the others; slipstream config prints all of them.")
 
 
-def _apart(args: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """The settings with their values, and the rest."""
+def _split_settings(args: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
+    """Splits a command line into settings with their values, and the other words."""
     given: list[str] = []
     rest: list[str] = []
     words: Iterator[str] = iter(args)
@@ -78,13 +80,13 @@ def _apart(args: list[str], options: Collection[str]) -> tuple[list[str], list[s
         match = OPTION.fullmatch(word)
         (given if match else rest).append(word)
         if match and match[3] is None and (value := next(words, None)) is not None:
-            # What is an option itself is no value: `parse_overrides` says that one is missing.
+            # An option is no value: `parse_overrides` then says that the value is missing.
             (rest if value.partition("=")[0] in options else given).append(value)
     return given, rest
 
 
-def _refuse(rest: list[str], unknown: list[str], flags: Collection[str], options: Collection[str]) -> None:
-    """What was mistyped, where it can be told what was meant; `parse_overrides` refuses the others."""
+def _check_options(rest: list[str], unknown: list[str], flags: Collection[str], options: Collection[str]) -> None:
+    """Raises `ConfigError` for a mistyped option with a near name; `parse_overrides` refuses the others."""
     for option, value in pairwise(rest):
         if option in flags and value.lower() in YES_OR_NO:
             raise ConfigError(f"{option} {value}: {option} takes no value; give it alone, or leave it out")
@@ -109,8 +111,7 @@ def _table(reads: Collection[str]) -> Table:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ends the process with the code that the command's error or exit has, as `main` would, but without waiting for
-    threads that the task's code started."""
+    """Ends the process with the exit code that `main` would give, without waiting for threads of the task's code."""
     try:
         yield
     except typer.Exit as ended:
@@ -124,7 +125,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """A thread that the task file started, or its executor with a job, would keep the process from ending otherwise."""
+    """Ends the process. A thread or executor that the task file started would keep `sys.exit` from ending it."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the task's code may have closed it
@@ -139,7 +140,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
 
 
 def print_error(error: Exception) -> int:
-    """The exit code of an error, which a person has been told."""
+    """Prints the error on stderr and returns its exit code."""
     with contextlib.suppress(OSError, ValueError):  # the task's code may have closed stderr
         print(f"slipstream: {error}", file=sys.stderr)
     if isinstance(error, RunFailed):

@@ -1,5 +1,7 @@
-"""The public face: `from slipstream import Task`. Each name is imported when it is first used, so that a task file or a
-queue client loads no more than it needs, and no torch."""
+"""What users import: `from slipstream import Task`.
+
+Each name is imported at its first use, so a task file or a queue client loads no more than it needs, and no torch.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,6 +1,6 @@
-"""A run that a Python script starts, where the command line would be `slipstream up run.toml`.
+"""Starts a run from a Python script, as `slipstream up run.toml` does from the command line.
 
-A run's messages name options of the command line; here they name what a script gives in their place.
+Messages of a run name options of the command line; here they are reworded to name the script's arguments.
 """
 
 from __future__ import annotations
@@ -27,16 +27,22 @@ from rollout_worker.task.task import Task
 
 @dataclass(frozen=True)
 class Words:
-    """resume: the argument that goes on with a run; name, model: the one that gives a run's name or its model, to which
-    that value is given; name_setting: what messages call `run.name`."""
+    """A script's words for options of the command line.
+
+    Attributes:
+        resume: Argument that resumes a run.
+        name: Writes the argument that sets a run's name to a value.
+        model: Writes the argument that sets the model to a value.
+        name_setting: What messages call `run.name`.
+    """
 
     resume: str
     name: Callable[[str], str]
     model: Callable[[str], str]
     name_setting: str = "run.name"
 
-    def said(self, text: str) -> str:
-        """The message as it is to be read in a script."""
+    def reworded(self, text: str) -> str:
+        """Returns the message with the script's words."""
         text = re.sub(r"--resume\b", self.resume, text)
         text = re.sub(r"--run\.name (?!and )([^\s;,:]+)", lambda given: self.name(given[1]), text)
         text = re.sub(r"--model\.path ([^\s;,]+)", lambda given: self.model(given[1]), text)
@@ -48,7 +54,7 @@ TRAIN = Words("resume=True", lambda name: f"run={{'name': {name!r}}}", lambda pa
 
 
 def of_a_trainer(run_dir: Path) -> Words:
-    """Of one of `slipstream.trl`, whose `output_dir` is `run_dir`."""
+    """Returns the words of a trainer of `slipstream.trl`, whose `output_dir` is `run_dir`."""
     return Words(
         "resume_from_checkpoint=True",
         lambda name: f"output_dir={str(run_dir.parent / name)!r}",
@@ -66,8 +72,7 @@ _Result = TypeVar("_Result")
 
 
 def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """`ConfigError` and `RunFailed` leave it without the frames beneath: the message says it all, and so it is also
-    what a reader sees first."""
+    """Removes the inner frames from a `ConfigError` or `RunFailed`, so that a reader sees its message first."""
 
     @functools.wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -80,7 +85,7 @@ def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Argumen
 
 
 class HoldsTask(Protocol):
-    """What a worker finds as a global of the script: a trainer of `slipstream.trl`, for one."""
+    """An object that holds a task, such as a trainer of `slipstream.trl`. Workers find it as a global of the script."""
 
     @property
     def task(self) -> Task: ...
@@ -89,19 +94,28 @@ class HoldsTask(Protocol):
 def train(
     task: Task | HoldsTask, run_file: str | Path | None = None, *, resume: bool = False, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Run everything on this machine until the learner is done; returns what `summary.json` holds.
+    """Runs everything on this machine until the learner is done.
 
         task = Task(dataset=..., rewards=[...])
 
         if __name__ == "__main__":
             train(task, model={"path": "Qwen/Qwen3-0.6B"}, learner={"steps": 100})
 
-    sections: those of a run file; they override `run_file`'s. Paths in them are taken from the working directory.
-    resume: go on from the newest checkpoint. Every worker imports the script as its task file, so `task` must be a
-    global of it, and the call must stand under `if __name__ == "__main__":`.
+    Every worker imports the script as its task file, so the call must stand under `if __name__ == "__main__":`.
 
-    Raises `ConfigError` for what cannot work, before anything is started, and `RunFailed`. Ctrl-C ends all processes,
-    then raises KeyboardInterrupt.
+    Args:
+        task: The task, a global of the script.
+        run_file: A run file; None for the defaults.
+        resume: Whether to go on from the newest checkpoint.
+        sections: Sections of a run file, which override `run_file`. Paths in them start at the working directory.
+
+    Returns:
+        The contents of `summary.json`.
+
+    Raises:
+        ConfigError: A setting cannot work; nothing was started.
+        RunFailed: The run ended for another reason.
+        KeyboardInterrupt: Ctrl-C; all processes have ended.
     """
     return run(task, run_file, resume, sections)
 
@@ -114,25 +128,24 @@ def run(
     sections: Mapping[str, Mapping[str, Any]],
     words: Words = TRAIN,
 ) -> dict[str, Any]:
-    """As `train`, with all sections in one; that of the task may hold settings, too. words: those of the script, for
-    messages."""
+    """Runs as `train` does, with all sections in one mapping. `words`: the script's words, for messages."""
     _refuse_while_loading_a_task()
     _refuse_in_an_event_loop()
     path = {"path": path_of(task)}
     config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
-    # The learner's last line says how to go on.
+    # The learner's last line names this argument as the way to go on.
     os.environ["SLIPSTREAM_RESUME"] = words.resume
     try:
         supervise(config, resume)
     except (ConfigError, RunFailed) as error:
-        error.args = (words.said(str(error)),)
+        error.args = (words.reworded(str(error)),)
         raise
     summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
     return summary
 
 
 def loading_a_task() -> str | None:
-    """The file that is being imported for its task, by whatever it has called; None if there is none."""
+    """Returns the file that is being imported for its task and has led to this call; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE_PREFIX):
@@ -161,7 +174,7 @@ def _refuse_in_an_event_loop() -> None:
 
 
 def path_of(task: Task | HoldsTask) -> str:
-    """Where a worker finds the task: path/to/file.py:name."""
+    """Returns where a worker finds the task, as path/to/file.py:name. Raises `ConfigError` if it could not."""
     if not isinstance(task, Task) and not isinstance(getattr(task, "task", None), Task):
         raise ConfigError(f"train(task): the task is a {type(task).__name__}; give a Task(dataset=..., rewards=[...])")
     main = sys.modules["__main__"]
@@ -188,7 +201,7 @@ def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]
 
 
 def overrides(sections: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """The sections as the command line would give them; raises `ConfigError`."""
+    """Returns the sections as the command line would give them. Raises `ConfigError` for a section that is no dict."""
     given: list[str] = []
     for section, settings in sections.items():
         if not isinstance(settings, Mapping):

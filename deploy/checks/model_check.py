@@ -1,4 +1,7 @@
-"""What is checked of the model before a run starts: that it loads, and that vLLM and the learner can use it."""
+"""Checks the model before a run starts: that it loads, and that vLLM and the learner can use it.
+
+Only its config is read, never its weights.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 from protocol import checkpoints
 from protocol.config import ConfigError, ModelSection, RunConfig
 
-# A config's names for the greatest context, the first that it has counts.
+# Names that configs use for the longest context. The first that a config has counts.
 _LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "max_sequence_length")
 
-# What gives a network's tensors their names and shapes, by transformers' names.
+# Fields of a config that decide the names and shapes of the weights.
 _SHAPES = (
     "model_type",
     "hidden_size",
@@ -31,7 +34,7 @@ _SHAPES = (
     "moe_intermediate_size",
 )
 
-# Kinds of rotary scaling whose factor is in the length already (vllm 0.32, `_get_and_verify_max_len`).
+# Kinds of rotary scaling whose factor the length already includes (vllm 0.32, `_get_and_verify_max_len`).
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
@@ -51,8 +54,10 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_resumed(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` for a model of another shape than the newest checkpoint, to go on from: the servers would
-    start with `model.path`, and could not take the checkpoint's weights. By the config files alone."""
+    """Raises `ConfigError` if `model.path` has another shape than the newest checkpoint.
+
+    The servers start with `model.path`, and could not take the checkpoint's weights. Only config files are compared.
+    """
     kept = checkpoints.complete(config.run_dir) if resume else {}
     if not kept:
         return
@@ -60,12 +65,12 @@ def check_resumed(config: RunConfig, resume: bool) -> None:
     try:
         was = _architecture(config.model.model_copy(update={"path": str(saved.absolute()), "revision": None}))
     except ConfigError:
-        return  # damaged: the resume passes over it
-    differs = _differences(was.get_text_config(), _architecture(config.model).get_text_config())
-    if differs:
+        return  # a resume skips a damaged checkpoint
+    differing = _differences(was.get_text_config(), _architecture(config.model).get_text_config())
+    if differing:
         raise ConfigError(
             f"model.path = {config.model.path} is another model than {saved.parent} was made with: "
-            f"{', '.join(differs)}; go on with the model.path of before, or begin a new run with --run.name"
+            f"{', '.join(differing)}; go on with the model.path of before, or begin a new run with --run.name"
         )
 
 
@@ -75,18 +80,18 @@ def _differences(was: Any, now: Any) -> list[str]:
 
 
 def context_of(path: str) -> int | None:
-    """Tokens of context of the model at `path`, None where its config does not say. Raises `ConfigError`."""
+    """Returns the model's context in tokens, None if its config does not say. Raises `ConfigError` if it has none."""
     return longest_context(_architecture(ModelSection(path=path)))
 
 
 def longest_context(architecture: Any) -> int | None:
-    """Tokens of context that a transformers config allows, scaling included; None where it does not say."""
+    """Returns the context in tokens that a transformers config allows, scaling included; None if it does not say."""
     text = architecture.get_text_config()
     length = next((value for name in _LENGTHS if (value := getattr(text, name, None))), None)
     if length is None:
         return None
     rope = getattr(text, "rope_parameters", None) or {}
-    # One set of parameters, or one for each type of layer.
+    # A config has one set of rotary parameters, or one for each type of layer.
     for parameters in [rope] if "rope_type" in rope else [part for part in rope.values() if isinstance(part, dict)]:
         if parameters.get("rope_type") not in _SCALED and not text.model_type.startswith("gemma3"):
             return max(int(length * (parameters.get("factor") or 1)), getattr(text, "model_max_length", None) or 0)
@@ -120,7 +125,7 @@ def _check_attention(architecture: Any, model: ModelSection) -> None:
     from transformers import AutoModelForCausalLM
 
     try:
-        with torch.device("meta"):  # the class checks it, and no weight is made
+        with torch.device("meta"):  # the class checks the attention, and no weight takes memory
             AutoModelForCausalLM.from_config(
                 architecture, attn_implementation=model.attention, trust_remote_code=model.trust_remote_code
             )

@@ -1,1 +1,1 @@
-"""The commands of `slipstream`."""
+"""The commands of `slipstream` that are more than a call, one module each."""

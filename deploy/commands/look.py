@@ -1,9 +1,4 @@
-"""Commands that look at a run and change nothing: what the command line makes of the views.
-
-`slipstream ledger`: what became of every ticket of a run, for audits.
-
-`slipstream servers`: what the command line makes of `deploy.servers.servers`.
-"""
+"""Commands that inspect a run: `slipstream status`, `rollouts` and `ledger`; and `slipstream servers`."""
 
 from __future__ import annotations
 
@@ -23,7 +18,14 @@ from rollout_queue import store
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
 
+OptionalRunFilePath = Annotated[
+    str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
+]
+
 QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
+
+# The commands of `slipstream servers`.
+app = typer.Typer(no_args_is_help=True)
 
 
 def status(
@@ -37,7 +39,7 @@ def status(
     from deploy.commands.status import show
 
     config = load(run_file, context.args)
-    # One look asks once; a watch outlives a restart of the queue.
+    # A watch goes on when the queue restarts; a single look fails at once.
     client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
     try:
         if as_json:
@@ -54,7 +56,7 @@ def rollouts(
     step: Annotated[int | None, typer.Option(min=1, help="of this optimiser step only")] = None,
     worst: Annotated[bool, typer.Option("--worst", help="the lowest rewards first")] = False,
     best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
-    evals: Annotated[bool, typer.Option("--eval", help="of evaluations, as far as the queue remembers")] = False,
+    evals: Annotated[bool, typer.Option("--eval", help="of evaluations; only those that the queue still has")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     queue: QueueUrl = None,
@@ -75,9 +77,72 @@ def rollouts(
 
 
 def ledger(context: typer.Context, run_file: RunFilePath) -> None:
-    """Print what became of every ticket of the run, one JSON object a line."""
-
+    """Print how every ticket of the run ended, one JSON object a line."""
     print_ledger(load(run_file, context.args))
+
+
+def print_ledger(config: RunConfig) -> None:
+    """Prints one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
+    if config.queue.store == ":memory:":
+        raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
+    for row in store.open_for_reading(config).read_ledger():
+        print(msgspec.json.encode(row).decode())
+
+
+@app.command("list")
+def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
+    """Show each server with its state, its version and what it waits for."""
+    from deploy.commands.status import print_servers
+
+    print_servers(asyncio.run(servers.listed(_registry(run_file, queue).client())))
+
+
+@app.command("add")
+def join(
+    url: Annotated[str, typer.Argument(metavar="URL", help="URL at which workers and learner reach it")],
+    run_file: OptionalRunFilePath = None,
+    queue: QueueUrl = None,
+    name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
+) -> None:
+    """Add a running vLLM server to the run. It serves once the learner has brought it up to date."""
+    registry = _registry(run_file, queue)
+    added = asyncio.run(servers.add(registry.client(), url, name, registry.token))
+    typer.echo(f"{added.name} at {added.url} is {added.state}")
+
+
+@app.command("remove")
+def leave(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
+    run_file: OptionalRunFilePath = None,
+    queue: QueueUrl = None,
+    now: Annotated[bool, typer.Option("--now", help="do not wait for its running requests")] = False,
+    force: Annotated[bool, typer.Option("--force", help="remove even the last server that serves")] = False,
+    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
+) -> None:
+    """Remove a server: it gets no new episodes and finishes its requests; then it may be stopped."""
+    asyncio.run(servers.remove(_registry(run_file, queue).client(), name, now, timeout, force))
+    typer.echo(f"{name} is gone")
+
+
+@dataclass(frozen=True)
+class _Registry:
+    """The queue whose servers are listed or changed, and a learner's token for it; None if the run has no secret."""
+
+    url: str
+    token: str | None
+
+    def client(self) -> QueueClient:
+        return QueueClient(self.url, self.token, patience_s=5.0, timeout_s=10.0)
+
+
+def _registry(run_file: str | None, queue: str | None) -> _Registry:
+    """Raises `ConfigError` if neither names a queue."""
+    if run_file is not None:
+        config = load(run_file, [])
+        return _Registry(queue or config.queue.url, config.token_for("learner"))
+    if queue is None:
+        raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
+    return _Registry(queue, access.token_for(access.given_token(), "learner"))
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:
@@ -87,74 +152,3 @@ def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueCli
 async def _status(client: QueueClient) -> Status:
     async with client:
         return await client.status()
-
-
-def print_ledger(config: RunConfig) -> None:
-    """One JSON object a line; works beside a running queue. Raises `ConfigError` where there is no ledger."""
-    if config.queue.store == ":memory:":
-        raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
-    for row in store.open_for_reading(config).read_ledger():
-        print(msgspec.json.encode(row).decode())
-
-
-app = typer.Typer(no_args_is_help=True)
-
-OptionalRunFilePath = Annotated[
-    str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
-]
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """The queue's URL, and the token of a learner, if there is one."""
-
-    url: str
-    token: str | None
-
-    def client(self) -> QueueClient:
-        return QueueClient(self.url, self.token, patience_s=5.0, timeout_s=10.0)
-
-
-def _asked(run_file: str | None, queue: str | None) -> _Asked:
-    """Raises `ConfigError` where neither says which queue."""
-    if run_file is not None:
-        config = load(run_file, [])
-        return _Asked(queue or config.queue.url, config.token_for("learner"))
-    if queue is None:
-        raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
-    return _Asked(queue, access.token_for(access.given_token(), "learner"))
-
-
-@app.command("list")
-def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
-    """Each server with its state, version and what it waits for."""
-    from deploy.commands.status import print_servers
-
-    print_servers(asyncio.run(servers.listed(_asked(run_file, queue).client())))
-
-
-@app.command("add")
-def join(
-    url: Annotated[str, typer.Argument(metavar="URL", help="where workers and learner reach it")],
-    run_file: OptionalRunFilePath = None,
-    queue: QueueUrl = None,
-    name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
-) -> None:
-    """Let a vLLM server that runs join the job. It serves once the learner has brought it up to date."""
-    asked = _asked(run_file, queue)
-    added = asyncio.run(servers.add(asked.client(), url, name, asked.token))
-    typer.echo(f"{added.name} at {added.url} is {added.state}")
-
-
-@app.command("remove")
-def leave(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="as `slipstream servers list` shows it")],
-    run_file: OptionalRunFilePath = None,
-    queue: QueueUrl = None,
-    now: Annotated[bool, typer.Option("--now", help="without waiting for its requests")] = False,
-    force: Annotated[bool, typer.Option("--force", help="even the last server that serves")] = False,
-    timeout: Annotated[float, typer.Option(min=1, help="seconds to wait until it is gone")] = 600.0,
-) -> None:
-    """Let a server leave: no new episodes, then the end of its requests; then it may be stopped."""
-    asyncio.run(servers.remove(_asked(run_file, queue).client(), name, now, timeout, force))
-    typer.echo(f"{name} is gone")

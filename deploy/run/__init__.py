@@ -1,1 +1,1 @@
-"""Starts the processes of a run on this machine and keeps them running."""
+"""Starts the processes of a run on this machine and keeps them running until the learner has ended."""

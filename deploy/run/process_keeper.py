@@ -1,8 +1,7 @@
-"""Keeps the processes of a run going: each is started again as the policy allows, until the learner has ended.
+"""Keeps the processes of a run running until the learner has ended.
 
-What is waited for, what ended and why, and what is started again is said on the terminal.
-
-What follows from the end of a child: it is done, it is started again, or the run is over. No I/O.
+`RestartPolicy` decides without I/O whether a process that ended is done, is restarted, or ends the run. `ProcessKeeper`
+starts the processes, asks the policy, and says on the terminal what it waits for and what ended.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from deploy.run.terminal import Terminal
 from protocol import access, reasons
 from protocol.config import RunConfig
 
-# The exit code for a wrong setting: the process would only end in the same way again.
+# Exit code for a wrong setting: a restarted process would end in the same way.
 WRONG_SETTING = 2
 
-# The exit codes of a process that was stopped on purpose.
+# Exit codes of a process that was stopped on purpose.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 
-# What has been up so long does not count as dying in a row.
+# The count of restarts in a row begins again once a process has been up this long.
 STEADY_AFTER_S = 60.0
 
 # Before the first restart in a row; each further one waits twice as long.
@@ -40,12 +39,12 @@ MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True)
 class Done:
-    """It had nothing left to do: a worker ends with 0 only once the run is finished."""
+    """The process had nothing left to do: a worker ends with 0 only once the run is finished."""
 
 
 @dataclass(frozen=True)
 class Again:
-    """It is started again after `pause_s`, for the `attempt`-th time in a row."""
+    """The process is restarted after `pause_s` seconds, for the `attempt`-th time in a row."""
 
     pause_s: float
     attempt: int
@@ -53,8 +52,13 @@ class Again:
 
 @dataclass(frozen=True)
 class Over:
-    """The run ends with `code`. `why`: what to say besides how the child ended; `remedy`: what to do; both or either
-    may be empty."""
+    """The run ends.
+
+    Attributes:
+        code: Exit code of the run.
+        why: Text to add to how the process ended; may be empty.
+        remedy: What to do; may be empty.
+    """
 
     code: int
     why: str = ""
@@ -65,9 +69,12 @@ Verdict = Done | Again | Over
 
 
 class RestartPolicy:
-    """A vLLM server, a worker or the queue is started again up to `times` in a row; the learner's end ends the run.
+    """Restarts a vLLM server, a worker or the queue; the learner's end ends the run.
 
-    `to_go_on`: what to do after the learner's end, asked for when it has ended; `clock`: seconds, monotonic.
+    Args:
+        times: Maximum number of restarts in a row of one process.
+        to_go_on: Says what to do after a failed learner; called when it has ended.
+        clock: Monotonic time in seconds.
     """
 
     def __init__(self, times: int, to_go_on: Callable[[], str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -79,14 +86,20 @@ class RestartPolicy:
         self._was_up: set[str] = set()
 
     def up(self, name: str) -> None:
-        """It answers, or was started where it has no route to ask."""
+        """Notes that the process answers, or has started if it has no route to ask."""
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
     def ended(self, name: str, role: Role, code: int, goes_on: bool = False) -> Verdict:
-        """`code`: the exit code, 128 + n for signal n. A server or a queue has no good reason to end, not even 0.
+        """Decides what follows from the end of a process.
 
-        `goes_on`: the run is not finished, so that a worker has none either.
+        A server or a queue has no good reason to end, even with 0.
+
+        Args:
+            name: Name of the process.
+            role: Role of the process.
+            code: Exit code; 128 + n for signal n.
+            goes_on: Whether the queue says that the run is not finished; then a worker has no reason to end either.
         """
         up_since = self._up_since.pop(name, None)
         if code == 0 and role in ("worker", "learner") and not goes_on:
@@ -111,16 +124,16 @@ HEALTH_TIMEOUT_S = 5.0
 
 HEALTH_EVERY_S = 0.25
 
-GIVEN_UP_EVERY_S = 1.0
+GIVE_UP_POLL_S = 1.0
 
 LAST_LINES = 20
 
-# vLLM's engine processes ignore SIGTERM for long when their server is gone.
+# vLLM's engine processes react late to SIGTERM once their server is gone.
 ORPHANS_GRACE_S = 1.0
 
 
 class RunFailed(RuntimeError):
-    """The run ended for a reason that no check could have found before. `code`: the exit code that tells it."""
+    """The run ended for a reason that no check could have found. `code` is the exit code."""
 
     def __init__(self, text: str, code: int = 1) -> None:
         super().__init__(text)
@@ -128,7 +141,7 @@ class RunFailed(RuntimeError):
 
 
 class ProcessKeeper:
-    """Keeps programs running, each started again as the policy allows, until the learner has ended."""
+    """Keeps programs running, restarting each as the policy allows, until the learner has ended."""
 
     def __init__(
         self, config: RunConfig, children: Children, policy: RestartPolicy, log_dir: Path, terminal: Terminal
@@ -140,7 +153,7 @@ class ProcessKeeper:
         self._terminal = terminal
 
     async def keep(self, programs: Sequence[Program]) -> None:
-        """Raises `RunFailed`."""
+        """Runs the programs until the learner is done. Raises `RunFailed` if the policy ends the run."""
         self._terminal.say(f"starting {', '.join(program.name for program in programs)}; logs in {self._log_dir}")
         try:
             async with _session() as http, asyncio.TaskGroup() as tasks:
@@ -154,7 +167,7 @@ class ProcessKeeper:
             raise (failures or errors).exceptions[0] from None
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession) -> None:
-        """One program over all its lives."""
+        """Runs one program, restarts included."""
         name = program.name
         while True:
             child = self._start(program)
@@ -166,7 +179,7 @@ class ProcessKeeper:
             self._terminal.pass_on()
             if program.role == "worker" and code:
                 await self._while_given_up(http)
-            # A worker ends with 0 when the run is finished; so may a tool that ends its process.
+            # A worker ends with 0 when the run is finished, but a tool may end its process with 0 too.
             goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
             match self._policy.ended(name, program.role, code, goes_on):
                 case Done():
@@ -183,23 +196,26 @@ class ProcessKeeper:
                         f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
                         f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
-                    # An engine without its server has nothing to save, and holds the memory that the next one needs.
+                    # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
                     await asyncio.sleep(pause_s)
 
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
-        """The learner ends by it too, and says why: once is enough. A late success takes the verdict back."""
+        """Waits while the queue has given the run up: the learner then ends too, and reports the reason once.
+
+        A late success withdraws the verdict, and the worker is restarted.
+        """
         while True:
-            if not (await self._told(access.STATUS, http)).get(reasons.GAVE_UP):
+            if not (await self._ask_queue(access.STATUS, http)).get(reasons.GAVE_UP):
                 return
-            await asyncio.sleep(GIVEN_UP_EVERY_S)
+            await asyncio.sleep(GIVE_UP_POLL_S)
 
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
-        """Whether the queue says that the run is not finished."""
-        return (await self._told(access.POLICY, http)).get("finished", True) is False
+        """Tells whether the queue says that the run is not finished."""
+        return (await self._ask_queue(access.POLICY, http)).get("finished", True) is False
 
-    async def _told(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
-        """What the queue answers; nothing where it does not."""
+    async def _ask_queue(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
+        """Returns the queue's JSON object, {} if it does not answer."""
         token = self._config.token_for("viewer")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -219,7 +235,7 @@ class ProcessKeeper:
             raise RunFailed(f"{program.name} cannot be started: {error}") from error
 
     async def _until_up(self, child: Child, http: aiohttp.ClientSession) -> None:
-        """Tell the policy, and the terminal, when the child answers."""
+        """Waits until the child answers, then tells the policy and the terminal."""
         health, started = child.program.health, time.monotonic()
         if health:
             with self._terminal.waiting_for(child.name, child.log):
@@ -234,7 +250,7 @@ class ProcessKeeper:
 
 
 def _quoted(child: Child) -> str:
-    """What its log says of its end."""
+    """Quotes the child's log: its first error, else its last lines."""
     if cause := child.first_error():
         return f"; the first error in {child.log}:\n{cause}"
     lines = "\n".join(child.tail()[-LAST_LINES:])
@@ -242,7 +258,7 @@ def _quoted(child: Child) -> str:
 
 
 def _session() -> aiohttp.ClientSession:
-    # No connection is used twice: a server that is starting or ending hangs up without saying so.
+    # No connection is reused: a server that starts or ends closes connections without notice.
     timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
     return aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(force_close=True))
 

@@ -1,8 +1,7 @@
-"""Child processes: each in a process group of its own, with its output in a log file, and none left behind.
+"""The processes of a run on one machine: what is started and how, and what their logs say went wrong first.
 
-The first error in a log: what went wrong, where everything after it only followed from it.
-
-The processes of a run on one machine: what is started, under which name, on which cores.
+Each child has a process group of its own and its output in a log file. None is left behind: if this process is killed,
+a watchdog ends them.
 """
 
 from __future__ import annotations
@@ -28,79 +27,25 @@ from deploy.servers.vllm_server import on_cpu
 from protocol import access
 from protocol.config import RunConfig
 
-_TRACEBACK = "Traceback (most recent call last):"
-
-# A line of a log that tells of less, such as a failure that the process outlives.
-_LESS = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING) ")
-
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
-
-# What vLLM writes before each line of a traceback that it logs: process, level, time and place.
-_VLLM = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
-
-# What our part of a vLLM server says of its engine's end, after all that failed by it.
-_ENGINE_ENDED = re.compile(r"its EngineCore process ended \([^)]*\)")
-
-_OF_THE_ENGINE = re.compile(r"^\((EngineCore|(Vllm)?Worker)\S* pid=\d+\) ")
-
-# Detail lines of an error that are quoted: pydantic's and others' first line says only that there is one.
-_DETAILS = 2
-
-
-def first_error(lines: Sequence[str]) -> str | None:
-    """The first line that reports an error; of a traceback the exception it ends with, which for a chain of them is
-    the root. None: no line does.
-
-    Of a vLLM server whose engine ended it is the engine's own last word, if it had one, else that it ended."""
-    if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
-        return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
-    return _first_error(lines)
-
-
-def _first_error(lines: Sequence[str]) -> str | None:
-    for place, line in enumerate(lines):
-        if _bare(line) == _TRACEBACK:
-            return _end_of_traceback(lines[place:]) or line.strip()
-        if _ERROR.search(line) and not _LESS.match(line):
-            if line != _bare(line) and _bare(line)[:1].isspace():
-                # The log's end begins within a traceback.
-                return _end_of_traceback([line, *lines[place:]]) or line.strip()
-            after = lines[place + 1 : place + 2]
-            cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
-            return cause or line.strip()
-    return None
-
-
-def _end_of_traceback(lines: Sequence[str]) -> str | None:
-    """`lines` begin with a traceback. None: it is cut short. Other processes' lines may stand in between."""
-    start = _VLLM.match(lines[0])
-    process = start.group(1) if start else None
-    own = [_bare(line) for line in lines[1:] if process is None or line.startswith(process)]
-    for place, line in enumerate(own):
-        if line and not line[0].isspace():
-            details = [detail.strip() for detail in own[place + 1 : place + 1 + _DETAILS] if detail[:1].isspace()]
-            return " ".join([line.strip(), *(detail for detail in details if not detail.startswith("For further"))])
-    return None
-
-
-def _bare(line: str) -> str:
-    """Without what vLLM writes before it."""
-    return _VLLM.sub("", line, count=1).rstrip()
-
-
-# What a process is for, and the name of its command.
+# The role of a process, which is also the name of its command.
 Role = Literal["preflight", "queue", "vllm", "worker", "learner"]
 
-# -P: a folder of the user's that is called `protocol` or `deploy` is not imported from the working directory.
+# -P keeps Python from importing a user's folder named `protocol` or `deploy` from the working directory.
 SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "deploy.cli")
 
 
 @dataclass(frozen=True)
 class Program:
-    """One process to start. `env` is added to this process's; `cores` empty: all of them.
+    """One process to start.
 
-    `health`: a URL that answers 200 once the process is up; None: it has no such route. `terminal`: the stream that
-    goes to the terminal; what is not named goes to the log.
+    Attributes:
+        name: Name in messages, and of the log file.
+        role: What it does.
+        command: Command line.
+        env: Variables added to this process's environment.
+        cores: CPU cores it may use; empty for all.
+        health: URL that answers 200 once the process is up; None if it has no such route.
+        terminal: Stream that goes to the terminal; the other goes to the log.
     """
 
     name: str
@@ -113,14 +58,20 @@ class Program:
 
 
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
-    """The checks, in a process of their own: they run the user's task file."""
+    """Returns the program of the checks, which need a process of their own: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
     return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
 
 
 def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: DevicePlan | None = None) -> list[Program]:
-    """All processes of the run that `run_file` describes, in the order in which they are started. devices: who gets
-    which GPU, where there are any."""
+    """Returns all programs of a run in the order in which they are started.
+
+    Args:
+        config: The run file as read.
+        run_file: The resolved run file that all processes read.
+        resume: Whether the learner goes on from its newest checkpoint.
+        devices: Which process gets which GPU; None without GPUs.
+    """
     placement = _placement(config)
     servers = {} if config.vllm.servers else config.server_names
 
@@ -155,25 +106,28 @@ def _with(program: Program, env: Mapping[str, str]) -> Program:
 
 
 def _placement(config: RunConfig) -> Placement | None:
-    """None, nothing is pinned: on a GPU, with servers elsewhere, and on platforms that cannot."""
+    """Divides the cores on a CPU machine. None with GPUs, with servers elsewhere, and on platforms without affinity."""
     if config.vllm.servers or not on_cpu() or not hasattr(os, "sched_setaffinity"):
         return None
     return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
 def _environment(config: RunConfig, role: Role) -> dict[str, str]:
-    """The token goes by the environment only, since other users can read a command line. Queue and servers, which check
-    the others' tokens, have the run's secret; the others, which run code of the user's, the token of their role alone.
-    Programs of an environment that is not activated (vLLM builds kernels with ninja) are found as in one that is."""
+    """Returns the variables of a role: its token, and the PATH of this Python's environment.
+
+    The token is never on a command line, which other users can read. Queue and servers check tokens, so they get the
+    run's secret; the others run the user's code, so they get the token of their role only. vLLM finds programs such as
+    ninja on PATH even if the environment is not activated.
+    """
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
     token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
-    # Empty, the file is not there for those who shall not have what it holds.
+    # An empty value hides the file, which holds the secret, from processes that get a role's token.
     return found | ({access.TOKEN_VARIABLE: token, access.TOKEN_FILE_VARIABLE: ""} if token else {})
 
 
 def _typed() -> str:
-    """What a person typed to start this, for the line that says how to go on."""
+    """Returns the command that was typed, for the line that says how to go on."""
     program, *arguments = sys.argv
     if Path(program).parent.name == "deploy" or Path(program).name == "slipstream":
         return shlex.join(["slipstream", *arguments])
@@ -186,14 +140,14 @@ def _resume(resume: bool) -> list[str]:
 
 POLL_S = 0.05
 
-# What SIGKILL does not end within this time hangs in the kernel, and nobody can end it.
+# A process that SIGKILL does not end within this time hangs in the kernel.
 KILLED_WITHIN_S = 5.0
 
 TAIL_BYTES = 64 * 1024
 
 MAX_LINE = 400
 
-# Colours and whatever else would act on a terminal.
+# Colours and other sequences that would act on a terminal.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
@@ -210,7 +164,7 @@ class Child:
         self._ended = asyncio.Event()
 
     def poll(self) -> int | None:
-        """The exit code, 128 + n for signal n; None: it runs."""
+        """Returns the exit code, 128 + n for signal n; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -218,19 +172,19 @@ class Child:
         return 128 - code if code < 0 else code
 
     async def wait(self) -> int:
-        """The exit code, once `Children.reap` has seen the end."""
+        """Waits until `Children.reap` has seen the end, and returns the exit code."""
         await self._ended.wait()
         code = self.poll()
         assert code is not None
         return code
 
     def signal(self, number: int) -> bool:
-        """Send a signal, 0 for none, to the process and all that it started; False: none of them is left."""
+        """Sends a signal, 0 for none, to the process and all that it started. Returns False if none of them is left."""
         self.poll()  # a process that has ended counts until its code is read
         return watchdog.signal_group(self.pid, number)
 
     def tail(self) -> list[str]:
-        """The end of what it has logged, fit for a terminal."""
+        """Returns the last lines of its log without control characters."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             text = log.read().decode(errors="replace")
@@ -238,13 +192,17 @@ class Child:
         return []
 
     def first_error(self) -> str | None:
-        """What its tail says went wrong first."""
+        """Returns the first error in the last lines of its log."""
         return first_error(self.tail())
 
 
 class Children:
-    """Starts child processes and ends them, grandchildren included; what has not ended `grace_s` after SIGTERM is
-    killed. Use it as a context manager. A watchdog ends them if this process is killed outright.
+    """Starts child processes and ends them, grandchildren included. Use it as a context manager.
+
+    A watchdog ends them if this process is killed.
+
+    Args:
+        grace_s: Seconds from SIGTERM to SIGKILL.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -276,8 +234,16 @@ class Children:
             self._watchdog.wait()
 
     def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
-        """`stdout`: the terminal for a program that writes to it; None: this process's. Raises `OSError` where the
-        process cannot be started or its log not be written."""
+        """Starts a program.
+
+        Args:
+            program: What to start.
+            log_dir: Folder of the logs.
+            stdout: Descriptor for a program whose stdout goes to the terminal; None for this process's.
+
+        Raises:
+            OSError: The process cannot be started, or its log cannot be written.
+        """
         log_dir.mkdir(exist_ok=True)
         log = log_dir / f"{program.name}.log"
         with log.open("ab") as file, _on_cores(program.cores):
@@ -296,7 +262,7 @@ class Children:
         return child
 
     def reap(self) -> None:
-        """Look which children have ended, and wake those who wait for one: to be called on SIGCHLD."""
+        """Looks which children have ended and wakes their waiters. Call it on SIGCHLD."""
         for child in self.living:
             child.poll()
         if self._watchdog.poll() is not None:
@@ -305,7 +271,7 @@ class Children:
                 self._tell_watchdog(f"+{child.pid}\n")
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
-        """End them and all that they started. Where a child has ended already, what it left behind."""
+        """Ends the children and all that they started; of a child that has ended, what it left running."""
         for child in children:
             child.signal(signal.SIGTERM)
         if not await _gone(children, self._grace_s if grace_s is None else grace_s):
@@ -319,11 +285,12 @@ class Children:
 
     def _tell_watchdog(self, line: str) -> None:
         assert self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # somebody killed it; `reap` starts a new one
+        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed; `reap` starts a new one
             self._watchdog.stdin.write(line.encode())
 
 
 def describe_end(name: str, code: int) -> str:
+    """Describes the end of a process by its exit code; 128 + n names signal n."""
     if code > 128:
         with contextlib.suppress(ValueError):
             return f"{name} ended with code {code} ({signal.Signals(code - 128).name})"
@@ -331,7 +298,7 @@ def describe_end(name: str, code: int) -> str:
 
 
 async def _gone(children: Collection[Child], within_s: float) -> bool:
-    """Grandchildren are not ours to wait for: their end can only be polled."""
+    """Waits until all processes are gone; False after `within_s`. The end of grandchildren can only be polled."""
     deadline = time.monotonic() + within_s
     while [child for child in children if child.signal(0)]:
         if time.monotonic() >= deadline:
@@ -342,7 +309,7 @@ async def _gone(children: Collection[Child], within_s: float) -> bool:
 
 @contextlib.contextmanager
 def _on_cores(cores: Collection[int]) -> Iterator[None]:
-    """What is started meanwhile runs on `cores`; a child keeps its parent's affinity."""
+    """Lets processes that are started meanwhile run on `cores` only: a child inherits its parent's affinity."""
     if not cores:
         yield
         return
@@ -352,3 +319,69 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+_TRACEBACK = "Traceback (most recent call last):"
+
+# A line of our own log below ERROR, such as a failure that the process survives.
+_BELOW_ERROR = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING) ")
+
+_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
+
+# vLLM's prefix of each line of a logged traceback: process, level, time and place.
+_VLLM_PREFIX = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
+
+# Our part of a vLLM server logs this after the errors that the engine's end has caused.
+_ENGINE_ENDED = re.compile(r"its EngineCore process ended \([^)]*\)")
+
+_OF_THE_ENGINE = re.compile(r"^\((EngineCore|(Vllm)?Worker)\S* pid=\d+\) ")
+
+# Detail lines of an error to quote: the first line of pydantic's only says that there is an error.
+_MAX_DETAILS = 2
+
+
+def first_error(lines: Sequence[str]) -> str | None:
+    """Finds what went wrong first: everything after it in a log usually only follows from it.
+
+    Returns:
+        The first line that reports an error; of a traceback the exception at its end, of a chain of tracebacks the
+        root. For a vLLM server whose engine ended, the engine's own first error, else that it ended. None if there is
+        no error.
+    """
+    if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
+        return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
+    return _first_error(lines)
+
+
+def _first_error(lines: Sequence[str]) -> str | None:
+    for place, line in enumerate(lines):
+        if _bare(line) == _TRACEBACK:
+            return _end_of_traceback(lines[place:]) or line.strip()
+        if _ERROR.search(line) and not _BELOW_ERROR.match(line):
+            if line != _bare(line) and _bare(line)[:1].isspace():
+                # The part of the log that was read begins within a traceback.
+                return _end_of_traceback([line, *lines[place:]]) or line.strip()
+            after = lines[place + 1 : place + 2]
+            cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
+            return cause or line.strip()
+    return None
+
+
+def _end_of_traceback(lines: Sequence[str]) -> str | None:
+    """Returns the exception of the traceback that `lines` begin with, None if it is cut off.
+
+    Lines of other processes may stand in between.
+    """
+    start = _VLLM_PREFIX.match(lines[0])
+    process = start.group(1) if start else None
+    own = [_bare(line) for line in lines[1:] if process is None or line.startswith(process)]
+    for place, line in enumerate(own):
+        if line and not line[0].isspace():
+            details = [detail.strip() for detail in own[place + 1 : place + 1 + _MAX_DETAILS] if detail[:1].isspace()]
+            return " ".join([line.strip(), *(detail for detail in details if not detail.startswith("For further"))])
+    return None
+
+
+def _bare(line: str) -> str:
+    """Removes vLLM's prefix."""
+    return _VLLM_PREFIX.sub("", line, count=1).rstrip()

@@ -1,6 +1,6 @@
-"""The run directory before a start: who has it, what an earlier start left, and the run file for all processes.
+"""Prepares the run directory for a start: checks and locks it, moves failed starts aside, writes the run file.
 
-`learner.epochs` in place of `learner.steps`: how many steps they are, once the data set is known.
+One launcher holds the directory at a time. `learner.epochs` becomes `learner.steps` here, once the data set is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
 from rollout_queue.store import base, open_for_reading
 
-# The folder that a start which made no step is moved to, and what stays where it is.
+# Prefix of the folders that hold what a start without a step left behind.
 FAILED = "failed-start-"
 
 # Another launcher holds the first, a queue the second.
@@ -26,8 +26,11 @@ _KEPT = (FAILED, LAUNCHER_LOCK, QUEUE_LOCK)
 
 
 def check_run_directory(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` where the directory cannot be written, holds a run that would be written over, or, to
-    `resume`, none."""
+    """Checks that the run can start in its directory.
+
+    Raises:
+        ConfigError: The directory cannot be written, holds a run that would be overwritten, or holds none to `resume`.
+    """
     _check_writable(config)
     name, folder = config.run.name, config.run_dir
     steps = _steps(config)
@@ -49,22 +52,28 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
 
 
 def to_go_on(config: RunConfig) -> str:
-    """What to do when the learner has failed."""
+    """Says what to do after the learner has failed."""
     if has_checkpoint(config):
         return "go on from its newest checkpoint with --resume"
     if _steps(config):
         return "it made no checkpoint: begin again at its first step with --resume"
-    return "mend it and start again: it made no step, so the run's name is free"
+    return "fix it and start again: it made no step, so the run's name is free"
 
 
 def has_checkpoint(config: RunConfig) -> bool:
-    """Whether the directory holds a complete checkpoint."""
+    """Tells whether the directory holds a complete checkpoint."""
     return bool(checkpoints.complete(config.run_dir))
 
 
 def finished(config: RunConfig) -> int | None:
-    """The steps that the run has made, where it has made all of `learner.steps` and has ended; None for one that has
-    more to do, or of which that is not known before its queue runs. Raises `ConfigError`."""
+    """Returns the steps of a run that has ended after all of `learner.steps`.
+
+    Returns:
+        None if the run has more to do, or if its queue must run before that is known.
+
+    Raises:
+        ConfigError: The run's store cannot be read.
+    """
     kept = checkpoints.complete(config.run_dir)
     if not kept or max(kept) < config.learner.steps or not open_for_reading(config).run_state().finished:
         return None
@@ -104,7 +113,7 @@ def clear(config: RunConfig) -> Path | None:
 
 
 def check_unused(config: RunConfig) -> None:
-    """Raises `ConfigError` if another launcher has the run directory; makes nothing."""
+    """Raises `ConfigError` if another launcher holds the run directory. Creates nothing."""
     if (config.run_dir / LAUNCHER_LOCK).exists():
         with held_alone(config):
             pass
@@ -112,9 +121,9 @@ def check_unused(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def held_alone(config: RunConfig) -> Iterator[None]:
-    """Hold the run directory against other launchers; raises `ConfigError` if one has it.
+    """Holds the run directory against other launchers. Raises `ConfigError` if one holds it.
 
-    A second one would write its own settings into the run file that the first restarts its processes with.
+    A second launcher would overwrite the run file that the first restarts its processes with.
     """
     with _held(
         config,
@@ -126,7 +135,7 @@ def held_alone(config: RunConfig) -> Iterator[None]:
 
 
 def resolved(config: RunConfig) -> str:
-    """The text of a run file that says the same from any folder. It holds no token: that goes by the environment."""
+    """Returns the resolved run file, valid from any folder. It holds no token: the environment carries it."""
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     queue = config.queue.model_copy(update={"token": None})
     return to_toml(config.model_copy(update={"run": run, "queue": queue}))
@@ -134,8 +143,10 @@ def resolved(config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
-    """At the end, put the run file that the directory holds now back in its place where no step was made meanwhile: it
-    says with which settings the run's steps were made, and a start that was refused has made none."""
+    """Restores the present run file at the end if no step was made meanwhile.
+
+    The file says with which settings the run's steps were made, and a start that failed has made none.
+    """
     path = config.run_file
     before = path.read_bytes() if path.exists() else None
     made = _newest_version(config)
@@ -147,7 +158,7 @@ def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
 
 
 def write_resolved(config: RunConfig) -> Path:
-    """Write the resolved run file into the run directory, where all processes of the run read it."""
+    """Writes the resolved run file into the run directory, where all processes of the run read it."""
     path = config.run_file
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -158,7 +169,7 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def _newest_version(config: RunConfig) -> int:
-    """From the learner's figures: the queue may keep nothing."""
+    """Returns the newest version in the learner's metrics: the queue may keep nothing."""
     from learner.report.journal import newest_version
 
     return newest_version(config.run_dir / "metrics.jsonl")
@@ -170,7 +181,7 @@ def _steps(config: RunConfig) -> int:
 
 
 def _check_writable(config: RunConfig) -> None:
-    """By trying: permissions do not tell of a file system that is full or mounted to be read only."""
+    """Tries to write: permissions do not show that a file system is full or mounted read-only."""
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -188,7 +199,7 @@ def _unwritable(config: RunConfig, path: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
-    """Hold the lock file `path`; raises `ConfigError`, with the text `in_use` if another process has it."""
+    """Holds the lock file `path`. Raises `ConfigError` with the text `in_use` if another process holds it."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(base.hold_lock_file(path))
@@ -200,13 +211,20 @@ def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
 
 
 def steps_for_epochs(epochs: float, rows: int, groups_per_step: int) -> int:
-    """Optimiser steps in which `rows` are trained on `epochs` times, rounded up; one row is one group."""
+    """Returns the optimiser steps for `epochs` passes over `rows`, rounded up. One row is one group."""
     return math.ceil(Fraction(repr(epochs)) * rows / groups_per_step)
 
 
 def with_steps_for_epochs(config: RunConfig, rows: int | None) -> RunConfig:
-    """`config` with `learner.steps` for its `learner.epochs`; as it is without. `rows`: of the data set, None where
-    their number is not known. Raises `ConfigError` then."""
+    """Replaces `learner.epochs` by the steps they take; returns `config` as it is if it has none.
+
+    Args:
+        config: The run file.
+        rows: Rows of the data set; None if their number is not known.
+
+    Raises:
+        ConfigError: There are epochs, and `rows` is None.
+    """
     learner = config.learner
     if learner.epochs is None:
         return config
@@ -220,7 +238,7 @@ def with_steps_for_epochs(config: RunConfig, rows: int | None) -> RunConfig:
 
 
 def describe_steps(config: RunConfig, rows: int) -> str:
-    """How the steps of `config` come about."""
+    """Explains how many steps the epochs of `config` are."""
     learner = with_steps_for_epochs(config, rows).learner
     return (
         f"learner.epochs = {config.learner.epochs:g}: {rows} rows in steps of {learner.groups_per_step} groups are "

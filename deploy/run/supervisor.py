@@ -1,8 +1,8 @@
-"""Everything on one machine: checks, starts, watches, starts again and stops the processes of a run.
+"""Runs a whole run on one machine: checks, starts, watches, restarts and stops its processes.
 
-Nothing is left running, however the run ends: each child has a process group of its own, which gets SIGTERM and, after
-`deploy.grace_s`, SIGKILL; if the supervisor itself is killed, its watchdog does it. The learner is ended before the
-others, so that the queue still takes its last report.
+Nothing is left running, however the run ends. Each child has a process group of its own, which gets SIGTERM and, after
+`deploy.grace_s`, SIGKILL; a watchdog does it if the supervisor is killed. The learner is ended first, so that the queue
+still takes its last report.
 """
 
 from __future__ import annotations
@@ -39,10 +39,17 @@ SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SI
 
 
 def supervise(config: RunConfig, resume: bool = False) -> None:
-    """Run everything until the learner has made its last step; nothing, to `resume` a run that has made it.
+    """Runs everything until the learner has made its last step. Every process has ended when this returns or raises.
 
-    Raises `ConfigError` for a wrong setting, before anything is started; `RunFailed`; KeyboardInterrupt on Ctrl-C, and
-    `SystemExit` with 143 or 129 on SIGTERM or SIGHUP. By then every process has ended.
+    Args:
+        config: The run file.
+        resume: Whether to go on from the newest checkpoint; a run that has made its last step is left as it is.
+
+    Raises:
+        ConfigError: A setting is wrong; nothing was started.
+        RunFailed: The run ended for another reason.
+        KeyboardInterrupt: Ctrl-C.
+        SystemExit: With 143 or 129, on SIGTERM or SIGHUP.
     """
 
     async def work(children: Children, terminal: Terminal) -> None:
@@ -66,12 +73,15 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
             await keeper.keep(run_programs(counted, run_file, resume, planned))
 
-    with contextlib.ExitStack() as settings:  # till all have ended: the learner may make a step on its way out
+    with contextlib.ExitStack() as settings:  # until all have ended: the learner may make a step as it stops
         under_signals(work, config.deploy.grace_s)
 
 
 def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
-    """Run `work`; at its end, or at a signal, end all children. Raises what `work` raises, and as `supervise` does."""
+    """Runs `work`, and ends all children when it ends or at a signal.
+
+    Raises what `work` raises, and for signals what `supervise` raises. `grace_s`: seconds from SIGTERM to SIGKILL.
+    """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("a run can be supervised from the main thread only, since it handles signals; start it there")
     number = asyncio.run(_under_signals(work, grace_s))
@@ -84,11 +94,11 @@ def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, Non
 async def _under_signals(
     work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float
 ) -> signal.Signals | None:
-    """The signal that ended the work."""
+    """Returns the signal that ended the work, None if it ended by itself."""
     signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     def note(number: signal.Signals) -> None:
-        # A second signal changes nothing: all that was started gets its time to end.
+        # A second signal changes nothing: every process gets its time to end.
         if not signalled.done():
             signalled.set_result(number)
             terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
@@ -116,7 +126,7 @@ async def _under_signals(
 def _handlers(
     note: Callable[[signal.Signals], None], reap: Callable[[], None], resize: Callable[[], None]
 ) -> Iterator[None]:
-    """Handle the signals that stop a run, unless one is ignored (nohup), a child's end, and a terminal's new size."""
+    """Handles signals that stop a run (unless ignored, as under nohup), a child's end and a new terminal size."""
     loop = asyncio.get_running_loop()
     others = {signal.SIGCHLD: reap, signal.SIGWINCH: resize}
     before = {number: signal.getsignal(number) for number in (*SIGNALS, *others)}
@@ -135,8 +145,16 @@ def _handlers(
 
 
 async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> int | None:
-    """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
-    do not belong here. Returns the rows of the data set, None where they cannot be counted. Raises `ConfigError`."""
+    """Runs the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
+    do not belong in the supervisor.
+
+    Returns:
+        Rows of the data set; None if they need not or cannot be counted.
+
+    Raises:
+        ConfigError: What the checks found.
+        RunFailed: The process of the checks failed.
+    """
     with _scratch_file(resolved(config)) as run_file:
         child = children.start(preflight_program(config, run_file, resume), run_file.parent)
         with terminal.waiting_for("the check of run file, task and model"):
@@ -152,7 +170,7 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
 
 @contextlib.contextmanager
 def _scratch_file(text: str) -> Iterator[Path]:
-    """A run file outside the run directory, which is made only once the checks have passed."""
+    """Writes a run file outside the run directory, which is created only after the checks have passed."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         path = Path(folder, "run.toml")
         path.write_text(text, encoding="utf-8")

@@ -1,6 +1,6 @@
-"""What a run writes to the terminal: the supervisor's lines, one live line of what is waited for, the learner's output.
+"""Writes to a run's terminal: the supervisor's messages, a live line with what it waits for, the learner's output.
 
-Only one of them writes at a time: the live line ends for good when the learner prints for the first time.
+Only one of them writes at a time. The live line ends for good when the learner prints for the first time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-# How often the live line is drawn, and how often a line says the same where there is none.
+# Seconds between updates of the live line, and between messages if the output is no terminal.
 DRAW_EVERY_S = 1.0
 
 SAY_EVERY_S = 30.0
@@ -34,7 +34,7 @@ _READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Wait:
-    """Somebody is waited for since `since`, on the terminal's clock."""
+    """The supervisor waits for `who` since `since`, seconds on the terminal's clock. `log`: where to look meanwhile."""
 
     who: str
     since: float
@@ -42,7 +42,11 @@ class Wait:
 
 
 class Terminal:
-    """Use it as a context manager, and run `keep_telling` beside the work. `clock`: seconds, monotonic."""
+    """The terminal of a run. Use it as a context manager, and run `keep_telling` beside the work.
+
+    Args:
+        clock: Monotonic time in seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -73,7 +77,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting_for(self, who: str, log: Path | None = None) -> Iterator[None]:
-        """`who` is waited for until the block ends."""
+        """Shows that the supervisor waits for `who` until the block ends."""
         wait = Wait(who, self._clock(), log)
         if not self._waits:
             self._said_at = wait.since
@@ -88,22 +92,22 @@ class Terminal:
                 self._erase()
 
     def up(self, name: str) -> None:
-        """The process answers, or runs and has no route to ask."""
+        """Notes that the process answers, or runs and has no route to ask."""
         self._up.append(name)
 
     def down(self, name: str) -> None:
-        """The process has ended."""
+        """Notes that the process has ended."""
         self._up = [other for other in self._up if other != name]
 
     async def keep_telling(self) -> None:
-        """Say who is waited for, until cancelled."""
+        """Updates the live line until cancelled."""
         while True:
             await self._someone.wait()
             await asyncio.sleep(DRAW_EVERY_S)
             self.tell()
 
     def tell(self) -> None:
-        """Draw the live line, or say it if that is due."""
+        """Draws the live line, or prints it as a message if one is due."""
         now = self._clock()
         if not self._waits:
             return
@@ -119,14 +123,17 @@ class Terminal:
 
     @contextlib.contextmanager
     def learners_stdout(self) -> Iterator[int | None]:
-        """The descriptor to start the learner with; None: ours. On a terminal it is one whose output passes through
-        here, of the same size, so that the learner's own live line works."""
+        """Gives the descriptor to start the learner with; None for this process's stdout.
+
+        On a terminal it is a pseudo-terminal of the same size whose output passes through here, so that the learner's
+        own live line works.
+        """
         if not sys.stdout.isatty():
             yield None
             return
         self._relay, theirs = pty.openpty()
         try:
-            tty.setraw(theirs)  # our own terminal ends the lines
+            tty.setraw(theirs)  # the outer terminal translates line ends
             self.resize()
             os.set_blocking(self._relay, False)
             asyncio.get_running_loop().add_reader(self._relay, self.pass_on)
@@ -135,22 +142,22 @@ class Terminal:
             os.close(theirs)
 
     def resize(self) -> None:
-        """Tell the learner's terminal the size of ours: to be called on SIGWINCH."""
+        """Gives the learner's terminal the size of ours. Call it on SIGWINCH."""
         if self._relay is not None:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._relay, termios.TIOCSWINSZ, fcntl.ioctl(sys.stdout, termios.TIOCGWINSZ, b"\0" * 8))
 
     def pass_on(self) -> None:
-        """Write out what the learner has printed by now."""
+        """Writes out what the learner has printed so far."""
         while self._relay is not None:
             try:
                 printed = os.read(self._relay, _READ_BYTES)
             except BlockingIOError:
                 return
-            except OSError:  # it has ended
+            except OSError:  # the learner has ended
                 printed = b""
             if not printed:
-                with contextlib.suppress(RuntimeError):  # the loop has ended before
+                with contextlib.suppress(RuntimeError):  # the loop may have ended
                     asyncio.get_running_loop().remove_reader(self._relay)
                 return
             self._may_draw = False
@@ -167,14 +174,14 @@ class Terminal:
 
     def _print(self, text: str, stream: TextIO) -> None:
         self._erase()
-        # On a terminal the learner's live line may stand where this one goes.
+        # On a terminal the learner's live line may be in this place.
         erase = "\r\x1b[2K" if stream.isatty() else ""
-        with contextlib.suppress(OSError):  # a terminal that is gone must not keep a run from being stopped
+        with contextlib.suppress(OSError):  # a run must stop even if its terminal is gone
             print(f"{erase}slipstream: {text}", file=stream, flush=True)
 
 
 def line(waits: list[Wait], up: list[str], now: float, logs: bool = False) -> str:
-    """Who is waited for and since when, and who is up; with `logs`, where to look."""
+    """Describes who is waited for, for how long, and who is up; with `logs`, names the log files."""
     waiting = [
         f"{wait.who} for {now - wait.since:.0f} s{f' (its log: {wait.log})' if logs and wait.log else ''}"
         for wait in waits

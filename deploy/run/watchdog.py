@@ -1,7 +1,8 @@
-"""Ends the children of a supervisor that was killed outright and could not end them itself.
+"""Ends the children of a supervisor that was killed and could not end them itself.
 
 `python -I -S watchdog.py GRACE_S` reads from the supervisor's pipe "+ID" for each process group that was started and
-"-ID" for each that is gone. The pipe breaks when the supervisor dies. It imports nothing, so that it costs nothing.
+"-ID" for each that is gone. The pipe breaks when the supervisor dies. It imports only the standard
+library, so that it takes little memory beside a run.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 
 
 def main() -> None:
+    """Reads process groups until the pipe breaks, then ends those that are left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     grace_s = float(sys.argv[1])
@@ -29,7 +31,7 @@ def main() -> None:
 
 
 def signal_group(group: int, number: int) -> bool:
-    """Send a signal to every process of the group, 0 to none; False: there is none left."""
+    """Sends a signal to every process of the group, 0 to none. Returns False if none is left."""
     try:
         os.killpg(group, number)
     except ProcessLookupError:

@@ -1,1 +1,1 @@
-"""Starts vLLM servers and describes the devices that they use."""
+"""Starts vLLM servers, lets them join and leave a run, and decides which devices and memory they use."""

@@ -1,16 +1,15 @@
-"""Which GPU of this machine a server and a learner get, how much of its memory, and how weights travel between them.
+"""Plans devices: which GPUs learner and servers get, how much of their memory, and how weights travel between them.
 
-1. The learner's ranks take the first GPUs, one each; the servers the others, as many each as vLLM's parallelism takes.
-2. Where there are fewer others than that, servers of one GPU each share them evenly.
-3. Where there are none, the servers share the learner's first GPU, and weights go by CUDA IPC.
+1. The learner's ranks take the first GPUs, one each; each server takes as many of the others as its parallelism needs.
+2. If too few are left, servers of one GPU each share them evenly.
+3. If none is left, the servers share the learner's first GPU, and weights go by CUDA IPC.
 
-A server leaves room on its GPU for weights that arrive, twice their size; beside the learner it gets `BESIDE_LEARNER`.
-What the user sets stays: CUDA_VISIBLE_DEVICES says which GPUs there are, `vllm.args` override every share.
+A server leaves room on its GPU for arriving weights, twice their size; beside the learner it gets `BESIDE_LEARNER`.
+The user decides first: CUDA_VISIBLE_DEVICES says which GPUs there are, and `vllm.args` override every share.
 
-Which cores the vLLM servers get on a CPU machine, and which the other processes.
-
-Left to the scheduler, a server's processes take cores from the learner while they wait for one another; on two
-cores a step then takes 1.4 times as long.
+On a CPU machine, servers and the other processes get half of the cores each (`place_devices`). Left to the scheduler,
+processes of a server that wait for one another take cores from the learner: on two cores, a step took 1.4 times as
+long.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, RunConfig
 from weight_sync.transports.registry import choice
 
-# Of a GPU's memory: what servers may take together, alone on it and beside a learner.
+# Share of a GPU's memory that its servers take together, without and with a learner on it.
 ALONE, BESIDE_LEARNER = 0.9, 0.35
 
-# Weights that arrive and the model that is built of them, in weights.
+# Room for arriving weights and for the model built from them, in sizes of the weights.
 _ARRIVING = 2
 
-# For a model whose size is not known before it is loaded.
+# Share of the memory left free if the size of the model is not known before it is loaded.
 _ROOM_UNKNOWN = 0.2
 
-# Environment of a server that the launcher starts.
+# Environment variable with the share of a server that the supervisor starts.
 SHARE = "SLIPSTREAM_GPU_SHARE"
 
 _NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
@@ -45,7 +44,12 @@ _GIB = 1024**3
 
 @dataclass(frozen=True)
 class Seat:
-    """Entries of CUDA_VISIBLE_DEVICES, and a server's share of their memory; 0 where it has none of its own."""
+    """GPUs of one process.
+
+    Attributes:
+        entries: Its CUDA_VISIBLE_DEVICES.
+        share: Share of their memory that a server takes; 0 for vLLM's own default.
+    """
 
     entries: tuple[str, ...]
     share: float = 0.0
@@ -53,8 +57,12 @@ class Seat:
 
 @dataclass(frozen=True)
 class DevicePlan:
-    """transport: what `weight_sync.transport` comes to. peers: whether the GPUs between which weights travel reach one
-    another."""
+    """GPUs of all processes of a run.
+
+    Attributes:
+        transport: The value of `weight_sync.transport`, settled if it is "auto".
+        peers: Whether the GPUs between which weights travel can copy to one another directly.
+    """
 
     learner: Seat
     servers: tuple[Seat, ...]
@@ -62,7 +70,7 @@ class DevicePlan:
     peers: bool
 
     def lines(self) -> Iterator[str]:
-        """For people."""
+        """Describes the plan, one line for each process."""
         yield f"learner on GPU {', '.join(self.learner.entries)}"
         for number, seat in enumerate(self.servers):
             yield f"vllm-{number} on GPU {', '.join(seat.entries)}, {seat.share:.0%} of its memory"
@@ -71,8 +79,18 @@ class DevicePlan:
 
 
 def here(config: RunConfig, cpu: bool) -> DevicePlan | None:
-    """The plan for this machine. None: its vLLM is the one for CPUs, it has no GPU, or the servers run elsewhere.
-    Raises `ConfigError`."""
+    """Plans for this machine.
+
+    Args:
+        config: The run file.
+        cpu: Whether the installed vLLM is the CPU build.
+
+    Returns:
+        None with vLLM's CPU build, without a GPU, or if the servers run elsewhere.
+
+    Raises:
+        ConfigError: The GPUs are too few or too small.
+    """
     if cpu or config.vllm.servers:
         return None
     found = probes.visible_gpus()
@@ -80,7 +98,16 @@ def here(config: RunConfig, cpu: bool) -> DevicePlan | None:
 
 
 def plan(found: Sequence[Gpu], config: RunConfig, weights: int | None) -> DevicePlan:
-    """found: at least one. weights: bytes of the model as it is served, if known. Raises `ConfigError`."""
+    """Plans for given GPUs.
+
+    Args:
+        found: The GPUs, at least one.
+        config: The run file.
+        weights: Bytes of the model as it is served; None if unknown.
+
+    Raises:
+        ConfigError: The GPUs are too few or too small.
+    """
     ranks, count, each = config.learner.ranks, config.vllm.count, gpus_of_server(config.vllm.args)
     entries = [gpu.entry for gpu in found]
     if ranks > len(entries):
@@ -110,8 +137,10 @@ def plan(found: Sequence[Gpu], config: RunConfig, weights: int | None) -> Device
 
 
 def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConfig:
-    """With what "auto" comes to of `weight_sync.transport` and `peer_access`, for all processes of the run; as it is
-    where the servers run elsewhere, since each says then what it has."""
+    """Replaces "auto" in `weight_sync.transport` and `peer_access`, so that all processes of the run agree.
+
+    If the servers run elsewhere, "auto" stays: each server then says what it has.
+    """
     if planned is not None:
         peers = "off" if config.weight_sync.peer_access == "auto" and not planned.peers else None
         update = {"transport": planned.transport} | ({"peer_access": peers} if peers else {})
@@ -123,7 +152,11 @@ def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConf
 
 
 def settle(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> tuple[DevicePlan | None, RunConfig]:
-    """The plan for this machine, told by `say`, and `settled`. Raises `ConfigError`."""
+    """Plans for this machine, describes the plan with `say`, and returns it with the settled run file.
+
+    Raises:
+        ConfigError: As `here`.
+    """
     planned = here(config, cpu)
     for line in planned.lines() if planned is not None else ():
         say(line)
@@ -131,31 +164,31 @@ def settle(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> tuple[De
 
 
 def environment_of(seat: Seat) -> dict[str, str]:
-    """For a process that the launcher starts."""
+    """Returns the variables of a process that the supervisor starts on these GPUs."""
     share = {SHARE: f"{seat.share:.3f}"} if seat.share else {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries), **share}
 
 
 def seat_of(planned: DevicePlan | None, index: int, environment: Mapping[str, str]) -> Seat | None:
-    """Of the server number `index` in its own process: the launcher's, or by the plan for this machine."""
+    """Returns the GPUs of server `index`, called in its own process: the supervisor's choice, else the plan's."""
     if share := environment.get(SHARE):
         return Seat((), float(share))
     return planned.servers[index] if planned is not None and index < len(planned.servers) else None
 
 
 def nccl_environment(config: RunConfig) -> dict[str, str]:
-    """At both ends, before NCCL is first used: it reads them once in a process (trl#5865)."""
+    """Returns the variables that both ends need before they first use NCCL, which reads them once (trl#5865)."""
     return dict(_NO_PEERS) if config.weight_sync.peer_access == "off" else {}
 
 
 def forbid_peers(config: RunConfig) -> None:
-    """`nccl_environment` for this process. What the user set stays."""
+    """Sets `nccl_environment` in this process, except variables that the user has set."""
     for name, value in nccl_environment(config).items():
         os.environ.setdefault(name, value)
 
 
 def gpus_of_server(arguments: Sequence[str]) -> int:
-    """How many vLLM takes, by its command line's tensor, pipeline and data parallelism."""
+    """Returns the GPUs that a vLLM server takes, from the tensor, pipeline and data parallelism of its command line."""
     product = 1
     for flags in _PARALLEL:
         product *= int(_value(arguments, flags) or 1)
@@ -163,12 +196,12 @@ def gpus_of_server(arguments: Sequence[str]) -> int:
 
 
 def is_quantised(arguments: Sequence[str]) -> bool:
-    """Whether the servers keep weights in fewer bits than the checkpoint, by their command line."""
+    """Tells from their command line whether the servers keep weights in fewer bits than the checkpoint."""
     return _value(arguments, {"--quantization", "-q"}) is not None
 
 
 def check_quantised(config: RunConfig) -> None:
-    """Raises `ConfigError` for servers that round weights where nothing allows for it."""
+    """Raises `ConfigError` for quantised servers if probe tolerance or transport do not allow for rounded weights."""
     if not is_quantised(config.vllm.args):
         return
     transport = config.weight_sync.transport
@@ -214,7 +247,7 @@ def _share(
     beside: bool,
     weights: int | None,
 ) -> float:
-    """Of each of the seat's GPUs."""
+    """Returns the share of memory that a server takes on each of its GPUs."""
     on_it = sum(seat[0] in other for other in seats)
     if beside:
         return BESIDE_LEARNER / on_it
@@ -231,7 +264,7 @@ def _share(
 
 
 def _value(arguments: Sequence[str], flags: set[str]) -> str | None:
-    """The last that is given, as `--flag value` or `--flag=value`."""
+    """Returns the last value of a flag, given as `--flag value` or `--flag=value`."""
     value = None
     for i, argument in enumerate(arguments):
         name, equals, given = argument.partition("=")
@@ -246,7 +279,13 @@ def _has(found: Sequence[Gpu]) -> str:
 
 @dataclass(frozen=True)
 class Placement:
-    """Core numbers for all servers together and for everything else; `server_threads` for one server."""
+    """CPU cores of a run.
+
+    Attributes:
+        servers: Core numbers that all servers share.
+        others: Core numbers of all other processes.
+        server_threads: Threads of one server.
+    """
 
     servers: list[int]
     others: list[int]
@@ -254,7 +293,7 @@ class Placement:
 
 
 def place_devices(cores: list[int], servers: int) -> Placement | None:
-    """Half of `cores` for the servers, the rest for the others; None where there is nothing to divide."""
+    """Gives half of `cores` to the servers and the rest to the other processes; None with fewer than two cores."""
     if len(cores) < 2:
         return None
     half = len(cores) // 2

@@ -1,7 +1,7 @@
-"""`slipstream vllm run.toml --join QUEUE`: a vLLM server that joins a running job, and leaves it by draining.
+"""`slipstream vllm run.toml --join QUEUE`: runs a vLLM server that joins a run, and drains before it leaves.
 
-vLLM runs as a child: a SIGTERM or SIGINT lets the queue take the server out first, and ends vLLM when its requests have
-ended. A second signal ends it at once. One that somebody took out of the run (`slipstream servers remove`) ends too.
+vLLM runs as a child. At SIGTERM or SIGINT the queue takes the server out first, and vLLM ends when its requests have
+ended. A second signal ends it at once. A server that `slipstream servers remove` took out of the run ends too.
 """
 
 from __future__ import annotations
@@ -36,16 +36,23 @@ logger = logging.getLogger(__name__)
 
 QUEUE_PATIENCE_S = 10.0
 
-# How often the registry is asked whether the server is still in the run.
+# Seconds between looks at the registry, whether the server is still in the run.
 LOOK_EVERY_S = 10.0
 
-# After SIGTERM, what has not ended within this time is killed.
+# Seconds from SIGTERM to SIGKILL.
 GRACE_S = 20.0
 
 
 @dataclass(frozen=True)
 class ServerJoin:
-    """`url`: where others reach the server; `replica`: makes its seed another than that of the run's own servers."""
+    """A server that joins a run.
+
+    Attributes:
+        name: Its name in the run.
+        url: URL at which others reach it.
+        queue_url: URL of the queue.
+        replica: Number that makes its seed differ from those of the run's own servers.
+    """
 
     name: str
     url: str
@@ -54,7 +61,7 @@ class ServerJoin:
 
 
 def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> ServerJoin:
-    """Name and address of a server that joins; raises `ConfigError` where others could not reach it."""
+    """Chooses name and address of a server that joins. Raises `ConfigError` if others could not reach it."""
     if not _is_url(queue_url):
         raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
     url = (advertise or _own_url(config, queue_url)).rstrip("/")
@@ -75,12 +82,12 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is no number
         return False
 
 
 def _own_url(config: RunConfig, queue_url: str) -> str:
-    """As the run file says; for a wildcard, the address of this machine on the way to the queue."""
+    """Returns the URL of the run file's host; for a wildcard, of this machine's address towards the queue."""
     host, port = config.vllm.host, config.vllm.port
     if host not in WILDCARDS:
         return url_of(host, port)
@@ -99,7 +106,7 @@ def _own_url(config: RunConfig, queue_url: str) -> str:
 
 
 def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Register, run the server, and let it leave when told to. Returns the exit code."""
+    """Registers and runs the server, and drains it when told to stop. Returns the exit code."""
     return asyncio.run(_run(config, joining, command, env))
 
 
@@ -110,14 +117,14 @@ async def _run(config: RunConfig, joining: ServerJoin, command: Sequence[str], e
         await check_free(queue, joining.name, joining.url, another)
         await queue.put_server(Server(joining.name, joining.url))
         logger.info("%s joins the run at %s, as %s", joining.name, joining.queue_url, joining.url)
-        told = asyncio.Queue[int]()
+        signals = asyncio.Queue[int]()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, told.put_nowait, number)
-        # In a session of its own: Ctrl-C is ours to pass on.
+            loop.add_signal_handler(number, signals.put_nowait, number)
+        # In a session of its own, so that Ctrl-C reaches this process alone.
         child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
         ended = asyncio.create_task(child.wait())
-        stop = asyncio.create_task(told.get())
+        stop = asyncio.create_task(signals.get())
         watch = _Watch(queue, joining)
         removed = asyncio.create_task(watch.until_removed())
         await asyncio.wait([ended, stop, removed], return_when=asyncio.FIRST_COMPLETED)
@@ -125,12 +132,12 @@ async def _run(config: RunConfig, joining: ServerJoin, command: Sequence[str], e
         if ended.done():
             stop.cancel()
             code = ended.result()
-            # Its engine may have outlived it, and would keep the memory.
+            # Its engine may have outlived it, and would keep its memory.
             signal_group(child.pid, signal.SIGKILL)
-            await _say_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
+            await _report_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
             return code if code >= 0 else 128 - code
         if stop.done():
-            await _drain(config, queue, joining, told, ended, watch.silent)
+            await _drain(config, queue, joining, signals, ended, watch.silent)
         else:
             stop.cancel()
             if not removed.cancelled() and (error := removed.exception()) is not None:
@@ -140,7 +147,11 @@ async def _run(config: RunConfig, joining: ServerJoin, command: Sequence[str], e
 
 
 class _Watch:
-    """Looks now and then whether the server is still in the run. `silent`: the queue did not answer the last look."""
+    """Looks regularly whether the server is still in the run.
+
+    Attributes:
+        silent: Whether the queue did not answer the last look.
+    """
 
     def __init__(self, queue: QueueClient, joining: ServerJoin) -> None:
         self.silent = False
@@ -148,8 +159,10 @@ class _Watch:
         self._joining = joining
 
     async def until_removed(self) -> None:
-        """Until its name is gone from the registry, which is once it has drained, or is another server's. A queue that
-        does not answer may be starting again: that is said once, and waited for."""
+        """Waits until the registry no longer has the server: once it has drained, or if its name is another server's.
+
+        A queue that does not answer may be restarting, so that is logged once and the wait goes on.
+        """
         name, url = self._joining.name, self._joining.url
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -164,7 +177,7 @@ class _Watch:
                 logger.info("%s: the queue answers again", name)
             self.silent = False
             if not any((server.name, server.url) == (name, url) for server in servers):
-                logger.info("%s was removed from the run: ends", name)
+                logger.info("%s was removed from the run and ends", name)
                 return
 
 
@@ -172,14 +185,16 @@ async def _drain(
     config: RunConfig,
     queue: QueueClient,
     joining: ServerJoin,
-    told: asyncio.Queue[int],
+    signals: asyncio.Queue[int],
     ended: asyncio.Task[int],
     silent: bool,
 ) -> None:
-    """Until the queue has let it go, vLLM has ended, or somebody is impatient. `silent`: the queue did not answer
-    lately, so that it is not waited for again."""
+    """Takes the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
+
+    `silent`: the queue did not answer the last look, so it is not waited for.
+    """
     if silent:
-        logger.warning("%s ends without the queue's word, which does not answer", joining.name)
+        logger.warning("%s ends without draining: the queue does not answer", joining.name)
         return
     logger.info("%s leaves: no new episodes; a second signal ends it at once", joining.name)
 
@@ -188,7 +203,7 @@ async def _drain(
         left = await queue.remove_server(joining.name)
         await until_gone(queue, joining.name, left, timeout_s)
 
-    leaving, again = asyncio.create_task(leave()), asyncio.create_task(told.get())
+    leaving, again = asyncio.create_task(leave()), asyncio.create_task(signals.get())
     await asyncio.wait([leaving, again, ended], return_when=asyncio.FIRST_COMPLETED)
     again.cancel()
     if not leaving.done():
@@ -200,18 +215,18 @@ async def _drain(
         try:
             await leaving
         except QueueError as error:
-            logger.warning("%s ends without the queue's word: %s", joining.name, error)
+            logger.warning("%s ends without having drained: %s", joining.name, error)
 
 
 async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     done, _ = await asyncio.wait([ended], timeout=GRACE_S)
-    signal_group(child.pid, signal.SIGKILL)  # and what it has left
+    signal_group(child.pid, signal.SIGKILL)  # and processes that it has left
     if not done:
         await ended
 
 
-async def _say_down(queue: QueueClient, joining: ServerJoin, reason: str) -> None:
+async def _report_down(queue: QueueClient, joining: ServerJoin, reason: str) -> None:
     with contextlib.suppress(QueueError):
         await queue.put_server(Server(joining.name, joining.url, ServerState.DOWN, None, reason))

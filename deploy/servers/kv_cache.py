@@ -1,7 +1,7 @@
-"""How much memory a vLLM server on a CPU gets for its keys and values.
+"""Decides how much memory a vLLM server on a CPU gets for its keys and values.
 
-Left alone, vLLM there takes 92 % of the machine's memory for one server and refuses to start where less is free
-(vllm 0.32, `cpu_worker.py`), which beside a learner or a second server is always.
+By default vLLM takes 92 % of the machine's memory for one server on a CPU, and refuses to start if less is free
+(vllm 0.32, `cpu_worker.py`), as it always is beside a learner or a second server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocol.config import ConfigError, RunConfig
 
 FLAG = "--kv-cache-memory-bytes"
 
-# vLLM's own settings of the size; where one is given, it is left alone.
+# vLLM's own settings of the size. If the user gives one, it stays.
 _FLAGS = (FLAG, "--gpu-memory-utilization")
 
 _VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
@@ -28,26 +28,32 @@ GIB = 1024**3
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-# vLLM's block on a CPU; it keeps one back, and the last one of a sequence is seldom full.
+# Tokens of vLLM's blocks on a CPU. One is kept back, and a sequence's last one is seldom full.
 _BLOCK_TOKENS = 128
 
-# A server's interpreters and libraries, and its weights three times: in use, arriving, and being repacked.
+# Memory of a server: interpreters and libraries, and its weights in use, arriving, and being repacked.
 _SERVER_BYTES = 2.0 * GIB
 
 _SERVER_COPIES = 3
 
-# Queue, worker and learner; and of its weights: themselves, gradients, AdamW's two moments, the copy to publish.
+# Memory of queue, worker and learner, and the learner's weights: themselves, gradients, AdamW's two moments, the copy
+# to publish.
 _OTHERS_BYTES = 1.5 * GIB
 
 _LEARNER_COPIES = 5
 
-# What may be taken of the room that is left.
+# Share of the remaining memory that the caches may take.
 _SHARE = 0.8
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model takes, in bytes: its weights, and keys and values of one token."""
+    """Sizes of a model in bytes.
+
+    Attributes:
+        weights: All weights.
+        token: Keys and values of one token.
+    """
 
     weights: int
     token: int
@@ -55,8 +61,13 @@ class Model:
 
 @dataclass(frozen=True)
 class Budget:
-    """Of one server's cache, in bytes. least: one sequence of `vllm.max_model_len`, without which vLLM refuses to
-    start; most: `vllm.max_num_seqs` of them; room: what is left for it beside everything else, below 0 for nothing."""
+    """Size of one server's cache, in bytes.
+
+    Attributes:
+        least: One sequence of `vllm.max_model_len`; vLLM refuses to start with less.
+        most: `vllm.max_num_seqs` such sequences.
+        room: Memory left for it beside everything else; below 0 if there is none.
+    """
 
     least: int
     most: int
@@ -68,7 +79,7 @@ class Budget:
 
 
 def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
-    """From a model's config.json; None where it is not of the usual kind."""
+    """Computes sizes from a model's config.json; None for an architecture that is not the usual decoder."""
     text = architecture.get("text_config", architecture)
     try:
         hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
@@ -85,7 +96,7 @@ def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
 
 
 def budget(model: Model, config: RunConfig, available: int) -> Budget:
-    """available: bytes of memory that all processes of the run may take together."""
+    """Computes one server's cache. `available`: bytes that all processes of the run may take together."""
     vllm = config.vllm
     sequence = (vllm.max_model_len + 2 * _BLOCK_TOKENS) * model.token
     others = _OTHERS_BYTES + _LEARNER_COPIES * model.weights
@@ -95,7 +106,7 @@ def budget(model: Model, config: RunConfig, available: int) -> Budget:
 
 
 def check_cache_fits(config: RunConfig) -> None:
-    """Raises `ConfigError`, with the figures, where one sequence would not fit on each server."""
+    """Raises `ConfigError`, with the sizes, if one sequence would not fit into each server's cache."""
     model = _model(config)
     if is_set(config.vllm.args, os.environ) or model is None:
         return
@@ -112,9 +123,9 @@ def check_cache_fits(config: RunConfig) -> None:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """With the size in `vllm.args`; as it is where that or the environment has one, or the model is of no usual kind.
+    """Adds the size of the cache to `vllm.args`, unless the user has set one or the model's size is unknown.
 
-    To be called once for all servers of a run: what one of them holds is not free any more.
+    Call it once for all servers of a run: memory that one of them holds is no longer free.
     """
     model = _model(config)
     if is_set(config.vllm.args, os.environ) or model is None:
@@ -126,20 +137,26 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def weights_bytes(config: RunConfig) -> int | None:
-    """Of the model as it is served; None where it is of no usual kind, or not here yet."""
+    """Returns the bytes of the model as it is served; None if unknown, or if the model is not downloaded yet."""
     model = _model(config)
     return None if model is None else model.weights
 
 
 def is_set(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Whether the user has set the size."""
+    """Tells whether the user has set the size of the cache."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     return bool(environment.get(_VARIABLE)) or not given.isdisjoint(_FLAGS)
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Memory that is free, of the container or of the machine's largest memory node, as vLLM counts it: a server takes
-    all of its own from one node."""
+    """Returns the free memory in bytes, of the container or of the machine's largest memory node.
+
+    vLLM counts in the same way: a server takes all its memory from one node.
+
+    Args:
+        cgroup: Folder of the container's limits.
+        nodes: Folder of the memory nodes.
+    """
     free = int(psutil.virtual_memory().available)
     if of_nodes := [_node_bytes(file.read_text()) for file in nodes.glob("node*/meminfo")]:
         free = min(free, max(of_nodes))
@@ -156,7 +173,7 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/
 
 
 def _node_bytes(meminfo: str) -> int:
-    """Lines such as "Node 0 MemFree: 11597616 kB"."""
+    """Sums the free bytes of a node from lines such as "Node 0 MemFree: 11597616 kB"."""
     parts = (line.split() for line in meminfo.splitlines())
     kilobytes = {part[2].rstrip(":"): int(part[3]) for part in parts if len(part) > 3}
     kinds = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")

@@ -1,9 +1,7 @@
-"""Whether a port is free, and who has it.
+"""Looks at this machine before a start: free ports, installed packages, and GPUs.
 
-The packages that only some processes need, and the one message where they are missing.
-
-The GPUs of this machine, as torch sees them, asked in a process of its own: a process that asks takes memory on each
-of them until it ends.
+torch is asked for the GPUs in a process of its own (`python -m deploy.servers.probes`): a process that asks takes
+memory on each GPU until it ends.
 """
 
 from __future__ import annotations
@@ -23,13 +21,20 @@ import psutil
 
 from protocol.config import ConfigError
 
-# Enough of a command line to know the process by.
+# Characters of a command line to show: enough to recognise the process.
 _SHOWN = 120
 
 
 def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str | None = None) -> None:
-    """Raises `ConfigError` where nothing could listen there. `run_file`: the one that this run's processes read;
-    `of_host`: the host's setting, where it is not named as the port's."""
+    """Raises `ConfigError` if a process could not listen at host and port.
+
+    Args:
+        host: Address to listen on.
+        port: Port; 0 for any.
+        setting: Name of the port's setting, for the message.
+        run_file: The resolved run file, to recognise processes of an earlier start.
+        of_host: Name of the host's setting if it is not the port's with "host".
+    """
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -41,13 +46,13 @@ def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str 
                     f"it or choose another port"
                 ) from None
             at, remedy = f"{of_host or setting.replace('port', 'host')} = {host}", "name an address of this machine"
-            if port:  # else any will do
+            if port:  # with 0, any port will do
                 at, remedy = f"{at}, {setting} = {port}", f"{remedy}, and a port that this user may have"
             raise ConfigError(f"{at}: cannot listen there: {error.strerror or error}; {remedy}") from None
 
 
 def looks_like(command: list[str], run_file: Path) -> str | None:
-    """What of Slipstream's a command line looks like, if anything."""
+    """Describes the process of a run that a command line looks like; None if it looks like none."""
     if str(run_file) in command and "queue" in command:
         return "the queue of an earlier start of this run"
     if "queue" in command and any(part.endswith(("deploy.cli", "slipstream")) for part in command):
@@ -58,7 +63,7 @@ def looks_like(command: list[str], run_file: Path) -> str | None:
 
 
 def _described(port: int, run_file: Path) -> str:
-    """Of whoever listens on the port: process id, command line and likeness, as far as this user may see them."""
+    """Describes the process that listens on the port, as far as this user may see it."""
     try:
         listening = [
             connection.pid
@@ -86,7 +91,7 @@ def require_modules(command: str, modules: tuple[str, ...]) -> None:
     missing = [module for module in modules if not _is_installed(module)]
     if not missing:
         return
-    # Both of vLLM's extras hold the learner's.
+    # The extras `cpu` and `gpu` include the learner's packages.
     name, extra = ("cpu (or gpu)", "cpu") if "vllm" in modules else ("learner", "learner")
     raise ConfigError(
         f"{command} needs the {name} extra (not installed: {', '.join(missing)}): pip install 'slipstream-rl[{extra}]'"
@@ -102,14 +107,20 @@ def _is_installed(module: str) -> bool:
 
 PROBE_TIMEOUT_S = 120.0
 
-# A driver's files: without one of them torch would find nothing, and is not asked.
+# Files of GPU drivers. Without one of them torch would find no GPU, and is not asked.
 _DRIVERS = (Path("/dev/nvidiactl"), Path("/dev/dxg"))
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One of them. entry: its place in CUDA_VISIBLE_DEVICES. total: bytes of memory. cut_off: entries of the GPUs that
-    it cannot copy to directly."""
+    """A GPU of this machine.
+
+    Attributes:
+        entry: Its entry in CUDA_VISIBLE_DEVICES.
+        name: Its product name.
+        total: Bytes of memory.
+        cut_off: Entries of the GPUs that it cannot copy to directly.
+    """
 
     entry: str
     name: str
@@ -118,7 +129,7 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Those that this process may use; none where there is no driver, or torch sees none or does not answer."""
+    """Returns the GPUs that this process may use; none without a driver, or if torch sees none or does not answer."""
     if not any(path.exists() for path in _DRIVERS):
         return []
     try:

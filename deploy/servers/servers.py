@@ -1,4 +1,4 @@
-"""`slipstream servers`: list the run's vLLM servers, add one that runs, let one leave."""
+"""`slipstream servers`: lists the run's vLLM servers, adds one that is running, removes one after it has drained."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ LOOK_TIMEOUT_S = 10.0
 
 POLL_S = 0.5
 
-# Beyond the queue's own deadline for a server that drains.
+# Seconds to wait beyond the queue's own deadline for a server that drains.
 LEAVE_MARGIN_S = 30.0
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def default_name(url: str) -> str:
-    """Unique as long as the address is: host and port."""
+    """Names a server by host and port, with this machine's name for a loopback address."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if host in LOOPBACK:
@@ -43,13 +43,14 @@ def default_name(url: str) -> str:
 
 
 def checked_name(name: str) -> str:
+    """Returns `name`. Raises `ConfigError` if a server may not be named so."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name}: take at most 64 letters, digits, dots, dashes and underscores")
     return name
 
 
 def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
-    """Raises `ConfigError` for an address of this machine alone, where the queue is on another."""
+    """Raises `ConfigError` for a loopback address if the queue is on another machine."""
     here, queue = urlsplit(url).hostname, urlsplit(queue_url).hostname
     if here in LOOPBACK and queue not in LOOPBACK:
         raise ConfigError(
@@ -59,8 +60,10 @@ def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
 
 
 async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "") -> None:
-    """Raises `ConfigError` where the name is another server's, or the server has another name; `elsewhere`: how one
-    that is not started yet gets an address of its own."""
+    """Raises `ConfigError` if another server has the name, or the server is in the run under another name.
+
+    `elsewhere`: how a server that is not started yet gets an address of its own, for the message.
+    """
     for server in await queue.servers():
         if server.name == name and server.url != url and server.state is not ServerState.DOWN:
             raise ConfigError(
@@ -76,7 +79,7 @@ async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "
 
 
 async def _check_not_in(queue: QueueClient, name: str) -> None:
-    """Raises `ConfigError` where the server is in the run: to register it anew would take it out of service."""
+    """Raises `ConfigError` if the server is in the run: registering it again would take it out of service."""
     for server in await queue.servers():
         if server.name == name and server.state is not ServerState.DOWN:
             raise ConfigError(
@@ -85,7 +88,11 @@ async def _check_not_in(queue: QueueClient, name: str) -> None:
 
 
 async def add(client: QueueClient, url: str, name: str | None, token: str | None) -> Server:
-    """Register a server that runs, by the address at which workers and learner reach it."""
+    """Registers a running server by the URL at which workers and learner reach it.
+
+    Raises:
+        ConfigError: The server does not answer, does not suit a run, belongs to another run, or is in this one.
+    """
     try:
         url = normal_url(url)
     except ValueError as error:
@@ -104,12 +111,13 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
 
 
 async def listed(client: QueueClient) -> list[ServerStatus]:
+    """Returns the run's servers."""
     async with client:
         return (await client.status()).servers
 
 
 async def _check_not_last(client: QueueClient, name: str) -> None:
-    """Raises `ConfigError` where the run would be left without a server that serves."""
+    """Raises `ConfigError` if the run would be left without a serving server."""
     serving = [server.name for server in await client.servers() if server.state is ServerState.SERVING]
     if serving == [name]:
         raise ConfigError(
@@ -119,9 +127,19 @@ async def _check_not_last(client: QueueClient, name: str) -> None:
 
 
 async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, force: bool = False) -> None:
-    """Let a server leave, and wait until it is gone: no new episodes, and the end of its requests, for at most
-    `timeout_s` seconds; `now`: at once. Raises `ConfigError` for one that is not in the run and, without
-    `force`, for the last that serves."""
+    """Removes a server and waits until it is gone: it gets no new episodes and finishes its requests.
+
+    Args:
+        client: The queue.
+        name: Name of the server in the run.
+        now: Whether to remove it without waiting for its requests.
+        timeout_s: Maximum seconds to wait.
+        force: Whether to remove even the last server that serves.
+
+    Raises:
+        ConfigError: The server is not in the run, or is the last that serves.
+        QueueError: It still drains after `timeout_s`.
+    """
     async with client:
         if not force:
             await _check_not_last(client, name)
@@ -138,7 +156,7 @@ async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, fo
 
 
 async def until_gone(client: QueueClient, name: str, left: list[Server], timeout_s: float) -> None:
-    """Wait for the end of a server that drains. Raises `QueueError` after `timeout_s`."""
+    """Waits until a draining server has left. Raises `QueueError` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while any(server.name == name for server in left):
         if time.monotonic() > deadline:
@@ -151,13 +169,13 @@ async def until_gone(client: QueueClient, name: str, left: list[Server], timeout
 
 
 async def _check_owner(client: QueueClient, url: str, token: str | None) -> None:
-    """Raises `ConfigError` where the learner of another run controls the server."""
+    """Raises `ConfigError` if the learner of another run controls the server."""
     run_id = (await client.position()).run
     async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
         try:
             state = await control.state()
         except ControlError:
-            return  # the learner looks too, and says what it finds
+            return  # the learner looks again, and reports what it finds
     if (why := of_another_run(url, state, run_id)) is not None:
         raise ConfigError(why)
 
@@ -180,13 +198,13 @@ async def _check_answers(url: str, token: str | None) -> None:
         raise ConfigError(f"{url} wants a token: set SLIPSTREAM_TOKEN to the run's")
     if status >= 400:
         raise ConfigError(
-            f"{url} answers HTTP {status} to /get_world_size: it has not the routes that weight sync needs; start it "
+            f"{url} answers HTTP {status} to /get_world_size: it lacks the routes that weight sync needs; start it "
             f"with `slipstream vllm run.toml`"
         )
 
 
 async def _check_suits(url: str, token: str | None) -> None:
-    """Raises `ConfigError` for flags that suit no run; what the run file asks for beyond that, the learner checks."""
+    """Raises `ConfigError` for flags that suit no run. The learner checks what its run file asks for beyond that."""
     try:
         async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
             faults = judge(await control.facts(), Wanted())

@@ -1,4 +1,4 @@
-"""What the command line does with tokens: print a role's, keep them out of arguments, ask for the secret."""
+"""Tokens on the command line: prints a role's, keeps them out of arguments, asks for the run's secret."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from protocol.config import ConfigError, RunConfig
 
 def print_token(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="worker, learner or viewer")],
-    file: Annotated[Path | None, typer.Option(help="where the secret is, mode 0600; default: SLIPSTREAM_TOKEN")] = None,
+    file: Annotated[
+        Path | None, typer.Option(help="file with the secret, mode 0600; default: SLIPSTREAM_TOKEN")
+    ] = None,
 ) -> None:
-    """Print the token of a role, for a process elsewhere."""
+    """Print the token of a role, for a process on another machine."""
     typer.echo(token_of(role, file))
 
 
 def token_of(role: str, file: Path | None) -> str:
-    """The role's token, made of the secret in `file`, else in the environment. Raises `ConfigError`."""
+    """Derives a role's token from the secret in `file`, else in the environment. Raises `ConfigError` without one."""
     if role not in access.ROLES:
         raise ConfigError(f"ROLE = {role}: there is no such role; the roles are: {', '.join(access.ROLES)}")
     try:
@@ -42,7 +44,7 @@ def token_of(role: str, file: Path | None) -> str:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `ConfigError` for a token among them: every user of the machine can read a command line."""
+    """Raises `ConfigError` for a token among the arguments: every user of the machine can read a command line."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name == "--queue.token" or access.role_of(argument) is not None:
@@ -54,7 +56,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def check_secret(config: RunConfig) -> None:
-    """Raises `ConfigError` where a process that checks others' tokens was given a role's, not the run's secret."""
+    """Raises `ConfigError` if a process that checks tokens was given a role's token in place of the run's secret."""
     try:
         access.secret_of(config.token or "")
     except access.TokenError as error:

@@ -1,4 +1,4 @@
-"""vLLM's own OpenAI server, with the flags and the environment that RL needs."""
+"""Starts vLLM's own OpenAI server with the flags and the environment that RL needs."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from weight_sync.transports.registry import backend, choice
 
 logger = logging.getLogger(__name__)
 
-# Each takes its place in the server's memory.
+# Each adapter takes memory of the server.
 MAX_ADAPTERS = 8
 
-# How long to try to reach the queue, which may be starting beside the server: that takes about two seconds.
+# Seconds to try to reach the queue. It may start beside the server, which takes about two seconds.
 ANNOUNCE_FOR_S = 5.0
 
 THREADS_BIND, NO_BIND = "VLLM_CPU_OMP_THREADS_BIND", "nobind"
 
-# By its path: vLLM replaces the short name, "uni", with "mp" on a CPU.
+# The full path, because vLLM replaces the short name "uni" with "mp" on a CPU.
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def on_cpu() -> bool:
-    """Whether the vLLM that is installed here is the CPU build."""
+    """Tells whether the installed vLLM is the CPU build."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -46,9 +46,14 @@ def on_cpu() -> bool:
 
 
 def command(config: RunConfig, index: int, seat: Seat | None = None, replica: int | None = None) -> list[str]:
-    """The command line of the server number `index`. `vllm.args` stand last, so that they override ours. seat: its
-    GPUs' part, if it has any; by then `weight_sync.transport` is settled where they decide it. replica: what its seed
-    is made of in place of the number."""
+    """Returns the command line of a server. `vllm.args` stand last, so that they override ours.
+
+    Args:
+        config: The run file, with the transport settled if the GPUs decide it.
+        index: Number of the server in the run file.
+        seat: Its GPUs; None without a plan.
+        replica: Number to derive its seed from in place of `index`.
+    """
     vllm = config.vllm
     transport: str = config.weight_sync.transport
     if transport == "auto":
@@ -64,13 +69,13 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         *("--max-num-seqs", str(vllm.max_num_seqs)),
         # Replicas with one seed would sample the same episodes.
         *("--seed", str(config.run.seed * 1000 + (index if replica is None else replica))),
-        # The log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
+        # Log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
         *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),
-        # Our routes beside vLLM's, and what they ask of its workers.
+        # Our routes beside vLLM's, and the methods of its workers that they call.
         *("--middleware", "weight_sync.vllm.middleware.Slipstream"),
         *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
@@ -85,19 +90,22 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     if seat is not None and seat.share:
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
     if on_cpu():
-        # A compiled CPU graph would keep using the packed weights that it was compiled with.
+        # A compiled CPU graph would keep the packed weights that it was compiled with.
         flags.append("--enforce-eager")
         if devices.gpus_of_server(vllm.args) == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
-            # The engine computes by itself. vLLM's own choice, a worker process beside it, is there to bind threads to
-            # cores; it starts as long as the engine, and each step waits for both.
+            # The engine computes in its own process. vLLM's default is a second process that binds threads to cores;
+            # it takes as long to start as the engine, and each step waits for both.
             flags += ["--distributed-executor-backend", IN_ENGINE]
-    # -P: nothing is imported from the working directory.
+    # -P keeps Python from importing from the working directory.
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
 
 
 def _adapter_flags(config: RunConfig) -> list[str]:
-    """Versions in flight at one time are at most max_staleness + 1, and one is on its way: requests for more adapters
-    than `--max-loras` would wait for those of an older one to end."""
+    """Returns the flags for publishing an adapter alone.
+
+    At most max_staleness + 1 versions are in flight, and one more is arriving. Requests for more adapters than
+    `--max-loras` would wait until those of an older one end.
+    """
     rank = adapter_checks.max_adapter_rank(config.lora)
     at_once = max(2, min(config.queue.max_staleness + 2, MAX_ADAPTERS))
     return [
@@ -105,7 +113,7 @@ def _adapter_flags(config: RunConfig) -> list[str]:
         *("--max-lora-rank", str(next(served for served in adapter_checks.SERVED_RANKS if served >= rank))),
         *("--max-loras", str(at_once)),
         *("--max-cpu-loras", str(at_once + 1)),
-        # A later one is further out: this one is outside of our other routes, and inside of the token's.
+        # Middleware named later is further out: this one wraps our routes, and the token check wraps it.
         *("--middleware", "weight_sync.vllm.adapters.Adapters"),
     ]
 
@@ -117,23 +125,23 @@ def _model_flags(model: ModelSection) -> list[str]:
     if model.trust_remote_code:
         flags.append("--trust-remote-code")
     if model.tokenizer is not None:
-        # Left alone, vLLM takes the model's revision for its tokenizer too (vllm 0.32, `ModelConfig`).
+        # By default vLLM uses the model's revision for the tokenizer too (vllm 0.32, `ModelConfig`).
         flags += ["--tokenizer", _resolved(model.tokenizer), "--tokenizer-revision", "main"]
     return flags
 
 
 def _resolved(path: str) -> str:
-    """A local folder's absolute path; a hub name as it is."""
+    """Makes a local folder's path absolute; leaves a hub name as it is."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
-# Each version is built in the memory of the one before the last. Given back to the system, its pages would have to
-# be made anew: that took three times as long as loading and packing (38 M; mallopt(3), other systems ignore it).
+# Each version is built in the memory of the version before the last. If malloc returned that memory to the system, new
+# pages would take three times as long as loading and packing (measured at 38 M weights; see mallopt(3)).
 KEPT_PAGES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
-    """The server's environment: this process's, the RL routes switched on, its GPUs, and what the CPU build needs."""
+    """Returns the server's environment: this process's, the RL routes on, its GPUs, and what the CPU build needs."""
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
@@ -148,14 +156,14 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
 
 
 def with_cache_size(config: RunConfig) -> RunConfig:
-    """On a CPU, with the memory for keys and values set; the user's own setting stays."""
+    """Sets the memory for keys and values on a CPU, unless the user has set it."""
     return kv_cache.sized(config) if on_cpu() and not config.vllm.servers else config
 
 
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
-    """Register the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
+    """Registers the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
 
-    A queue that is not up yet registers the run file's servers itself when it starts.
+    A queue that is not up yet registers the run file's servers itself at its start.
     """
     name = list(config.server_names)[index]
     try:
@@ -166,7 +174,7 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
 
 
 def run(config: RunConfig, index: int) -> None:
-    """Become the server: this process is replaced, so that signals and exit code are vLLM's."""
+    """Replaces this process by the server, so that signals and exit code are vLLM's."""
     launched = 0 if config.vllm.servers else config.vllm.count
     if index >= launched:
         raise ConfigError(
@@ -181,7 +189,7 @@ def run(config: RunConfig, index: int) -> None:
 
 
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
-    """Run a server that joins the job of a queue elsewhere; returns its exit code."""
+    """Runs a server that joins the run of a queue elsewhere. Returns its exit code."""
     check_secret(config)
     devices.check_quantised(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
@@ -191,7 +199,7 @@ def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
 
 
 def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment, once it is known which GPUs there are and how weights travel."""
+    """Returns command line and environment, with GPUs and transport settled."""
     planned = None if SHARE in os.environ else devices.here(config, on_cpu())
     config = devices.settled(config, planned, on_cpu())
     logger.info("weights travel by %s", config.weight_sync.transport)

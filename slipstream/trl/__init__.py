@@ -1,6 +1,6 @@
-"""TRL's names: a script for TRL 1.16 runs when `from trl import ...` becomes `from slipstream.trl import ...`.
+"""TRL's classes: a script for TRL 1.16 runs when `from trl import ...` becomes `from slipstream.trl import ...`.
 
-What becomes of each field and argument: docs/from_trl.md.
+docs/from_trl.md says what becomes of each field and argument.
 """
 
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig

@@ -1,8 +1,7 @@
-"""TRL's config classes: they take the fields that TRL's take, and hold what a script gives.
+"""TRL's config classes: they take TRL's fields and hold what a script gives.
 
-TRL's defaults that shape what is trained: they hold here too where a script leaves the field out.
-
-Of a field that is not named, ours does.
+`DEFAULTS` has TRL's defaults of the fields that shape what is trained; they apply if a script leaves such a field out.
+Every other field that is left out has Slipstream's default.
 """
 
 from __future__ import annotations
@@ -87,8 +86,14 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 class _Config:
-    """`given`: the fields that the script set. `slipstream`: sections of a run file, {section: {key: value}}, for what
-    TRL has no name for; they override what the fields come to. Raises `ConfigError` for what is no field of TRL's."""
+    """A config of TRL. Raises `ConfigError` for a name that is no field of TRL's.
+
+    Attributes:
+        letter: The config's letter in `fields.Field.of`.
+        given: Fields that the script set.
+        slipstream: Sections of a run file, {section: {key: value}}, for settings that TRL has no name for. They
+            override the fields.
+    """
 
     letter: ClassVar[str]
     given: dict[str, Any]
@@ -105,16 +110,16 @@ class _Config:
 
     @classmethod
     def names(cls) -> list[str]:
-        """The fields that this class takes."""
+        """Lists the fields that this class takes."""
         return [name for name, field in FIELDS.items() if {cls.letter, "T"} & {*field.of}]
 
     def field(self, name: str) -> Any:
-        """What the script gives, else TRL's default where it shapes what is trained, else None."""
+        """Returns the script's value, else `default(name)`."""
         return self.given.get(name, self.default(name))
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """TRL's default where it shapes what is trained, else None."""
+        """Returns TRL's default of a field that shapes what is trained, None for another field."""
         return DEFAULTS[cls.__name__].get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -130,7 +135,9 @@ class _Config:
         else:
             close = nearest(name, self.names())
             meant = (
-                f"did you mean {close}?" if close else "what TRL has no name for goes to slipstream={section: {...}}"
+                f"did you mean {close}?"
+                if close
+                else "give settings that TRL has no name for in slipstream={section: {...}}"
             )
             raise ConfigError(f"{kind}({name}=...) is not a field of TRL 1.16's {kind}; {meant}")
 

@@ -1,8 +1,9 @@
-"""Every field of TRL 1.16's GRPOConfig, RLOOConfig and AsyncGRPOConfig, and of the TrainingArguments beneath them: what
-becomes of it here.
+"""The table of TRL 1.16's fields: what becomes of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig and the
+TrainingArguments beneath them.
 
-This table is the only place where that stands: the configs take what it names, the translation follows it, and
-`python -m docs.generate from_trl` writes the tables of docs/from_trl.md from it. As long as there are fields.
+Nothing else decides that: the configs take the fields of this table, `translate` follows it, and
+`python -m docs.generate from_trl` writes the tables of docs/from_trl.md from it. The file is as long as the list of
+fields.
 """
 
 from __future__ import annotations
@@ -16,9 +17,17 @@ Letters = str
 
 @dataclass(frozen=True, slots=True)
 class Field:
-    """here, note: the columns of the page. how: `set` becomes the setting `here`; `worked` is read by `translate`;
-    `idle` has no meaning here, whatever it is; `told` has none either, which is said where it is none of `fine`;
-    `only` is refused where it is none of `fine`."""
+    """A field of TRL.
+
+    Attributes:
+        name: The field.
+        of: Letters of the configs that have it.
+        here: Its setting here, or "no"; a column of the page.
+        note: A column of the page.
+        how: "set" becomes the setting `here`; "worked" is read by `translate`; "idle" is ignored; "told" is ignored
+            with a note unless its value is in `fine`; "only" is refused unless its value is in `fine`.
+        fine: Values that change nothing.
+    """
 
     name: str
     of: Letters
@@ -29,7 +38,7 @@ class Field:
 
     @property
     def setting(self) -> tuple[str, str]:
-        """Section and key of a field that is `set`."""
+        """Returns section and key of a field that is "set"."""
         section, key = self.here.strip("`").split(".")
         return section, key
 
@@ -146,7 +155,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         ),
         _idle("vllm_mode", "GR", "colocation would make generation and training take turns", "server, always"),
         _worked("vllm_model_impl", "GR", "`vllm.args`", '`["--model-impl", "transformers"]`'),
-        _idle("vllm_enable_sleep_mode", "GR", "nobody sleeps: generation and training run at once"),
+        _idle("vllm_enable_sleep_mode", "GR", "generation and training run at once"),
         _only("vllm_structured_outputs_regex", "GR", "not yet", "the log-probs of a cut distribution need care", None),
         _worked(
             "vllm_server_base_url",

@@ -1,7 +1,6 @@
-"""What is learnt, as a TRL config says it, as settings of [learner]. Pure.
+"""Translates what a TRL run learns into settings: objective, optimiser, schedule, adapter, quantised base.
 
-How a TRL run steps, and what of the model trains, as settings of a run file: optimiser, schedule, adapter, quantised
-base. Pure: peft's and transformers' objects are read, neither is imported.
+Pure: objects of peft and transformers are read, but neither is imported.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from protocol.config.checks import READERS
 from slipstream.trl.configs import AsyncGRPOConfig, RLOOConfig, _Config
 from slipstream.trl.fields import FIELDS, TABLES
 
-# The preset of each `loss_type`, and what the losses are divided by.
+# Preset and normaliser of each `loss_type`.
 _PRESETS = {
     "grpo": ("grpo", "sequences"),
     "bnpo": ("bnpo", "tokens"),
@@ -38,13 +37,20 @@ _ADVANTAGES = {"group": "grpo", True: "grpo", "batch": "batch", "none": "dr_grpo
 
 _SAMPLING = "vllm_importance_sampling_"
 
-# `correction_high` of a bound that is None: no ratio is above it.
+# `correction_high` in place of a bound that is None: no ratio is above it.
 _UNBOUNDED = 1e6
 
 
 def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
-    """Settings of [learner] that a run of TRL's trainer comes to. Adds to `notes` what a reader of the script should
-    know. Raises `ConfigError` for what has no setting here."""
+    """Translates the objective of a config into settings of [learner].
+
+    Args:
+        config: The script's config.
+        notes: Takes sentences for the script's reader.
+
+    Raises:
+        ConfigError: A field has no setting here.
+    """
     if "algorithm" in config.slipstream.get("learner", {}):
         _refuse_both(config)
         return {}
@@ -68,7 +74,7 @@ def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
 
 
 def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
-    """The preset, and the parts of the algorithm that it need not have as the config wants them."""
+    """Returns the preset, and the parts of the algorithm that the config may choose differently from it."""
     if isinstance(config, RLOOConfig):
         return {"algorithm": "rloo", "objective": "sequence_clip"}
     if isinstance(config, AsyncGRPOConfig):
@@ -95,7 +101,7 @@ def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
 
 
 def _own(config: _Config, loss: str) -> dict[str, Any]:
-    """The settings of the objective that bear its name in TRL, too."""
+    """Returns the fields whose names begin with the objective's, which are its settings here too."""
     return {name: value for name, value in config.given.items() if name.startswith(f"{loss}_") and value is not None}
 
 
@@ -114,8 +120,11 @@ def _bounds(config: _Config, algorithm: str) -> dict[str, Any]:
 
 
 def _correction(config: _Config, loss: str, notes: list[str]) -> dict[str, Any]:
-    """TRL weights by the ratio of trainer and sampler where vLLM samples. With one optimiser step for each batch, the
-    trainer at generation is the policy that trains: that is `proximal = "recomputed"`."""
+    """Returns the correction. TRL weights by the ratio of trainer and sampler if vLLM samples.
+
+    With one optimiser step for each batch, the trainer at generation is the policy that trains, which is
+    `proximal = "recomputed"` here.
+    """
     given = {name for name in config.given if name.startswith(_SAMPLING) and config.given[name] is not None}
     wanted = config.field(f"{_SAMPLING}correction") and (config.field("use_vllm") or given)
     if not wanted or loss == "vespo":  # whose kernel has the ratio to the sampler in it
@@ -171,7 +180,7 @@ def _shapes(config: _Config, name: str) -> bool:
 
 
 def number(config: _Config, name: str) -> Any:
-    """A field that is a number, or None where it is neither given nor has a default."""
+    """Returns a number, None if it is neither given nor has a default. Raises `ConfigError` for another type."""
     value = config.field(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a number")
@@ -180,7 +189,7 @@ def number(config: _Config, name: str) -> Any:
 
 _EPSILON = 1e-8
 
-# Fields of peft's LoraConfig that say nothing of what is trained here.
+# Fields of peft's LoraConfig that do not change what is trained.
 _OF_PEFT = (
     *("task_type", "peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "runtime_config"),
@@ -190,8 +199,16 @@ _OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_
 
 
 def optimiser_settings(config: _Config, steps: int | None, notes: list[str]) -> dict[str, Any]:
-    """Settings of [learner]. steps: of the run, None where they are not known yet. Adds to `notes` what a reader of the
-    script should know. Raises `ConfigError`."""
+    """Translates optimiser and schedule into settings of [learner].
+
+    Args:
+        config: The script's config.
+        steps: Optimiser steps of the run; None if they are not known yet.
+        notes: Takes sentences for the script's reader.
+
+    Raises:
+        ConfigError: A field has no setting here.
+    """
     settings: dict[str, Any] = {"betas": [number(config, "adam_beta1"), number(config, "adam_beta2")]}
     arguments = _arguments(config)
     if (epsilon := number(config, "adam_epsilon")) not in (None, _EPSILON):
@@ -218,8 +235,15 @@ def optimiser_settings(config: _Config, steps: int | None, notes: list[str]) -> 
 
 
 def lora_settings(given: Any, kind: str) -> dict[str, Any]:
-    """Settings of [lora] from the `peft_config` of a trainer of class `kind`. Raises `ConfigError` for another adapter
-    than LoRA, and for what has no setting."""
+    """Translates a trainer's `peft_config` into settings of [lora].
+
+    Args:
+        given: The `peft_config`.
+        kind: Name of the trainer's class, for messages.
+
+    Raises:
+        ConfigError: The adapter is not LoRA, or a field has no setting here.
+    """
     type_of_it = getattr(given, "peft_type", None)
     name = type_of_it.value if isinstance(type_of_it, Enum) else type_of_it
     if name != "LORA" or not dataclasses.is_dataclass(given):
@@ -258,8 +282,11 @@ def lora_settings(given: Any, kind: str) -> dict[str, Any]:
 
 
 def quantisation_settings(given: Any, kind: str) -> dict[str, Any]:
-    """Settings of [model] from the `quantization_config` of a trainer. Raises `ConfigError` for another than
-    bitsandbytes'."""
+    """Translates a trainer's `quantization_config` into settings of [model].
+
+    Raises:
+        ConfigError: It is not a BitsAndBytesConfig.
+    """
     if type(given).__name__ != "BitsAndBytesConfig":
         raise ConfigError(
             f"{kind}(quantization_config={type(given).__name__}) is not supported; give a BitsAndBytesConfig, or leave "
@@ -272,7 +299,7 @@ def quantisation_settings(given: Any, kind: str) -> dict[str, Any]:
 
 
 def _arguments(config: _Config) -> dict[str, Any]:
-    """`optim_args`, which TRL takes as text such as "momentum=0.9,nesterov=true"."""
+    """Parses `optim_args`, which TRL takes as text such as "momentum=0.9,nesterov=true"."""
     given = config.field("optim_args")
     if isinstance(given, Mapping):
         return dict(given)
@@ -287,7 +314,7 @@ def _arguments(config: _Config) -> dict[str, Any]:
 
 
 def _schedule_arguments(config: _Config) -> dict[str, Any]:
-    """`lr_scheduler_kwargs`, which TRL takes as a dict or as JSON."""
+    """Parses `lr_scheduler_kwargs`, which TRL takes as a dict or as JSON."""
     given = config.field("lr_scheduler_kwargs")
     try:
         found = json.loads(given) if isinstance(given, str) else given
@@ -299,7 +326,7 @@ def _schedule_arguments(config: _Config) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """A number or a truth value, where the text is one."""
+    """Parses a number or a truth value; returns other text as it is."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:

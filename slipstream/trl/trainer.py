@@ -1,7 +1,7 @@
 """TRL's trainers: they take TRL's arguments, and `train()` runs everything on this machine as `slipstream.train` does.
 
-The script is the task's file. Every worker imports it, and builds the trainer for its task: there, the import ends at
-that trainer's `train()`, and the `train()` of any other trainer before it does nothing.
+The script is the task file. Every worker imports it and builds the trainer to get its task. In a worker the import ends
+at that trainer's `train()`, and `train()` of an earlier trainer does nothing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,12 @@ from slipstream.trl.translate import Translation, check, translate
 
 
 class TrainOutput(NamedTuple):
-    """What `train()` gives, under transformers' names. training_loss: mean over the steps; metrics: the figures of the
-    run's `summary.json`, with `train_loss` and `train_runtime` in seconds. All are 0 while a worker imports the script
-    for the task of another trainer.
+    """What `train()` returns, under transformers' names. All are 0 while a worker imports the script.
+
+    Attributes:
+        global_step: Optimiser steps of the run.
+        training_loss: Mean loss over the steps.
+        metrics: The run's `summary.json`, with `train_loss`, and `train_runtime` in seconds.
     """
 
     global_step: int
@@ -37,11 +40,11 @@ class TrainOutput(NamedTuple):
 
 
 class _Trainer:
-    """One trainer's arguments, checked. Raises `ConfigError` for what is not supported, with its remedy."""
+    """A trainer of TRL. Raises `ConfigError`, with the remedy, for arguments that are not supported."""
 
     config: ClassVar[type[_Config]]
     suffix: ClassVar[str]
-    # Arguments of TRL's that have to stay as they are by default, and what to do instead.
+    # Arguments that must be left out, and what to do instead.
     refused: ClassVar[dict[str, str]] = {
         "rollout_func": "write what it does as tools of the task",
         "rollout_worker": "workers are processes of the run; leave it out",
@@ -109,8 +112,10 @@ class _Trainer:
 
     @without_frames
     def add_callback(self, callback: Any) -> None:
-        """An object or a class of transformers' `TrainerCallback`; it is called in the learner's process, for which the
-        script is imported up to `train()`."""
+        """Adds an object or a class of transformers' `TrainerCallback`.
+
+        It is called in the learner's process, which imports the script up to `train()`.
+        """
         if not callable(getattr(callback, "on_train_begin", None)):
             raise ConfigError(
                 f"{type(self).__name__}(callbacks=...): a {type(callback).__name__} is no callback; give objects or "
@@ -120,9 +125,13 @@ class _Trainer:
 
     @without_frames
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Run everything until the learner is done. `resume_from_checkpoint`: True goes on from the newest checkpoint.
+        """Runs everything until the learner is done.
 
-        Raises as `slipstream.train` does.
+        Args:
+            resume_from_checkpoint: True goes on from the newest checkpoint.
+
+        Raises:
+            ConfigError: As `slipstream.train`, which also says what else it raises.
         """
         end_import_at(self)
         if loading_a_task() is not None:
@@ -152,14 +161,17 @@ class _Trainer:
 
     @property
     def run_dir(self) -> Path:
-        """The run's directory, from the working directory."""
+        """The run directory, relative to the working directory."""
         run = self._translated(None).sections["run"]
         return Path(run["dir"], run["name"])
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run's directory; the best one's with
-        `load_best_model_at_end`. An adapter is merged in it, and lies in `adapter/` by itself."""
+        """Copies the newest checkpoint's model to `output_dir`, by default the run directory.
+
+        With `load_best_model_at_end` it is the best checkpoint's. An adapter is merged into the model, and copied to
+        `adapter/` as well.
+        """
         if loading_a_task() is not None:
             return
         newest, target = self._model("save_model"), Path(output_dir or self.run_dir)
@@ -169,7 +181,7 @@ class _Trainer:
 
     @without_frames
     def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
-        """Send the model that `save_model` copies, with its card; returns what the hub says of the commit."""
+        """Uploads the model that `save_model` copies, with its card. Returns the hub's answer about the commit."""
         if loading_a_task() is not None:
             return None
         from huggingface_hub import HfApi
@@ -205,7 +217,7 @@ class GRPOTrainer(_Trainer):
 
 
 class RLOOTrainer(_Trainer):
-    """TRL's `RLOOTrainer`: each reward against the mean of the others in its group."""
+    """TRL's `RLOOTrainer`: compares each reward with the mean of the others in its group."""
 
     config, suffix = RLOOConfig, "RLOO"
 
@@ -217,7 +229,7 @@ class AsyncGRPOTrainer(_Trainer):
 
 
 def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
-    """The tokenizer's folder or name, where it is another than the model's."""
+    """Returns the tokenizer's folder or name, None if it is the model's. Raises `ConfigError` if it has none."""
     if processing_class is None:
         return None
     name = processing_class if isinstance(processing_class, str) else getattr(processing_class, "name_or_path", None)
@@ -233,10 +245,10 @@ def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
 
 
 def _context_of(model: str) -> int | None:
-    """Tokens of a model's context; None where that cannot be told: the check before the start says what is wrong."""
+    """Returns a model's context in tokens; None if it cannot be read, which the check before the start reports."""
     from deploy.checks.model_check import context_of
 
-    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # every try to reach the hub is a warning of its own
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its client warns at every try to reach the hub
     path = Path(model).expanduser()
     try:
         return context_of(str(path.absolute()) if path.is_dir() else model)
@@ -245,7 +257,7 @@ def _context_of(model: str) -> int | None:
 
 
 def _mean_loss(journal: Path) -> float:
-    """The mean of the steps' losses; NaN where there is none."""
+    """Returns the mean of the steps' losses, NaN without a step."""
     if not journal.exists():
         return math.nan
     losses = [json.loads(line).get("loss") for line in journal.read_text(encoding="utf-8").splitlines()]

@@ -1,6 +1,6 @@
-"""A TRL config as sections of a run file. Pure: no files, no network, no processes.
+"""Translates a TRL config into sections of a run file, and checks these. Pure: no files, no network, no processes.
 
-Whether the settings that a config comes to are within their bounds, said of the fields that the script set.
+Each `_function` translates one subject: it reads fields of the config, fills sections, and adds notes for the reader.
 """
 
 from __future__ import annotations
@@ -22,22 +22,27 @@ from slipstream.trl.learner_settings import learner_settings, number, optimiser_
 
 Sections = dict[str, dict[str, Any]]
 
-# Of model_init_kwargs: what loads a model by transformers alone.
+# Entries of model_init_kwargs that only matter to transformers' own loading.
 _NO_MEANING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_safetensors")
 
 _DEFAULT_PORT = 8000
 
-# TRL's default of logging_steps, which are also those between evaluations where eval_steps is left out.
+# TRL's default of logging_steps, which is also the distance of evaluations if eval_steps is left out.
 _LOGGING_STEPS = 10
 
-# What to write for values that TRL has under another field.
+# Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 
 
 @dataclass(slots=True)
 class Translation:
-    """sections: of a run file, without the task's path; notes: what a reader of the script should know, in a sentence
-    each; reward_weights: the task's."""
+    """A translated config.
+
+    Attributes:
+        sections: Sections of a run file, without the task's path.
+        notes: Sentences for the script's reader.
+        reward_weights: Weights of the task's rewards; None for equal ones.
+    """
 
     sections: Sections
     notes: list[str] = field(default_factory=list)
@@ -45,8 +50,16 @@ class Translation:
 
 
 def translate(config: _Config, model: str, context: int | None) -> Translation:
-    """What a trainer of `config` and `model` runs here. `context`: tokens of the model's, None where unknown. Raises
-    `ConfigError` for what is not supported; it names the field and the remedy."""
+    """Translates a trainer's config and model.
+
+    Args:
+        config: The script's config.
+        model: Folder or hub name of the model.
+        context: The model's context in tokens; None if unknown.
+
+    Raises:
+        ConfigError: A field is not supported; the text names the field and the remedy.
+    """
     sections: Sections = defaultdict(dict)
     sections["model"]["path"] = model
     notes: list[str] = []
@@ -98,7 +111,7 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
         "trust_remote_code": left.pop("trust_remote_code", None),
         "attention": left.pop("attn_implementation", None),
     }
-    if settings["attention"] in ("eager", "sdpa"):  # the plain ones; ours is as plain, and packs
+    if settings["attention"] in ("eager", "sdpa"):  # the learner's default gives the same results, and packs
         del settings["attention"]
     sections["model"].update({key: value for key, value in settings.items() if value is not None})
     if left:
@@ -142,8 +155,8 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
     sections["learner"]["groups_per_step"] = completions // size
     if size > _default(WorkerSection, "episodes"):
         sections["worker"]["episodes"] = size
-    # As in TRL, a group without variance has its place in the step: else steps would differ, and never end for a reward
-    # that is constant.
+    # As in TRL, a group without variance takes part in the step. Otherwise a run whose reward is constant would make no
+    # step at all.
     sections["learner"]["zero_variance"] = "keep"
     steps = number(config, "max_steps")
     if steps > 0:
@@ -185,11 +198,11 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
     calls, top_k = number(config, "max_tool_calling_iterations"), number(config, "top_k")
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
     if top_k is not None:
-        sections["rollout"]["top_k"] = max(top_k, 0)  # TRL's -1, vLLM's too, is ours 0: all of them
+        sections["rollout"]["top_k"] = max(top_k, 0)  # TRL and vLLM write -1 for all tokens, Slipstream 0
 
 
 def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    """The context holds a prompt beside the longest completion, where the model has as much."""
+    """Sets the context to a prompt beside the longest completion, as far as the model's context allows."""
     completion, length = number(config, "max_completion_length"), number(config, "vllm_max_model_length")
     if length is None:
         length = max(_default(VllmSection, "max_model_len"), 2 * (completion or 0))
@@ -279,7 +292,7 @@ def _eval_generations(config: _Config) -> int:
 
 
 def _eval_steps(config: _Config) -> int:
-    """Optimiser steps between evaluations; as in transformers those between logs, where no number is given."""
+    """Returns the optimiser steps between evaluations; as in transformers, those between logs if none are given."""
     name = "logging_steps" if number(config, "eval_steps") is None else "eval_steps"
     found: float | None = number(config, name)
     given = _LOGGING_STEPS if found is None else found
@@ -300,7 +313,7 @@ def _eval_steps(config: _Config) -> int:
 
 
 def _differences(config: _Config, notes: list[str]) -> None:
-    """What no field says."""
+    """Adds notes on differences that no field expresses."""
     if config.letter in "GR":
         notes.append(
             "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
@@ -319,7 +332,7 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """transformers has enumerations for some."""
+    """Unwraps a value of one of transformers' enumerations."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -328,8 +341,10 @@ def _default(section: Any, key: str) -> Any:
 
 
 def check(config: _Config, sections: Sections) -> None:
-    """Raises `ConfigError` for a setting that is out of bounds because of a field. What `config.slipstream` sets is
-    left to the start of the run, which speaks of settings."""
+    """Raises `ConfigError` for a field whose setting is out of bounds.
+
+    Settings of `config.slipstream` are left to the start of the run, whose messages name settings.
+    """
     kind = type(config).__name__
     task = {"path": "script.py:task", **sections.get("task", {})}
     try:
@@ -341,7 +356,7 @@ def check(config: _Config, sections: Sections) -> None:
 
 
 def _of_fields(config: _Config, line: str) -> str | None:
-    """The line, which begins with a setting, behind the fields that this is from; None where the script set none."""
+    """Puts the script's fields before a message that begins with their setting; None if the script set none."""
     match = re.match(r"([a-z_]+)\.([a-z_]+) = ", line)
     if match is None or match[2] in config.slipstream.get(match[1], {}):
         return None

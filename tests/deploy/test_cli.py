@@ -148,7 +148,7 @@ def test_config_warns_of_bounds_that_do_not_suit_the_objective(
     assert "slipstream: warning: learner.clip_low = 0.2 and learner.clip_high = 0.28 with" in capsys.readouterr().err
 
 
-def test_hole_8_config_prints_a_run_file_whose_files_are_elsewhere(
+def test_config_prints_a_run_file_whose_files_are_elsewhere(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """And warns of each."""

@@ -177,7 +177,7 @@ async def test_a_server_that_somebody_removed_says_so_and_ends(
                 await asyncio.sleep(0.02)
         await client.remove_server("mine")
         assert await asyncio.wait_for(running, 30) == 0
-    assert "mine was removed from the run: ends" in caplog.text
+    assert "mine was removed from the run and ends" in caplog.text
 
 
 async def test_a_queue_that_went_away_is_said_once_and_not_waited_for_at_the_end(
@@ -201,7 +201,7 @@ async def test_a_queue_that_went_away_is_said_once_and_not_waited_for_at_the_end
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(running, 30) == 0
     assert caplog.text.count("waits for the queue") == 1
-    assert "which does not answer" in caplog.text
+    assert "ends without draining: the queue does not answer" in caplog.text
 
 
 async def test_adding_a_server_that_is_in_the_run_already_is_refused_unless_it_is_down() -> None:

@@ -108,9 +108,7 @@ def test_queue_and_worker_find_each_other_and_are_shown(
         ("ledger", "there is no ledger"),
     ],
 )
-def test_hole_8_queue_and_the_commands_around_it_need_neither_task_nor_model(
-    run_file: Path, command: str, says: str
-) -> None:
+def test_queue_and_the_commands_around_it_need_neither_task_nor_model(run_file: Path, command: str, says: str) -> None:
     """Where both are missing, each comes as far as it does elsewhere."""
     (run_file.parent / "task.py").unlink()
     (run_file.parent / "model").unlink()
@@ -125,7 +123,7 @@ def test_hole_8_queue_and_the_commands_around_it_need_neither_task_nor_model(
     ("command", "missing"),
     [("worker", ["model.path", "task.path"]), ("learner", ["model.path"]), ("vllm", ["model.path"])],
 )
-def test_hole_8_who_needs_task_or_model_says_what_is_missing(run_file: Path, command: str, missing: list[str]) -> None:
+def test_who_needs_task_or_model_says_what_is_missing(run_file: Path, command: str, missing: list[str]) -> None:
     (run_file.parent / "task.py").unlink()
     (run_file.parent / "model").unlink()
     done = subprocess.run(

@@ -212,7 +212,7 @@ async def test_a_queue_that_is_named_is_asked_although_there_is_a_file(queue: st
 
 def test_where_there_is_neither_file_nor_queue_both_are_named(tmp_path: Path) -> None:
     with pytest.raises(
-        QueueError, match=rf"no rollout in {tmp_path}/rollouts.jsonl as yet, and the queue at {NOBODY.url} did"
+        QueueError, match=rf"no rollout in {tmp_path}/rollouts.jsonl yet, and the queue at {NOBODY.url} did"
     ):
         find(tmp_path, Wanted(1), NOBODY)
 

@@ -58,8 +58,8 @@ def test_what_a_directory_holds_decides_whether_a_start_must_resume(
 @pytest.mark.parametrize(
     ("store", "checkpoint", "says"),
     [
-        (None, False, "mend it and start again: it made no step, so the run's name is free"),
-        (0, False, "mend it and start again: it made no step, so the run's name is free"),
+        (None, False, "fix it and start again: it made no step, so the run's name is free"),
+        (0, False, "fix it and start again: it made no step, so the run's name is free"),
         (7, False, "it made no checkpoint: begin again at its first step with --resume"),
         (7, True, "go on from its newest checkpoint with --resume"),
     ],

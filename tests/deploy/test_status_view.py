@@ -104,7 +104,7 @@ def shown(status: Status, width: int = 100) -> str:
         "evaluation   of step 30: reward 0.625 (31 of 32 rows, 9.0 s)",
         "evaluation   of step 40: 12 of 32 rows done, 1 failed, 3 s",
         "evaluation   of step 41: 0 of its rows done, 1 s; waits for a server that serves",
-        "hung: 5 calls of user code have not come back",
+        "hung: 5 calls of user code are still running after their time-out",
         "quarantined",
         "probe differs by 0.31",
         "dropped: overage 3",

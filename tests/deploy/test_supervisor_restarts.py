@@ -22,7 +22,7 @@ def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(
     stage.play(**{role: FAILS})
     result = stage.run("--deploy.restart", "0")
     assert result.returncode == 3
-    again = "; mend it and start again: it made no step, so the run's name is free"
+    again = "; fix it and start again: it made no step, so the run's name is free"
     why = {"vllm": " before it ever answered", "learner": again}.get(role, "")
     log = f"{stage.logs}/{NAMES[role]}.log"
     assert result.stderr.endswith(
@@ -124,7 +124,7 @@ def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage)
     assert "worker-0 ended with code 0; starting it again in 0.1 s" in result.stderr
 
 
-def test_f19_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
+def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
     """The learner says why, and that once."""
     given_up = ANSWERING.replace(
         "Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 16\\r\\n\\r\\n{\\"gave_up\\": \\"x\\"}'

@@ -86,9 +86,7 @@ def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path)
     check(run_file, task_of(SHORT), "--chat.system_prompt", "Be brief.")
 
 
-def test_f19_a_column_of_two_kinds_is_told_with_a_row_of_each(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_of_two_kinds_is_told_with_a_row_of_each(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answers = [6, 6.5, None, "six"]
     rows = [{"prompt": SHORT, "answer": answer, "level": 1} for answer in answers]
     check(run_file, Task(dataset=rows, rewards=[reward]))
@@ -161,7 +159,7 @@ def test_a_reward_server_scores_once_before_the_start(run_file: Path, prompt: ob
     assert ("input" in body) == isinstance(prompt, str)
 
 
-def test_f19_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Path) -> None:
+def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Path) -> None:
     port = free_port()
     says = rf"task.reward_servers = .*127.0.0.1:{port}.*: vllm serve {CLASSIFIER} --runner pooling --port {port}"
     with pytest.raises(ConfigError, match=says):
@@ -176,7 +174,7 @@ def test_f19_a_reward_server_that_is_not_there_is_told_before_the_start(run_file
         ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 figures for a completion.*one label \(num_labels = 1\)"),
     ],
 )
-def test_f19_a_reward_server_of_another_kind_is_told_before_the_start(
+def test_a_reward_server_of_another_kind_is_told_before_the_start(
     run_file: Path, change: dict[str, object], says: str
 ) -> None:
     server = FakePooling(lambda asked: [0.5])

@@ -30,7 +30,7 @@ def value_of(command: list[str], flag: str) -> str:
     return command[command.index(flag) + 1]
 
 
-def test_p3_p9_p10_what_rl_needs_is_on_the_command_line(run_file: Path, cpu: bool) -> None:
+def test_what_rl_needs_is_on_the_command_line(run_file: Path, cpu: bool) -> None:
     settings = config(run_file, "--vllm.max_model_len", "777", "--vllm.max_num_seqs", "33", "--model.dtype", "bfloat16")
     command = vllm_server.command(settings, 0)
     # Log-probs of the distribution that was sampled from, whatever the checkpoint's own sampling defaults.

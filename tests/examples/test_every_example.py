@@ -55,7 +55,7 @@ def test_every_token_has_an_id_that_the_model_knows(example: Opened) -> None:
     assert len(example.tokenizer) <= example.recipe.vocabulary
 
 
-def test_f18_demonstrations_are_tokenised_as_the_worker_appends_them(example: Opened) -> None:
+def test_demonstrations_are_tokenised_as_the_worker_appends_them(example: Opened) -> None:
     """The prompt, each turn as the policy would sample it, and what follows it, by the worker's own chat format."""
     from tiny_policy.policy import encode
 

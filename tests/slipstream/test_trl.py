@@ -442,7 +442,7 @@ def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, s
         lambda: RLOOTrainer("org/model", accuracy, RLOOConfig(), ROWS).train(),
     ],
 )
-def test_f19_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
+def test_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
     with pytest.raises(ConfigError) as raised:
         how()
     frames = traceback.extract_tb(raised.tb)

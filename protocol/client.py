@@ -88,6 +88,15 @@ _NO_QUEUES = (501, 505)  # a web server that knows no POST; neither a queue nor 
 FULL_PATIENCE_S = 900.0  # while a learner writes a checkpoint or evaluates, nothing leaves the queue
 
 
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0
+_MAX_DOUBLINGS = 10
+
+
+def retry_pause_s(pauses: int) -> float:
+    """Return the seconds of the next pause after `pauses` earlier ones: 0.25, doubled each time, at most 10."""
+    return min(_MAX_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** min(pauses, _MAX_DOUBLINGS))
+
+
 class QueueError(RuntimeError):
     """The queue could not do what was asked."""
 

@@ -15,10 +15,9 @@ from functools import partial
 import msgspec
 
 from protocol import reasons
-from protocol.client import QueueError, QueueRefused, RunFinished
+from protocol.client import QueueError, QueueRefused, RunFinished, retry_pause_s
 from protocol.config import RunConfig
 from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
-from rollout_worker.backoff import pause_s
 from rollout_worker.episodes.capacity import Capacity, Reservation
 from rollout_worker.episodes.limits import EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
@@ -188,7 +187,7 @@ class Worker:
             room = await self.capacity.wait_for_room(group_size)
             if self._failed_in_a_row >= _FAILURES_BEFORE_PAUSE:
                 # A row has only a few attempts: where nothing succeeds, do not use them up.
-                await self._sleep(pause_s(self._pauses))
+                await self._sleep(retry_pause_s(self._pauses))
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
             have, serving = list(self._running), self._pool.known

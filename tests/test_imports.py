@@ -96,13 +96,7 @@ FOLDERS = {
     "slipstream/trl": {"slipstream"},
 }
 # Imports that the table does not allow yet, and what will end each: a change of the house (a to f), or a cut.
-NOT_YET = {
-    ("learner.ranks.follower", "learner.run"): "the file becomes `python -m learner --rank`, in learner/__main__.py",
-    ("deploy.servers.joining", "deploy.run.watchdog"): "(d): one guard of process groups for tools, servers and `up`",
-    ("rollout_worker.task.rewards", "rollout_worker.backoff"): "the cut of own back-offs, for tenacity",
-    ("rollout_worker.inference.sampler", "rollout_worker.backoff"): "the cut of own back-offs, for tenacity",
-    ("rollout_worker.episodes.environment", "rollout_worker.backoff"): "the cut of own back-offs, for tenacity",
-}
+NOT_YET: dict[tuple[str, str], str] = {}
 TORCH_FREE = ("protocol", "rollout_queue", "rollout_worker", "slipstream")
 PICKLERS = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 # The object collectives of torch.distributed and accelerate pickle.

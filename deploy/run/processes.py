@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from deploy.run import watchdog
+from deploy.servers import watchdog
 from deploy.servers.devices import DevicePlan, Placement, environment_of, nccl_environment, place_devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import access

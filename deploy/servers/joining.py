@@ -16,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from deploy.run.watchdog import signal_group
 from deploy.servers.servers import (
     LEAVE_MARGIN_S,
     check_free,
@@ -25,6 +24,7 @@ from deploy.servers.servers import (
     default_name,
     until_gone,
 )
+from deploy.servers.watchdog import signal_group
 from protocol.addresses import normal_url
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig

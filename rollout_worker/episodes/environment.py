@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, Self
 
 from protocol import reasons, rollouts
+from protocol.client import retry_pause_s
 from protocol.config import ConfigError, RunConfig, WorkerSection
-from rollout_worker.backoff import pause_s
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.data.columns import ENVIRONMENTS
@@ -223,7 +223,7 @@ class _Play:
                     self.episodes.failures[reasons.REWARD_RETRIED] += 1
                     text = f"{self.kind.interface.cls}.get_reward: {error}"
                     self.episodes.notices.add("reward", f"get_reward {error.kind}", text, error.where)
-                await self.episodes.sleep(pause_s(attempt))
+                await self.episodes.sleep(retry_pause_s(attempt))
             return await self._reward()
 
     async def _reward(self) -> float | None:

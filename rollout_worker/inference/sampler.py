@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol import reasons
+from protocol.client import retry_pause_s
 from protocol.config import RunConfig
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME, label_in
-from rollout_worker.backoff import pause_s
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import (
     BadSample,
@@ -305,7 +305,7 @@ class Sampler:
 
     async def _give_time(self, failures: int) -> None:
         """Wait before asking the only server again."""
-        await self._sleep(pause_s(failures) * (0.5 + self._rng.random() / 2))
+        await self._sleep(retry_pause_s(failures) * (0.5 + self._rng.random() / 2))
 
 
 def _fail(waiting: PendingChoice, error: Exception) -> None:

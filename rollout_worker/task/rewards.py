@@ -16,11 +16,11 @@ from itertools import islice
 from typing import Any
 
 from protocol import reasons
+from protocol.client import retry_pause_s
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.messages import MAX_METRIC
 from rollout_worker import user_code
-from rollout_worker.backoff import pause_s
 from rollout_worker.data.columns import ENVIRONMENTS
 from rollout_worker.task.reward_base import (
     OWN_REWARD,
@@ -264,7 +264,7 @@ class RewardFunctions:
                 return await reward.values(batch, left)
             except RewardError as error:
                 deadline += error.waited_s
-                pause = pause_s(attempt - 1)
+                pause = retry_pause_s(attempt - 1)
                 last = attempt >= self._attempts or self._clock() + pause >= deadline
                 if last or not error.retryable:
                     return error

@@ -1,12 +1,12 @@
-"""Who may do what: one secret a run, and a token for each role, derived from it (I8).
+"""Roles, tokens and routes: who may do what. A run has one secret, from which each role's token is derived (I8).
 
 Whoever starts a queue or a vLLM server has the secret, in SLIPSTREAM_TOKEN or in a file that SLIPSTREAM_TOKEN_FILE
-names. Every other process sends the token of its role, which is HMAC-SHA256 of the role under the secret: the secret
-itself crosses no network, and who holds a role's token can derive neither the secret nor another role's token.
-`slipstream token ROLE` prints one, for a process elsewhere.
+names. Every other process sends the token of its role: HMAC-SHA256 of the role under the secret. So the secret crosses
+no network, and from a role's token neither the secret nor another role's token can be derived. `slipstream token ROLE`
+prints one for a process elsewhere.
 
-worker: draws tickets, hands in groups, samples from the servers. learner: everything that changes the run's weights,
-its registry of servers and its position. viewer: reads status, metrics and rollouts, as every role may.
+A worker draws tickets, submits groups and samples from the servers. The learner alone changes weights, servers and the
+position of the run. A viewer reads status, metrics and rollouts, as every role may.
 
 Each route of the queue is declared here, once, with the roles that may ask for it.
 """
@@ -32,10 +32,10 @@ TOKEN_VARIABLE = "SLIPSTREAM_TOKEN"
 
 TOKEN_FILE_VARIABLE = "SLIPSTREAM_TOKEN_FILE"
 
-# A token of a role says of which: one that was put in the wrong place is seen at a glance.
+# A role's token shows its role, so that one in the wrong place is recognised.
 _PREFIXES: dict[Role, str] = {"worker": "slw-", "learner": "sll-", "viewer": "slv-"}
 
-# Of a secret that `slipstream token` derives from: whoever holds a role's token can try short ones out.
+# Minimum for `slipstream token`: whoever holds a role's token could guess a shorter secret.
 MIN_TOKEN_CHARACTERS = 16
 
 _MAX_BYTES = 4096
@@ -44,12 +44,14 @@ _hidden: str | None = None
 
 
 class TokenError(ValueError):
-    """A token that cannot be used. The text says which, never the token."""
+    """A token cannot be used. The text says where it is, and never contains it."""
 
 
 def given_token() -> str | None:
-    """What the environment holds: the run's secret or a role's token. Raises `TokenError` for a file that others may
-    read, or that is not there."""
+    """Return the environment's token, the run's secret or a role's; None if there is none.
+
+    Raises `TokenError` for a file that is missing or that others may read.
+    """
     if found := os.environ.get(TOKEN_VARIABLE):
         return found
     if path := os.environ.get(TOKEN_FILE_VARIABLE):
@@ -58,10 +60,10 @@ def given_token() -> str | None:
 
 
 def hide_token() -> None:
-    """Take the token out of this process's environment, so that no program that it starts, and nothing that prints its
-    environment, has it. `given` still gives it.
+    """Remove the token from this process's environment, so that no program that it starts, and no print of the
+    environment, contains it. `given_token` still returns it.
 
-    Code in this process, and other processes of the same user, can still find it: in memory, in /proc/PID/environ.
+    Code in this process and other processes of the same user can still find it, in memory and in /proc/PID/environ.
     """
     global _hidden
     _hidden = given_token()
@@ -70,12 +72,12 @@ def hide_token() -> None:
 
 
 def environment_without_token(environment: Mapping[str, str]) -> dict[str, str]:
-    """`environment` for a program that has no business with queue or servers: user code, its tools."""
+    """Return `environment` without tokens, for programs that need neither queue nor servers: user code, its tools."""
     return {name: value for name, value in environment.items() if name not in (TOKEN_VARIABLE, TOKEN_FILE_VARIABLE)}
 
 
 def read_token_file(path: Path) -> str:
-    """The token in a file that its owner alone may read. Raises `TokenError`."""
+    """Read a token from a file that only its owner may read. Raises `TokenError`."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
@@ -91,27 +93,31 @@ def read_token_file(path: Path) -> str:
 
 
 def role_of(token: str) -> Role | None:
-    """The role that a token is of; None for a run's secret."""
+    """Return the role of a token; None for a run's secret."""
     return next((role for role, prefix in _PREFIXES.items() if token.startswith(prefix)), None)
 
 
 def token_for(token: str | None, role: Role) -> str | None:
-    """What a process of `role` sends: derived where `token` is the run's secret; a role's token as it is, whichever,
-    since whom it is sent to says best what is wrong with it."""
+    """Return the token that a process of `role` sends: derived if `token` is the run's secret.
+
+    Any role's token is returned unchanged: if it is of the wrong role, the receiver says so best.
+    """
     if not token or role_of(token) is not None:
         return token
     return derive_token(token, role)
 
 
 def derive_token(secret: str, role: Role) -> str:
-    """The role's token: the prefix and HMAC-SHA256 in base64, 43 characters. Raises `TokenError` for a role's token,
-    from which none can be derived."""
+    """Derive a role's token: its prefix and HMAC-SHA256 in base64, 43 characters.
+
+    Raises `TokenError` if `secret` is itself a role's token.
+    """
     digest = hmac.digest(secret_of(secret).encode(), b"slipstream bearer token, version 1: " + role.encode(), "sha256")
     return _PREFIXES[role] + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def secret_of(token: str) -> str:
-    """`token`, where it is a run's secret. Raises `TokenError`."""
+    """Return `token` if it is a run's secret. Raises `TokenError` for a role's token."""
     if (role := role_of(token)) is not None:
         raise TokenError(
             f"{TOKEN_VARIABLE} holds a {role}'s token, and what checks the tokens of others (queue, vLLM servers, "
@@ -122,14 +128,14 @@ def secret_of(token: str) -> str:
 
 @dataclass(frozen=True)
 class AccessDenied:
-    """Why a request is refused. status: 401 (no token of this run) or 403 (another role's)."""
+    """Why a request is refused. `status`: 401, no token of this run; 403, another role's token."""
 
     status: int
     message: str
 
 
 class AccessTokens:
-    """The tokens that open the doors of one queue or server. Raises `TokenError` where `secret` is a role's token."""
+    """The tokens that one queue or server accepts. Raises `TokenError` if `secret` is a role's token."""
 
     def __init__(self, secret: str) -> None:
         held: dict[Holder, str] = {"all": secret_of(secret)}
@@ -138,23 +144,33 @@ class AccessTokens:
         self._held = {holder: f"Bearer {token}".encode() for holder, token in held.items()}
 
     def holder(self, authorization: bytes) -> Holder | None:
-        """Whose token an `Authorization` header carries; "all" is who has the secret. Every token is compared, each in
-        constant time."""
+        """Return whose token an `Authorization` header carries; "all" for the secret, None for no token of the run.
+
+        Every token is compared, each in constant time.
+        """
         found: Holder | None = None
         for holder, expected in self._held.items():
             if hmac.compare_digest(authorization, expected):
                 found = holder
         return found
 
-    def denied(self, authorization: bytes, roles: Collection[Role], asked: str, whose: str) -> AccessDenied | None:
-        """None where the header's token is of one of `roles`, or the secret. asked: what was asked for; whose: who is
-        asked ("queue"); both for the message."""
+    def denied(self, authorization: bytes, roles: Collection[Role], asked: str, receiver: str) -> AccessDenied | None:
+        """Decide whether a request is refused.
+
+        Args:
+            authorization: Value of the `Authorization` header.
+            roles: Roles that may ask.
+            asked: What was asked for, and `receiver`: who was asked ("queue"); for the message.
+
+        Returns:
+            None if the header holds the token of one of `roles`, or the secret.
+        """
         holder = self.holder(authorization)
         if holder == "all" or holder in roles:
             return None
         needed = next((role for role in ("viewer", *ROLES) if role in roles), "learner")
         if holder is None:
-            wrong = f"the token is not one of the {whose}'s" if authorization else "a token is needed"
+            wrong = f"the token is not one of the {receiver}'s" if authorization else "a token is needed"
             remedy = (
                 f"set {TOKEN_VARIABLE} to the run's secret, or to what `slipstream token {needed}` prints where that is"
             )

@@ -1,7 +1,4 @@
-"""What a URL and an MCP server's address look like. Each raises `ValueError` with the remedy.
-
-What a vLLM server may be called in a run, and where it may be: its URL in one spelling.
-"""
+"""Checks addresses: URLs, MCP servers, names and URLs of vLLM servers. A ValueError names the remedy."""
 
 from __future__ import annotations
 
@@ -11,14 +8,14 @@ from urllib.parse import urlsplit
 
 
 def checked_url(url: str) -> str:
-    """An http(s) URL, without slashes at its end."""
+    """Return an http(s) URL without trailing slashes. Raises ValueError if it is none."""
     if not _is_url(url):
         raise ValueError(f"{url!r} is not a URL; write it as http://host:port")
     return url.rstrip("/")
 
 
 def mcp_command(address: str) -> list[str]:
-    """The words of an MCP server's command line; none of a URL."""
+    """Split the command line of an MCP server; empty for a URL. Raises ValueError if it is neither."""
     if not isinstance(address, str) or not address.strip():
         raise ValueError(
             f"{address!r} is not an MCP server; give a URL such as http://host:port/mcp, or a command line"
@@ -55,7 +52,7 @@ _WORD = re.compile(r"[^\s/]+")
 
 
 def check_name(name: str) -> None:
-    """Raises ValueError. It stands in routes, logs and labels of metrics."""
+    """Check a server's name, which stands in routes, logs and labels of metrics. Raises ValueError."""
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable() or not _WORD.fullmatch(name):
         raise ValueError(
             f"server name {name[: MAX_NAME_CHARACTERS + 1]!r}: take a printable word of at most {MAX_NAME_CHARACTERS} "
@@ -64,9 +61,9 @@ def check_name(name: str) -> None:
 
 
 def normal_url(url: str) -> str:
-    """The same for all spellings of one address: small letters, no port that goes without saying, no slash at the end.
+    """Return one spelling for all of a server's URL: lower case, no default port, no trailing slash.
 
-    Raises ValueError for what is not the http(s) URL of a host, or has more than host, port and path.
+    Raises ValueError for anything but an http(s) URL of host, port and path.
     """
     wanted = f"server URL {url[:200]!r}: write it as http://host:port"
     try:

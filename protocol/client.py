@@ -1,11 +1,9 @@
-"""The queue's client, shared by worker, learner, weight sync and command line.
+"""The client of the queue, used by worker, learner, weight sync and command line.
 
-A call that cannot reach the queue, or meets a 5xx, is tried again with growing pauses until `patience_s` is over (a
-long-poll's own wait comes on top): that is what lets the queue be killed and restarted under a run. Every route is
-safe to repeat. A refusal (4xx) is never retried: it is raised as `Refused`, with a code of `protocol.reasons`. A full
-queue is waited for, within `FULL_PATIENCE_S`. Every error names the URL that was asked.
-
-Why a connection failed, in words that name what to look at.
+A call that cannot reach the queue, or gets a 5xx, is retried with growing pauses for `patience_s`, besides a
+long-poll's own wait: so the queue can be killed and restarted during a run. Every route is safe to repeat. A refusal
+(4xx) is never retried but raised as `QueueRefused` with its reason; only a full queue is waited for, for
+`FULL_PATIENCE_S`. Errors name the URL that was asked.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ from protocol.status import Evaluation, EvaluationRequest, Status
 
 
 def connection_failure(error: BaseException) -> str:
-    """Of any error of aiohttp's client; never empty."""
+    """Describe an error of aiohttp's client; never empty."""
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return of_host(error.host, error.os_error)
     if isinstance(error, aiohttp.ClientConnectorError) and error.os_error.errno:
@@ -69,7 +67,7 @@ def connection_failure(error: BaseException) -> str:
 
 
 def of_host(host: str, error: BaseException) -> str:
-    """Of a host name that could not be looked up. The numbers of such errors are not those of `os.strerror`."""
+    """Describe a failed lookup of a host name, whose error numbers are not those of `os.strerror`."""
     if isinstance(error, socket.gaierror) and error.errno == socket.EAI_AGAIN:
         return f"host name {host} cannot be looked up now: {error.strerror}"
     return f"host name {host} is not known"
@@ -83,9 +81,11 @@ MSGPACK = "application/msgpack"
 
 JSON = "application/json"
 
-_NO_QUEUES = (501, 505)  # a web server that knows no POST; neither a queue nor a proxy before one that restarts
+# Answers of a web server that knows no POST: neither of a queue nor of a proxy before a queue that restarts.
+_NO_QUEUES = (501, 505)
 
-FULL_PATIENCE_S = 900.0  # while a learner writes a checkpoint or evaluates, nothing leaves the queue
+# Nothing leaves the queue while a learner writes a checkpoint or evaluates.
+FULL_PATIENCE_S = 900.0
 
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.25, 10.0
@@ -98,15 +98,15 @@ def retry_pause_s(pauses: int) -> float:
 
 
 class QueueError(RuntimeError):
-    """The queue could not do what was asked."""
+    """The queue did not do what was asked."""
 
 
 class QueueRefused(QueueError):
-    """A 4xx answer. `reason` is the queue's code, `retry_after_s` is set with 429."""
+    """The queue refused a request (4xx). `reason` is its code; `retry_after_s` is set with 429."""
 
     def __init__(self, status: int, problem: ErrorBody, retry_after_s: float | None = None, url: str = "") -> None:
         asked = f" [{url}]" if url else ""
-        # What differs from the run is for a person to read, who did not ask this URL.
+        # A person reads what differs from the run, and did not ask for this URL.
         alone = problem.reason in (reasons.FINGERPRINT, reasons.SESSION_AWAITED)
         super().__init__(problem.message if alone else f"{problem.message} ({problem.reason}){asked}")
         self.status = status
@@ -115,26 +115,33 @@ class QueueRefused(QueueError):
 
 
 class RunFinished(QueueError):
-    """The run is over: no more tickets will be given."""
+    """The run is finished: there are no more tickets."""
 
 
 class GaveUp(QueueError):
-    """The queue ended the run because its first groups all failed; the text is the queue's."""
+    """The queue gave the run up because its first groups all failed; the text is the queue's."""
 
 
 class Unreachable(QueueError):
-    """The queue did not answer for as long as the caller was willing to wait."""
+    """The queue did not answer within the caller's patience."""
 
 
 class _Transient(Exception):
-    """A failure that passes: no connection, a time-out or a 5xx."""
+    """A failure that may pass: no connection, a time-out or a 5xx."""
 
 
 class QueueClient:
     """Async client of one queue. Use it as a context manager, on one event loop.
 
-    `timeout_s` bounds one try, a long-poll's own wait apart; `retries` counts the tries after the first of each call;
-    `said_by`: who says where the queue is, for the error where it is not there.
+    Args:
+        url: URL of the queue.
+        token: Sent as bearer token.
+        patience_s: How long a call is retried, seconds.
+        timeout_s: Time-out of one try, besides a long-poll's own wait, seconds.
+        said_by: Names what told the URL, for the error if there is no queue.
+
+    Attributes:
+        retries: Number of tries after the first of each call.
     """
 
     def __init__(
@@ -157,7 +164,7 @@ class QueueClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def __aenter__(self) -> Self:
-        # The queue closes idle connections after 75 s; ours end first, so that none breaks in use.
+        # The queue closes idle connections after 75 s. Ours close first, so that none breaks in use.
         self._session = aiohttp.ClientSession(
             headers=self._headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         )
@@ -186,14 +193,18 @@ class QueueClient:
         return await self._ask(WorkerReply, "POST", access.WORKER_OF.format(id=report.worker_id), report)
 
     async def sign_off(self, worker_id: str) -> None:
-        """The worker ends, and has nothing under way any more."""
+        """Sign a worker off that ends and has no request on any server."""
         await self._call("DELETE", access.WORKER_OF.format(id=quote(worker_id, safe="")))
 
     async def submit(self, group: Group) -> bool:
-        """Hand in a group; false if the queue had it already. While the queue is full, waits and tries again, for the
-        greater of `patience_s` and `FULL_PATIENCE_S`.
+        """Submit a group. While the queue is full, wait and try again for max(`patience_s`, `FULL_PATIENCE_S`).
 
-        Raises `Refused`: 410 the ticket is no longer ours, or the run is over, 413 too large, 422 a rule of the door.
+        Returns:
+            True if the group is new, False if the queue had it already.
+
+        Raises:
+            QueueRefused: 410, the ticket or the run has ended; 413, too large; 422, the group breaks a rule.
+            QueueError: The queue stayed full.
         """
         data = codec.encode(group)
         path = access.GROUP_OF.format(id=group.ticket_id)
@@ -214,7 +225,7 @@ class QueueClient:
                 await asyncio.sleep(pause_s)
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
-        """Wait up to `request.wait_s` for groups; may return none."""
+        """Wait up to `request.wait_s` for groups. The reply may hold none."""
         body = await self._call("POST", access.LEASES, request, wait_s=request.wait_s)
         return self._understood(access.LEASES, codec.decode, body, LeaseReply)
 
@@ -222,12 +233,12 @@ class QueueClient:
         return await self._ask(RunPosition, "POST", access.LEASE_ACK_OF.format(id=lease_id), ack)
 
     async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
-        """Returns which of the groups in `have` must not be trained, and why."""
+        """Renew a lease. Returns which of the groups in `have` must not be trained, each with its reason."""
         path = access.LEASE_RENEW_OF.format(id=lease_id)
         return (await self._ask(LeaseRenewed, "POST", path, LeaseRenewal(session, list(have)))).revoked
 
     async def release(self, lease_id: str, session: int) -> None:
-        """Give a lease's groups back untrained."""
+        """Return a lease's groups untrained."""
         await self._call("POST", access.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
 
     async def position(self) -> RunPosition:
@@ -246,16 +257,18 @@ class QueueClient:
         return await self._ask(list[Server], "GET", access.SERVERS)
 
     async def put_server(self, server: Server, session: int | None = None) -> Server:
-        """Register a server or change its state; raises `Refused` (409) for a change that is not allowed.
+        """Register a server or change its state. Raises `QueueRefused` (409) for a change that is not allowed.
 
-        Without the learner's session a server can only be registered as joining, or reported as down.
+        Without the learner's session a server can only be registered as joining or reported as down.
         """
         path = access.SERVER_OF.format(name=server.name)
         return await self._ask(Server, "PUT", path, ServerChange(server, session))
 
     async def remove_server(self, name: str, now: bool = False) -> list[Server]:
-        """Let a server drain, or end it `now`; returns those that are registered then. Raises `Refused` for one that is
-        not."""
+        """Let a server drain, or remove it `now`. Returns the servers that are registered then.
+
+        Raises `QueueRefused` if it is not registered.
+        """
         path = access.SERVER_OF.format(name=quote(name, safe=""))
         return await self._ask(list[Server], "DELETE", f"{path}?now=true" if now else path)
 
@@ -263,18 +276,20 @@ class QueueClient:
         return await self._ask(Status, "GET", access.STATUS)
 
     async def evaluate(self, request: EvaluationRequest) -> list[Evaluation]:
-        """Ask for an evaluation; returns all that the queue knows, in the order in which they were asked for."""
+        """Ask for an evaluation. Returns all that the queue knows, in the order of their requests."""
         return await self._ask(list[Evaluation], "POST", access.EVALUATIONS, request)
 
     async def evaluations(self, wait_s: float = 0.0) -> list[Evaluation]:
-        """All evaluations that the queue knows; while one is open, waits up to `wait_s` for one to end."""
+        """Return all evaluations that the queue knows. While one is open, wait up to `wait_s` for one to end."""
         path = f"{access.EVALUATIONS}?wait_s={wait_s:g}"
         body = await self._call("GET", path, wait_s=wait_s)
         return self._understood(path, codec.decode_json, body, list[Evaluation])
 
     async def rollouts(self, limit: int, worst: bool = False, evals: bool = False) -> list[RolloutView]:
-        """At most `limit` of the rollouts that the queue remembers, newest first; `worst`: lowest reward first;
-        `evals`: those of evaluations."""
+        """Return at most `limit` recent rollouts, newest first, or lowest reward first if `worst`.
+
+        `evals`: those of evaluations instead of training.
+        """
         asked = f"limit={limit}&worst={str(worst).lower()}&eval={str(evals).lower()}"
         return await self._ask(list[RolloutView], "GET", f"{access.ROLLOUTS}?{asked}")
 
@@ -323,7 +338,7 @@ class QueueClient:
         raise AssertionError("unreachable: the retry loop returns or raises")
 
     def _say_absent(self, call: RetryCallState) -> None:
-        """One line for each absence of the queue: no wait is invisible (I7)."""
+        """Log one line for each absence of the queue, since no wait is invisible (I7)."""
         if not self._absent and call.outcome is not None:
             self._absent = True
             why = call.outcome.exception()

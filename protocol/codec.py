@@ -1,4 +1,4 @@
-"""msgpack for data, JSON for control, one error type for anything that does not decode.
+"""Encodes and decodes messages: msgpack for data, JSON for control, one error for anything that does not decode.
 
 Arrays travel as `[dtype, length, little-endian bytes]`, and decode without a copy into read-only arrays.
 
@@ -23,12 +23,12 @@ _DTYPES = {"<i4": np.dtype("<i4"), "<f4": np.dtype("<f4"), "|b1": np.dtype("|b1"
 
 
 class DecodeError(ValueError):
-    """Bytes that are not the message that was expected."""
+    """The bytes are not the expected message."""
 
 
 class Shape(NamedTuple):
-    """Of msgpack: `items`, its values and keys in all; `containers`, the lists and maps among them; `depth`, its
-    containers within one another."""
+    """Shape of a msgpack value: `items`, all values and keys; `containers`, the lists and maps among them; `depth`, how
+    deep these are nested."""
 
     items: int
     containers: int
@@ -65,8 +65,8 @@ def _array(value: Any) -> npt.NDArray[Any]:
 
 
 class _Head(NamedTuple):
-    """What a value's first byte says: its length, or the width of the length that follows, and for a container the
-    values in each of its entries, else 0. https://github.com/msgpack/msgpack/blob/master/spec.md"""
+    """Meaning of a value's first byte: its length, or the width of the length that follows; and for a container the
+    values in each entry, else 0. https://github.com/msgpack/msgpack/blob/master/spec.md"""
 
     length: int = 0
     width: int = 0
@@ -98,17 +98,17 @@ _EXTENSION = dict.fromkeys((0xC7, 0xC8, 0xC9), 1)  # the type, after the length
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
 _json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-# msgspec 0.22 crashes the process where two threads make their first decoder of a nested Struct at one time.
+# msgspec 0.22 crashes the process if two threads make their first decoder of a nested Struct at the same time.
 _making = threading.Lock()
 
 
 def encode(message: Any) -> bytes:
-    """msgpack of a message."""
+    """Return a message as msgpack."""
     return _encoder.encode(message)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The message of type `kind` in msgpack `data`; raises `DecodeError`."""
+    """Decode a message of type `kind` from msgpack. Raises `DecodeError`."""
     decoder = _decoders.get(kind)
     if decoder is None:
         with _making:
@@ -119,16 +119,22 @@ def decode(data: bytes, kind: type[T]) -> T:
         raise _refusal(kind, error) from error
 
 
-def shape(data: bytes, most: Shape) -> Shape:
-    """The shape of msgpack `data`, read without building anything, and no further than one beyond a bound of `most`.
+def shape(data: bytes, limit: Shape) -> Shape:
+    """Measure the shape of msgpack without building any value.
 
-    Raises `DecodeError` if `data` ends before its values do. Whether they are the message that is expected, and whether
-    more bytes follow, is the decoder's to say.
+    Whether it is the expected message, and whether more bytes follow, is for the decoder to say.
+
+    Args:
+        data: msgpack.
+        limit: Reading stops as soon as one of its bounds is exceeded.
+
+    Raises:
+        DecodeError: `data` ends within a value.
     """
     position = items = containers = depth = 0
     left = [1]  # values still to come: of the whole, and of each container that is open
     try:
-        while left and items <= most.items and containers <= most.containers and depth <= most.depth:
+        while left and items <= limit.items and containers <= limit.containers and depth <= limit.depth:
             if not left[-1]:
                 left.pop()
                 continue
@@ -154,12 +160,12 @@ def shape(data: bytes, most: Shape) -> Shape:
 
 
 def encode_json(message: Any) -> bytes:
-    """JSON of a control message."""
+    """Return a control message as JSON."""
     return msgspec.json.encode(message)
 
 
 def decode_json(data: bytes, kind: Any) -> Any:
-    """The control message of type `kind` in JSON `data`; raises `DecodeError`."""
+    """Decode a control message of type `kind` from JSON. Raises `DecodeError`."""
     decoder = _json_decoders.get(kind)
     if decoder is None:
         with _making:
@@ -171,5 +177,5 @@ def decode_json(data: bytes, kind: Any) -> Any:
 
 
 def _refusal(kind: Any, error: Exception) -> DecodeError:
-    # msgspec quotes an unknown enum value whole, and this text is sent back to whoever sent the bytes.
+    # msgspec quotes an unknown enum value in full, and this text is sent back to the sender.
     return DecodeError(f"not a {getattr(kind, '__name__', kind)}: {str(error)[:300]}")

@@ -1,7 +1,7 @@
 """Every message that crosses a process boundary.
 
 Arrays are numpy arrays in memory and little-endian bytes with dtype and length on the wire (see `codec`).
-A message that decodes has the right types, nothing more: the queue checks the rules that a group must keep
+A message that decodes has the right types, no more: the rules that a group must keep are checked by the queue
 (`rollout_queue.ledger.validation`).
 """
 
@@ -18,10 +18,10 @@ SCHEMA_VERSION = 2
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
 TicketKind = Literal["train", "eval"]
-# What the queue stores has 64 bits.
+# The queue's store has 64 bits for an integer.
 Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e12)]
-# Sums, squares and float32 of what is within it stay finite; beyond it a reward or a figure is refused.
+# Sums, squares and float32 of values up to it stay finite. Rewards and metrics beyond it are refused.
 MAX_METRIC = 1e30
 
 
@@ -37,9 +37,12 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
 class Segment(msgspec.Struct, forbid_unknown_fields=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
-    token_ids: int32 [T]; loss_mask: bool [T], true where the token was sampled;
-    logprobs: float32 [T], natural log of the sampling distribution (temperature applied) where sampled, 0
-    elsewhere; version_spans: cover exactly the sampled tokens, in order.
+    Attributes:
+        token_ids: int32 [T].
+        loss_mask: bool [T], true where the token was sampled.
+        logprobs: float32 [T], natural log of the sampling distribution (temperature applied) where sampled, 0
+            elsewhere.
+        version_spans: Cover exactly the sampled tokens, in order.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -64,7 +67,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
         return int(np.count_nonzero(self.loss_mask))
 
     def token_versions(self) -> npt.NDArray[np.int64]:
-        """Policy version of each token, int64 [T]; -1 where the token was not sampled."""
+        """Return the policy version of each token, int64 [T]; -1 where the token was not sampled."""
         versions = np.full(len(self.token_ids), -1, dtype=np.int64)
         for span in self.version_spans:
             versions[span.start : span.end] = span.version
@@ -72,7 +75,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
         return versions
 
     def token_servers(self) -> npt.NDArray[np.int32]:
-        """Which of the group's `server_names` sampled each token, int32 [T]; 0 where the token was not sampled."""
+        """Return the index into the group's `server_names` of each token, int32 [T]; 0 where it was not sampled."""
         servers = np.zeros(len(self.token_ids), dtype=np.int32)
         for span in self.version_spans:
             servers[span.start : span.end] = span.server
@@ -82,10 +85,14 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
-    metrics: of the tools that were called `tools/<name>/calls`, `/failures`, `/failures/<reason>` and `/coerced`, and
-    figures of the user's, by name; timings: seconds by name (generate, tools, reward, total); messages: UTF-8 JSON of
-    the conversation, the prompt's messages first, the middle of a long one left out; opaque to the queue, None where it
-    is not kept. extra: what a reward noted for a reader, by name.
+    Attributes:
+        reward_components: Value of each reward function; None where it gave none.
+        metrics: Counts of tool calls (`tools/<name>/calls`, `/failures`, `/failures/<reason>`, `/coerced`), and the
+            user's own metrics.
+        timings: Seconds by name (generate, tools, reward, total).
+        messages: UTF-8 JSON of the conversation from the prompt on, the middle of a long one left out. Opaque to the
+            queue; None if it is not kept.
+        extra: Notes of reward functions for a reader, by name.
     """
 
     segments: list[Segment]
@@ -106,11 +113,12 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Group(msgspec.Struct, forbid_unknown_fields=True):
-    """The rollouts of one prompt: what advantages are computed over and what the queue stores.
+    """The rollouts of one prompt: the unit that advantages are computed over and that the queue stores.
 
-    `server_names`: the servers that sampled it, in the order that version spans count them; `started_at`,
-    `finished_at`: seconds since the epoch, on the worker's clock; `reward_weights`: of the reward functions, by the
-    names of `reward_components`, 1 for one that it does not name.
+    Attributes:
+        server_names: Servers that sampled it; version spans are indices into it.
+        started_at, finished_at: Seconds since the epoch, on the worker's clock.
+        reward_weights: Weight of each of `reward_components`; 1 for one that is not named.
     """
 
     ticket_id: str
@@ -125,7 +133,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     reward_weights: dict[str, float] = {}
 
     def versions(self) -> list[int]:
-        """Every policy version that sampled a token of this group."""
+        """Return every policy version that sampled a token of this group, ascending."""
         return sorted(
             {
                 span.version
@@ -141,8 +149,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ServerState(StrEnum):
-    """What the queue knows of a vLLM server; only `SERVING` ones may be given an episode (I5). A `DRAINING` one leaves:
-    the requests on it end, and it is given no other."""
+    """State of a vLLM server. Only SERVING ones get episodes (I5). A DRAINING one finishes its requests and leaves."""
 
     JOINING = "joining"
     SYNCING = "syncing"
@@ -153,13 +160,19 @@ class ServerState(StrEnum):
     DOWN = "down"
 
 
-# How the reason of a server begins that stands still because a person asked for it: no failure, however long it lasts.
+# First words of the reason of a server that a person has paused. That is no failure, however long it lasts.
 PAUSED_BY_PERSON = "paused by a person"
 
 
 class Server(msgspec.Struct):
-    """A vLLM server in the fleet registry. `version` is the last one proven on it, None before the first; of a
-    quarantined server it is the one that failed. `transport`: how weights travel to it, once the learner knows."""
+    """A vLLM server of the registry.
+
+    Attributes:
+        version: The last version proven on it, None before the first; of a quarantined server, the one that failed.
+        reason: Why it is in its state, for people.
+        changed_at: Wall time of the last change, seconds.
+        transport: How weights travel to it; None until the learner knows.
+    """
 
     name: str
     url: str
@@ -171,11 +184,14 @@ class Server(msgspec.Struct):
 
 
 class Ticket(msgspec.Struct):
-    """Permission to produce one group. It expires `expires_in_s` after issue or the last heartbeat.
+    """Permission to produce one group.
 
-    `seed` is the run's: with it, every worker puts the data set's rows into the same order. `step`: the learner's, at
-    issue. Of kind eval, `index` is the number of a row of the evaluation's data set, and `temperature`, if given, is in
-    place of the run's.
+    Attributes:
+        index: Running index, which every worker maps to the same row; of kind eval, the number of the row itself.
+        seed: The run's, by which every worker shuffles the data set alike.
+        version, step: The learner's at issue.
+        expires_in_s: Time-out from the issue or the last heartbeat, seconds.
+        temperature: Replaces the run's in an evaluation; None keeps it.
     """
 
     id: str
@@ -190,12 +206,15 @@ class Ticket(msgspec.Struct):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What a process takes rollouts to be. Where two differ, groups of the one are wrong data to the other.
+    """What shapes a process's rollouts. If two differ, groups of the one are wrong data for the other.
 
-    tokenizer, chat: digests of the vocabulary, and of the chat format with its template; rollout: settings that shape
-    an episode, as text by name. Of a worker alone: rows of its data set and the digest of a sample of them, the same of
-    the rows that evaluations take, and the digest of its task file and its tools' schemas, which may change; libraries:
-    versions of those that write prompts, which may differ.
+    Attributes:
+        tokenizer, chat: Digests of the vocabulary, and of the chat format with its template.
+        rollout: Settings that shape an episode, as text by name.
+        rows, data: Of a worker: number of rows of its data set, and digest of a sample of them.
+        eval_rows, eval_data: Of a worker: the same for the eval_dataset.
+        task: Of a worker: digest of its task file and its tools' schemas, which may change.
+        libraries: Of a worker: versions of the libraries that write prompts, which may differ.
     """
 
     release: str
@@ -211,19 +230,29 @@ class Fingerprint(msgspec.Struct, frozen=True):
 
 
 class Notice(msgspec.Struct, frozen=True):
-    """The first failure of its kind, as a person should read it. `kind`: tool, environment, agent, reward, row, prompt,
-    episode, ticket, server, or code, where user code hangs or blocks others; the learner's: checkpoint, batch, server;
-    `text`: what failed, with which error, in which file and line."""
+    """Text about the first failure of its kind, for a person.
+
+    Attributes:
+        kind: Of a worker: tool, environment, agent, reward, row, prompt, episode, ticket, server, or code where user
+            code hangs or blocks others. Of the learner: checkpoint, batch or server.
+        text: What failed, with the error, file and line.
+    """
 
     kind: str
     text: str
 
 
 class TicketRequest(msgspec.Struct):
-    """Ask for up to `max_tickets`. `have` names the tickets that the worker holds: one that was issued to it and is
-    not among them is delivered again, because the answer was lost or the worker was restarted under its name. None: new
-    ones only. `serving`: the servers that it takes to serve; where one of them serves no more, the answer comes at
-    once, so that what runs there goes on elsewhere."""
+    """Asks for tickets.
+
+    Attributes:
+        max_tickets: Maximum number of tickets.
+        wait_s: Time to wait for the first, seconds.
+        have: Tickets that the worker holds. Others issued to it are delivered again: an answer was lost, or the worker
+            was restarted under its name. None asks for new ones only.
+        serving: Servers that the worker believes to serve. If one no longer does, the answer comes at once, so that
+            its episodes can go on elsewhere.
+    """
 
     worker_id: str
     max_tickets: int
@@ -241,7 +270,7 @@ class TicketReply(msgspec.Struct):
 
 
 class TicketFailure(msgspec.Struct):
-    """Why a worker gives a ticket back; `retryable` false means that another attempt would fail alike."""
+    """Says why a worker gives a ticket back. `retryable`: false if another attempt would fail in the same way."""
 
     worker_id: str
     reason: str
@@ -250,18 +279,23 @@ class TicketFailure(msgspec.Struct):
 
 
 class WorkerReport(msgspec.Struct):
-    """A worker's heartbeat: renews the tickets named and carries counters, all cumulative since its start.
+    """A worker's heartbeat: renews its tickets and carries counts, which are totals since its start.
 
-    `capacity`: slots, episodes that may generate at once; `max_open`: episodes that it may have open. Of those
-    `episodes_in_flight`, all that are open now, so many have a slot (`generating`), wait for one (`waiting`), run user
-    code (`in_tools`) or are judged (`in_judgement`); the others are over and wait for their group's.
-    `waited_s`: seconds that slots were idle because there were no tickets, where one second means all of the slots for
-    a second; `full_s`: because no more were to be open; `elapsed_s`: seconds since its first request;
-    `cpu_s`: CPU seconds of its process since then; `hung_calls`: calls of user code that were given up and have not
-    come back; `waiting_for_servers`: episodes that wait now for a vLLM server that may be asked; `eval_episodes`: of
-    evaluations, done or failed, which are in no other count but `failures`, of all kinds by reason. `fingerprint`: what
-    the queue accepts or refuses the worker by;
-    `troubles`: the first failure of each kind; `draining`: requests that run on each server that it was told drains.
+    Attributes:
+        capacity: Slots, episodes that may generate at once. `max_open`: maximum of open episodes.
+        episodes_in_flight: Open episodes. Of these, `episodes_generating` have a slot, `episodes_waiting` wait for one,
+            `episodes_in_tools` run user code and `episodes_in_judgement` wait for rewards. The rest are over and wait
+            for their group.
+        waited_s: Seconds that slots were idle because there were no tickets; all slots for one second are 1 s.
+        full_s: The same, because no more episodes were allowed to be open.
+        elapsed_s: Seconds since its first request. `cpu_s`: CPU seconds of its process since then.
+        hung_calls: Calls of user code that are still running after their time-out.
+        waiting_for_servers: Episodes that wait for a vLLM server now.
+        eval_episodes: Episodes of evaluations, done or failed; in no other count but `failures`.
+        failures: Failed episodes of all kinds, by reason.
+        fingerprint: Decides whether the queue admits the worker.
+        troubles: The first failure of each kind.
+        draining: Requests that still run on each draining server.
     """
 
     worker_id: str
@@ -295,8 +329,13 @@ class WorkerReport(msgspec.Struct):
 
 
 class WorkerReply(msgspec.Struct):
-    """Answer to a heartbeat. `lost_tickets` expired or were superseded: their episodes must be cancelled. `warnings`:
-    what differs from the run, but does no harm. `run`: as in `TicketReply`."""
+    """Answers a heartbeat.
+
+    Attributes:
+        lost_tickets: Expired or superseded tickets, whose episodes must be cancelled.
+        warnings: Harmless differences from the run.
+        run: As in `TicketReply`.
+    """
 
     lost_tickets: list[str]
     servers: list[Server]
@@ -306,10 +345,9 @@ class WorkerReply(msgspec.Struct):
 
 
 class LeaseRequest(msgspec.Struct):
-    """Ask for up to `max_groups` more groups under `lease_id`, which the learner chooses.
+    """Asks for up to `max_groups` more groups under a `lease_id` that the learner chooses.
 
-    `have` names the groups of this lease that arrived; one that is leased and not in `have` is delivered again, so that
-    a lost answer loses nothing.
+    `have`: groups of this lease that arrived. Other leased ones are delivered again, so that a lost answer loses none.
     """
 
     session: int
@@ -320,9 +358,14 @@ class LeaseRequest(msgspec.Struct):
 
 
 class LeaseReply(msgspec.Struct):
-    """`groups` holds each group's msgpack as it was submitted; `version_at_arrival[i]` is the learner's version
-    when group i came in. The lease expires `expires_in_s` after this answer or the last renewal. `revoked`: those of
-    `have` that must not be trained, with the reason of each."""
+    """Answers a lease.
+
+    Attributes:
+        groups: Each group's msgpack as it was submitted.
+        version_at_arrival: The learner's version when each group was accepted.
+        expires_in_s: Time-out of the lease from this answer or the last renewal, seconds.
+        revoked: Groups of `have` that must not be trained, each with its reason.
+    """
 
     lease_id: str
     groups: list[msgspec.Raw]
@@ -332,9 +375,14 @@ class LeaseReply(msgspec.Struct):
 
 
 class LearnerReport(msgspec.Struct):
-    """One step's figures for the status page. `step_s`: its seconds, of which `wait_s` waiting for groups;
-    `publishing`: the version on its way to the servers, if any; `metrics`: the main ones of the step's line in
-    `metrics.jsonl`, by their names there; `troubles`: what went wrong since the step before."""
+    """One step's metrics for the status.
+
+    Attributes:
+        step_s: Time of the step, seconds, of which `wait_s` waiting for groups.
+        publishing: Version on its way to the servers; None if none is.
+        metrics: The main metrics of the step's line in `metrics.jsonl`, by name.
+        troubles: Failures since the step before.
+    """
 
     step: Natural
     reward_mean: float
@@ -349,9 +397,9 @@ class LearnerReport(msgspec.Struct):
 
 
 class LeaseAck(msgspec.Struct):
-    """End some of a lease's groups: trained at `step`, which made policy `version`, or dropped for a reason.
+    """Ends some of a lease's groups: trained at `step`, which made policy `version`, or dropped for a reason.
 
-    With `trained` empty, `step` and `version` are None and only the drops are recorded.
+    If nothing was trained, `step` and `version` are None, and only the drops are recorded.
     """
 
     session: int
@@ -363,21 +411,23 @@ class LeaseAck(msgspec.Struct):
 
 
 class LeaseRenewal(msgspec.Struct):
-    """`have`: the lease's groups that the learner is about to train."""
+    """Renews or releases a lease. `have`: the lease's groups that the learner is about to train."""
 
     session: int
     have: list[str] = []
 
 
 class LeaseRenewed(msgspec.Struct):
-    """`revoked`: those of `have` that must not be trained, with the reason of each."""
+    """Answers a renewal. `revoked`: groups of `have` that must not be trained, each with its reason."""
 
     revoked: dict[str, str] = {}
 
 
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
-    """The learner starts at step 0, or resumes from a checkpoint of `step` and policy `version`. `fingerprint`: what it
-    expects of the workers; `vocabulary`: ids that the model knows are below it."""
+    """Begins a learner session at step 0, or from a checkpoint of `step` and policy `version`.
+
+    `fingerprint`: what the learner expects of workers. `vocabulary`: the model's token ids are below it.
+    """
 
     step: Natural
     version: Natural
@@ -388,15 +438,14 @@ class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
 
 
 class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
-    """A checkpoint of `step` is complete: groups trained up to it may be forgotten."""
+    """Reports a complete checkpoint of `step`: groups trained up to it may be forgotten."""
 
     session: int
     step: Natural
 
 
 class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
-    """The learner says what it waits for, for the status page; `what` None ends the wait. While `what` begins with
-    "loading", no step is expected and the stall alarm pauses."""
+    """Says what the learner waits for; None ends the wait. While it begins with "loading", the stall alarm pauses."""
 
     session: int
     what: str | None
@@ -406,17 +455,22 @@ PolicyCommand = BeginSession | Checkpointed | Waiting
 
 
 class SessionStart(msgspec.Struct, frozen=True):
-    """A learner session went on after `step` steps, with weights that it calls `version`; each step of it adds one."""
+    """The start of a learner session: after `step` steps, with weights called `version`. Each step adds one to both."""
 
     step: int
     version: int
 
 
 class RunPosition(msgspec.Struct):
-    """Where the run stands. `version`: the learner's; `step`: optimiser steps on the surviving time line, version =
-    step + offset; `served_version`: lowest version proven on a serving server, None if none serves; `sessions`: those
-    that the surviving time line is made of, oldest first, where the queue knows them. `run`: the run's id, the same in
-    all of its sessions and no other run's."""
+    """Position of the run.
+
+    Attributes:
+        version: The learner's version, which is step + an offset that grows with each resume.
+        step: Optimiser steps on the surviving time line.
+        served_version: Lowest version that serves; None if no server serves.
+        sessions: Sessions that the surviving time line consists of, oldest first, as far as the queue knows them.
+        run: Unique id of the run, the same in all its sessions.
+    """
 
     version: int
     step: int
@@ -430,21 +484,20 @@ class RunPosition(msgspec.Struct):
 
 
 class FinishRun(msgspec.Struct):
-    """The learner has made its last step."""
+    """Ends the run: the learner has made its last step."""
 
     session: int
 
 
 class ServerChange(msgspec.Struct):
-    """Register a server or change its state. `session`: the learner's; without it a server can only be registered as
-    joining, or reported as down."""
+    """Registers a server or changes its state. Without the learner's `session` it can only join or be reported down."""
 
     server: Server
     session: int | None = None
 
 
 class ErrorBody(msgspec.Struct):
-    """Every refusal's body. `reason` is a code of `protocol.reasons`, `message` names the value and the remedy."""
+    """Body of every refusal. `reason`: a code of `protocol.reasons`. `message`: names the value and the remedy."""
 
     reason: str
     message: str

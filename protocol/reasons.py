@@ -1,7 +1,6 @@
 """Every reason code of Slipstream: why something was refused, rejected, dropped, masked or failed.
 
-Codes are stable: they are labels of metrics, keys of counters and what clients branch on. A code is written here and
-nowhere else.
+Codes are stable: metrics use them as labels, counters as keys, and clients branch on them. Each stands only here.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ GAVE_UP = "gave_up"
 ORIGIN = "origin"
 EVALUATIONS_OPEN = "evaluations_open"
 
-# Why the queue rejects a group at the door; UNDECODABLE and TOO_LARGE are among them too.
+# Why the queue rejects a submitted group; also UNDECODABLE and TOO_LARGE.
 SCHEMA_VERSION = "schema_version"
 TICKET_MISMATCH = "ticket_mismatch"
 GROUP_SIZE = "group_size"
@@ -60,7 +59,7 @@ SPAN_SERVER_UNKNOWN = "span_server_unknown"
 VERSION_FROM_FUTURE = "version_from_future"
 UNVERIFIED_SERVER = "unverified_server"
 
-# Why a ticket ends without being trained, or is issued again. `failed`, `rejected` and RUN_FINISHED are among them too.
+# Why a ticket ends untrained or is issued again; also RUN_FINISHED, and what `failed` and `rejected` return.
 EXPIRED = "expired"
 OUTLIVED = "outlived"
 ROLLED_BACK = "rolled_back"
@@ -73,11 +72,11 @@ OUT_OF_MEMORY = "out_of_memory"
 OTHER = "other"
 DEADLINE = "deadline"
 
-# Why a sampled token does not train; OVERAGE is one too.
+# Why a sampled token does not train; also OVERAGE.
 NO_CONTEXT = "no_context"
 TRUNCATED = "truncated"
 
-# Why a tool call fails; TIMEOUT is one too.
+# Why a tool call fails; also TIMEOUT.
 TOOL_MALFORMED = "malformed_call"
 TOOL_UNKNOWN = "unknown_tool"
 TOOL_ARGUMENTS = "bad_arguments"
@@ -110,26 +109,26 @@ BAD_VERSIONS = "bad_versions"
 
 
 def is_ours(reason: str) -> bool:
-    """Whether it is made of these codes, not one that a client made up."""
+    """Tell whether a reason is made of these codes, not one that a client made up."""
     bare = reason.removeprefix(failed("")).removeprefix(rejected(""))
     return bare in {value for name, value in globals().items() if name.isupper()}
 
 
 def failed(reason: str) -> str:
-    """The end of a ticket that a worker gave back for `reason`."""
+    """Return the reason of a ticket that a worker gave back for `reason`."""
     return f"failed:{reason}"
 
 
 def rejected(reason: str) -> str:
-    """The end of a ticket whose group was rejected at the door for `reason`."""
+    """Return the reason of a ticket whose group was rejected for `reason`."""
     return f"rejected:{reason}"
 
 
 def refused(reason: str) -> str:
-    """A worker's count of groups that the queue refused for `reason`."""
+    """Return the name of a worker's count of groups that the queue refused for `reason`."""
     return f"refused:{reason}"
 
 
 def http(status: int) -> str:
-    """The reason of an HTTP error that has no code of ours, such as an unknown route."""
+    """Return the reason of an HTTP error without a code of ours, such as an unknown route."""
     return f"http_{status}"

@@ -1,6 +1,6 @@
-"""A rollout as a person reads it: `slipstream rollouts`, `rollouts.jsonl` and `GET /v1/rollouts` show the same.
+"""Rollouts as people read them, the same in `slipstream rollouts`, `rollouts.jsonl` and `GET /v1/rollouts`.
 
-Names of the figures that a worker counts for each rollout (`Rollout.metrics`), and a learner adds up by name.
+Also the names of the metrics that a worker counts in `Rollout.metrics`, and the learner adds up by name.
 """
 
 from __future__ import annotations
@@ -13,17 +13,23 @@ import msgspec
 from protocol import reasons
 from protocol.messages import Group
 
-# In the run directory: one JSON line a rollout, in the order of the steps.
+# File in the run directory: one JSON line a rollout, in the order of the steps.
 FILE_NAME = "rollouts.jsonl"
 
 MAX_TEXT = 4000
 
 
 class RolloutView(msgspec.Struct):
-    """messages: the conversation, from the prompt on, long texts cut, None where it was not kept; versions: oldest and
-    newest that sampled it; step: the one that it arrived for, None if it has not been leased; staleness, of its oldest
-    token, and advantage: None of a rollout that was not trained; extra: what its rewards noted, long texts cut;
-    evaluation: the step of the evaluation that it is of, None for training."""
+    """A rollout for people.
+
+    Attributes:
+        messages: The conversation from the prompt on, long texts cut; None if it was not kept.
+        versions: Oldest and newest version that sampled it.
+        step: The step that it was leased for; None before.
+        staleness, advantage: None if it was not trained; staleness is its oldest token's.
+        extra: Notes of its reward functions, long texts cut.
+        evaluation: Step of the evaluation that it is of; None for training.
+    """
 
     ticket_id: str
     index: int
@@ -47,7 +53,7 @@ class RolloutView(msgspec.Struct):
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
-        """Rollout `number` of a group."""
+        """Make the view of rollout `number` of a group."""
         rollout = group.rollouts[number]
         versions = [span.version for segment in rollout.segments for span in segment.version_spans]
         return cls(
@@ -71,7 +77,7 @@ class RolloutView(msgspec.Struct):
 
 
 def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:
-    """The messages with their texts cut; None where there are none, or what a worker sent is not messages."""
+    """Decode messages and cut their texts; None if there are none, or a worker sent something else."""
     if messages is None:
         return None
     try:
@@ -87,12 +93,12 @@ def _cut(value: Any) -> Any:
     return value
 
 
-# Segments after a rollout's first, and times that it went on at another server.
+# Segments after a rollout's first; times that it went on at another server.
 NEW_SEGMENTS = "chat/new_segments"
 
 SERVER_MOVES = "servers/moves"
 
-# Seconds of an episode that its environment took for its reset, its answers and its reward; TRL's names.
+# Seconds that an environment took for reset, answers and reward in an episode; TRL's names.
 ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S = "env/reset_s", "env/respond_s", "env/reward_s"
 
 _OURS = (NEW_SEGMENTS, SERVER_MOVES, ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S)
@@ -110,5 +116,5 @@ TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|failures(/
 
 
 def is_counted(name: str) -> bool:
-    """Whether a worker counts under this name, so that a task may not."""
+    """Tell whether a worker counts under this name, so that a task may not use it."""
     return name in _OURS or TOOL_COUNT.fullmatch(name) is not None

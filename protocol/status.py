@@ -1,8 +1,6 @@
-"""The one JSON object of `GET /v1/status`: who waits for whom and since when (I7).
+"""The JSON object of `GET /v1/status`, with who waits for whom and since when (I7); and evaluations, a part of it.
 
-An evaluation: what the learner asks the queue for, and what came of it.
-
-Evaluations run beside the training, on the same workers and servers; their groups are not trained on.
+Evaluations run beside training on the same workers and servers. Their groups are not trained.
 """
 
 from __future__ import annotations
@@ -13,15 +11,18 @@ import msgspec
 
 from protocol.messages import Natural, Seconds, Server
 
-# What ended an evaluation: all of its rows came to an end; its time-out; the end of the run.
+# How an evaluation ended: all of its rows ended; its time-out; the end of the run.
 Ended = Literal["complete", "deadline", "run_over"]
 
 
 class EvaluationRequest(msgspec.Struct):
-    """Ask for an evaluation that belongs to `step`; asking again for the same changes nothing.
+    """Asks for an evaluation of `step`. Asking again for the same step changes nothing.
 
-    version: no server samples for it before it serves this one or a newer; rows: the first so many of the data set,
-    None for all; temperature: None for the run's; timeout_s: seconds from now until it is ended as it is.
+    Attributes:
+        version: Only servers that serve this version or a newer one sample for it.
+        rows: First rows of the data set; None for all.
+        temperature: None for the run's.
+        timeout_s: Time after which it ends as it is, seconds.
     """
 
     session: int
@@ -34,17 +35,23 @@ class EvaluationRequest(msgspec.Struct):
 
 
 class Evaluation(msgspec.Struct):
-    """An evaluation of `step`, so far or at its end; figures are over the rows that are done, None while none is.
+    """An evaluation of `step`, so far or at its end. Metrics are over the rows that are done, None while none is.
 
-    rows: None until a worker has said how many there are; done, failed: of them; failures: those that failed, by
-    reason; ended: None while it is open; waits_for: what keeps it from going on, None if nothing does; seconds: since
-    it was asked for, at its end how long it took. rollouts: episodes that have a reward.
-
-    reward: mean over the rows of each row's mean; reward_std: standard deviation of the rows' means, of the sample;
-    rewards: of each reward function, as `reward` is; best: mean over the rows of each row's best rollout, None where
-    group_size is 1; passes: whether every reward so far is 0 or 1, so that `best` is a share of rows; mean_length:
-    sampled tokens of a rollout; clipped: share of rollouts that ended as `length` or `context`; finished: rollouts by
-    what ended them; versions: lowest and highest policy version that sampled any of it.
+    Attributes:
+        rows: None until a worker has said how many there are. `done`, `failed`: how many of them have ended so.
+        failures: Failed rows by reason.
+        ended: None while it is open.
+        waits_for: What keeps it from going on; None if nothing does.
+        seconds: Time since it was asked for; once it has ended, how long it took.
+        rollouts: Episodes that have a reward.
+        reward: Mean over rows of each row's mean reward. `reward_std`: sample standard deviation of the rows' means.
+        rewards: The same mean for each reward function.
+        best: Mean over rows of each row's best reward; None if group_size is 1.
+        passes: Whether every reward so far is 0 or 1, so that `best` is a share of rows.
+        mean_length: Sampled tokens of a rollout.
+        clipped: Share of rollouts that ended as `length` or `context`.
+        finished: Rollouts by finish reason.
+        versions: Lowest and highest policy version that sampled any of it.
     """
 
     step: int
@@ -71,12 +78,12 @@ class Evaluation(msgspec.Struct):
 
     @property
     def best_name(self) -> str:
-        """What the field calls `best`: pass@k where a rollout passes or fails, else best@k."""
+        """The field's name for `best`: pass@k if rollouts pass or fail, else best@k."""
         return f"{'pass' if self.passes else 'best'}@{self.group_size}"
 
 
 def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
-    """Those that are known, for `metrics.jsonl` and trackers, under TRL's names where the meaning is the same."""
+    """Return the known metrics for `metrics.jsonl` and trackers, under TRL's names where they mean the same."""
     found: dict[str, float | None] = {
         "eval/step": evaluation.step,
         "eval/reward": evaluation.reward,
@@ -95,9 +102,13 @@ def evaluation_metrics(evaluation: Evaluation) -> dict[str, float]:
 
 
 class GroupCounts(msgspec.Struct):
-    """Groups by place, and what bounds them. outstanding = tickets + ready + leased; `limit`: how many admission allows
-    outstanding now. `bytes`: of ready and leased groups; `kept_bytes`: those of trained groups that a resume may bring
-    back are among them."""
+    """Counts of groups, and their limits.
+
+    Attributes:
+        outstanding: tickets + ready + leased. `limit`: how many admission allows now.
+        bytes: Bytes of ready and leased groups.
+        kept_bytes: `bytes` and those of trained groups that a resume may bring back.
+    """
 
     tickets: int
     ready: int
@@ -111,8 +122,11 @@ class GroupCounts(msgspec.Struct):
 
 
 class Staleness(msgspec.Struct):
-    """Versions, over the groups of the newest steps. `in_flight` passed between sampling of the oldest token
-    and arrival, `in_queue` between arrival and training; `max_ever` covers the whole run."""
+    """Staleness of the groups of the newest steps, in versions.
+
+    `in_flight` passed from the sampling of a group's oldest token to its arrival, `in_queue` from there to its
+    training. `max_ever` covers the whole run.
+    """
 
     mean: float = 0.0
     max: int = 0
@@ -122,7 +136,7 @@ class Staleness(msgspec.Struct):
 
 
 class Rates(msgspec.Struct):
-    """Per second, over the last minute."""
+    """Events per second over the last minute."""
 
     groups: float = 0.0
     tokens_sampled: float = 0.0
@@ -131,8 +145,10 @@ class Rates(msgspec.Struct):
 
 
 class LearnerStatus(msgspec.Struct):
-    """`wait_share`: part of its time that the learner waited for groups, over its newest steps; `metrics`: the main
-    ones of its newest step, by their names in `metrics.jsonl`."""
+    """The learner in the status. `wait_share`: share of the newest steps' time that it waited for groups.
+
+    `metrics`: the main ones of its newest step, by their names in `metrics.jsonl`.
+    """
 
     session: int = 0
     step: int = 0
@@ -145,10 +161,13 @@ class LearnerStatus(msgspec.Struct):
 
 
 class WorkerStatus(msgspec.Struct):
-    """`wait_share`: part of its slots that was idle because there were no tickets, since its start; `full_share`:
-    because no more episodes were to be open. The episodes' fields are those of `WorkerReport`; `hung_calls`: calls of
-    user code that were given up and have not come back; `waiting_for_servers`: episodes that wait for a vLLM server
-    that may be asked; `cpu_ms_per_episode`: of all episodes, those of evaluations too."""
+    """A worker in the status. Other fields are those of `WorkerReport`.
+
+    Attributes:
+        wait_share: Share of its slots' time, since its start, that was idle because there were no tickets.
+        full_share: The same, because no more episodes were allowed to be open.
+        cpu_ms_per_episode: Over all episodes, those of evaluations too.
+    """
 
     worker_id: str
     host: str
@@ -177,8 +196,13 @@ class WorkerStatus(msgspec.Struct):
 
 
 class ServerStatus(Server):
-    """A server and how it stands: `lag`, versions that it is behind the learner, None before its first proof;
-    `since_s`: seconds in this state; `waits_for`: whom or what it waits for, None while it serves."""
+    """A server in the status.
+
+    Attributes:
+        lag: Versions that it is behind the learner; None before its first proof.
+        since_s: Time in its state, seconds.
+        waits_for: What it waits for; None while it serves.
+    """
 
     lag: int | None = None
     since_s: float = 0.0
@@ -186,7 +210,7 @@ class ServerStatus(Server):
 
 
 class Wait(msgspec.Struct):
-    """`who` waits for `what` since `since_s` seconds."""
+    """`who` has waited for `what` for `since_s` seconds."""
 
     who: str
     what: str
@@ -194,9 +218,15 @@ class Wait(msgspec.Struct):
 
 
 class Stall(msgspec.Struct):
-    """`stalled`: no optimiser step came for `after_s`, the longer of `queue.stall_after_s` and 5 median steps;
-    before the first, ten times `queue.stall_after_s` while the learner holds a step's groups. `since_s`: seconds since
-    the newest, or since everything was there to make one, 0 while things start or load; `why`: the likeliest cause."""
+    """The stall alarm.
+
+    Attributes:
+        stalled: Whether no optimiser step came for `after_s`.
+        since_s: Seconds since the newest step, or since there was everything to make one; 0 while things start or load.
+        why: The likeliest cause.
+        after_s: The longer of `queue.stall_after_s` and 5 median steps; before the first step, ten times
+            `queue.stall_after_s` while the learner holds a step's groups.
+    """
 
     stalled: bool
     since_s: float
@@ -205,8 +235,10 @@ class Stall(msgspec.Struct):
 
 
 class Notice(msgspec.Struct):
-    """What a person should be told once: the first failure of its kind, groups without variance, a changed task file.
-    `id` grows by one from notice to notice, while the queue lives; `who`: the worker that met it, if one did."""
+    """A text that tells a person what to fix, given once.
+
+    `id` grows by one with each notice while the queue runs. `who`: the worker or process that it is about, if any.
+    """
 
     id: int
     kind: str
@@ -230,9 +262,14 @@ class TicketCounts(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """`depth`: groups outstanding, in optimiser steps; `depth_target`: what admission aims at, d of DESIGN.md;
-    `gave_up`: why the run can go no further, if the queue found so; `evaluations`: those that are open and the newest
-    of the others, in the order in which they were asked for."""
+    """State of the run.
+
+    Attributes:
+        depth: Groups outstanding, in optimiser steps. `depth_target`: what admission aims at.
+        drops: Dropped tickets by reason. `rejections`: refused groups by reason.
+        gave_up: Why the run was given up; None if it was not.
+        evaluations: Open ones and the newest of the others, in the order of their requests.
+    """
 
     run: str
     uptime_s: float
@@ -266,8 +303,8 @@ class Status(msgspec.Struct):
 
 
 def episodes_at(status: Status) -> dict[str, int]:
-    """Open episodes of all workers by what they do now; `over` are those that wait for the rest of their group, and
-    the few between two of the others."""
+    """Count the open episodes of all workers by what they do; `over` wait for the rest of their group, or are between
+    two of the others."""
     at = {
         place: sum(getattr(worker, f"episodes_{place}") for worker in status.workers)
         for place in ("generating", "waiting", "in_tools", "in_judgement")

@@ -1,13 +1,13 @@
 """The record of what a run trained: files in `run_dir/record/`, written by the queue and read by `slipstream replay`.
 
 A record is a folder of parts, `part-000001.groups` and so on; the oldest ones may have been deleted. A part begins with
-`MAGIC` and holds entries, one a group, in the order in which the learner acknowledged them: two little-endian uint32
-(bytes of the head, CRC-32 of head and payload), the head in msgpack, and the group's msgpack as it was submitted.
+`RECORD_MAGIC` and holds entries, one a group, in the order in which the learner acknowledged them: two little-endian
+uint32 (bytes of the head, CRC-32 of head and payload), the head in msgpack, and the group's msgpack as submitted.
 
-A kill cuts a part's last entry short; nothing is ever appended to that part afterwards. An entry is written before the
+A kill cuts a part's last entry short; nothing is appended to that part afterwards. An entry is written before the
 ledger is changed, so a step may stand there twice, or be of a time line that a resume gave up: the later entry counts,
-and ends what stands there of its step and of later ones. What is not there whole, as its heads say, is left out, and so
-is all that comes after damage: what stood in the damaged bytes may have ended the time line before.
+and replaces what stands there of its step and of later ones. A batch that is not complete, by its heads, is left out,
+and so is everything after damage: the damaged bytes may have held a resume.
 """
 
 from __future__ import annotations
@@ -30,19 +30,24 @@ RECORD_MAGIC = b"slipstream record 1\n"
 
 _FRAME = struct.Struct("<II")
 
-# Far above any head; what is beyond is not one.
+# Bytes; far above any head.
 _MAX_HEAD = 64 * 1024
 
 
 class RecordError(ValueError):
-    """Not a record, or one that is damaged; the text names file and place."""
+    """The file is no record, or is damaged; the text names file and place."""
 
 
 class Head(msgspec.Struct, frozen=True):
-    """What is said of a group. step, version: of the optimiser step that trained it, which made `version`, or that was
-    tried with it and failed for the reason `dropped`; lease: the batch that it was in; arrival_version: the learner's
-    when the group came; bytes: of the group that follows; groups: of its batch that are recorded with it, None in
-    records of earlier releases."""
+    """Head of a group's entry.
+
+    Attributes:
+        step, version: Of the optimiser step that trained the group, or that failed with it for the reason `dropped`.
+        lease: Id of the group's batch.
+        arrival_version: The learner's version when the group was accepted.
+        bytes: Size of the group that follows.
+        groups: Number of groups of its batch in the record; None in records of earlier releases.
+    """
 
     step: int
     version: int
@@ -56,14 +61,14 @@ class Head(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """Where a group's bytes stand."""
+    """Place of a group's bytes."""
 
     file: Path
     offset: int
     head: Head
 
     def group(self) -> Group:
-        """Read it. Raises `RecordError`."""
+        """Read the group. Raises `RecordError`."""
         with self.file.open("rb") as file:
             file.seek(self.offset)
             try:
@@ -74,8 +79,7 @@ class RecordPosition:
 
 @dataclass
 class RecordedStep:
-    """One optimiser step: the groups that it trained, in their order, and the batches that were tried in vain before
-    it, by their lease."""
+    """One optimiser step: the groups that it trained, in order, and the batches that failed before it, by lease."""
 
     step: int
     version: int
@@ -85,18 +89,18 @@ class RecordedStep:
 
 @dataclass
 class Recorded:
-    """What a record holds of the time line that survived, by step. told: what it does not hold, and why."""
+    """What a record holds of the surviving time line. `told`: what is missing from it, and why."""
 
     steps: list[RecordedStep]
     told: list[str]
 
 
 class _Damage(Exception):
-    """A part's bytes make no sense from here on; the text names file and place."""
+    """A part is damaged from here on; the text names file and place."""
 
 
 def write_entry(file: BinaryIO, head: Head, payload: bytes) -> int:
-    """Append an entry; returns its bytes. Raises `OSError`."""
+    """Append an entry. Returns its size in bytes. Raises `OSError`."""
     encoded = codec.encode(head)
     file.write(_FRAME.pack(len(encoded), zlib.crc32(payload, zlib.crc32(encoded))))
     file.write(encoded)
@@ -105,7 +109,7 @@ def write_entry(file: BinaryIO, head: Head, payload: bytes) -> int:
 
 
 def record_parts(path: Path) -> list[Path]:
-    """The parts of a record, oldest first: of its folder, or the one file that `path` is."""
+    """Return the parts of a record, oldest first. `path`: its folder, or one part."""
     return sorted(path.glob("part-*.groups"), key=part_number) if path.is_dir() else [path]
 
 
@@ -155,13 +159,19 @@ def _with(found: dict[int, RecordedStep], place: RecordPosition) -> dict[int, Re
 
 
 def _whole(steps: list[RecordedStep], damaged: bool) -> tuple[list[RecordedStep], list[str]]:
-    """The steps and batches of which every group is there, and what to say of the others. damaged: the record ends in
-    damage, so that groups of a last step that does not say how many it has may have stood there."""
+    """Separate complete steps and batches from incomplete ones.
+
+    Args:
+        damaged: The record ends in damage, which may have held groups of the last step.
+
+    Returns:
+        The complete steps, and texts about the others.
+    """
     told = []
     for of in steps:
         for lease, places in [*of.left_out.items()]:
             if why := _lacks(places, unknown=damaged and of is steps[-1] and not of.trained):
-                told.append(f"step {of.step}: batch {lease}, which was tried in vain, is left out: {why}")
+                told.append(f"step {of.step}: batch {lease}, which failed, is left out: {why}")
                 del of.left_out[lease]
         if of.trained and (why := _lacks(of.trained, unknown=damaged and of is steps[-1])):
             told.append(f"step {of.step} is left out: {why}; a kill or a full disk cut the record short there")
@@ -186,7 +196,7 @@ def _tickets(step: RecordedStep) -> set[str]:
 
 
 def _entries(path: Path) -> Iterator[RecordPosition]:
-    """The entries of a part, up to one that a kill cut short."""
+    """Yield the entries of a part, up to one that a kill cut short."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

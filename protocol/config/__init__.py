@@ -1,5 +1,7 @@
-"""The run file: one TOML file, read by `load` into a `RunConfig` (`sections` has its settings, `schema` how they must
-fit together, `text` its faults)."""
+"""The run file: one TOML file that `load` reads into a `RunConfig`.
+
+`sections` has the settings, `schema` and the checks how they must fit together, `text` explains faults.
+"""
 
 from protocol.config.checks import Finding
 from protocol.config.load import ConfigError, Need, load, missing_files, parse_overrides, resolve

@@ -1,4 +1,4 @@
-"""Whether an adapter and a quantised base fit with the rest of the run file."""
+"""Checks that an adapter and a quantised base fit the rest of the run file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from protocol.config.checks import Finding
 from protocol.config.sections import LearnerSection, LoraSection, ModelSection, WeightSyncSection
 from protocol.config.sections.base import toml_value
 
-# An adapter starts at nothing and is far smaller than the weights that it stands for.
+# A learning rate too low for an adapter, which starts at zero and is far smaller than the full weights.
 _LITTLE = 5e-6
 
-# What `lora.target_modules` may be beside a list and an expression.
+# Words that `lora.target_modules` may be, beside a list or an expression.
 _KINDS = ("all-linear", "auto")
 
 AdapterOnly = bool | Literal["auto"]
@@ -26,7 +26,7 @@ _WITH_FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 def check_adapter(
     model: ModelSection, learner: LearnerSection, lora: LoraSection, weight_sync: WeightSyncSection | None = None
 ) -> None:
-    """Raises `ValueError`."""
+    """Check the settings of adapter and quantised base. Raises `ValueError`."""
     _check_quantised(model, lora)
     if weight_sync is not None:
         _check_published_alone(weight_sync, model, lora)
@@ -86,15 +86,15 @@ def _check_names(lora: LoraSection) -> None:
 
 
 def pattern_of(key: str) -> str:
-    """The expression by which peft compares a key of `rank_pattern` and `alpha_pattern` with the names of layers
+    """Return the expression by which peft matches a key of `rank_pattern` or `alpha_pattern` with names of layers
     (`peft.utils.other.get_pattern_key`)."""
     return rf"(.*\.)?({key})$"
 
 
 def unservable(model: ModelSection, lora: LoraSection) -> str | None:
-    """Why vLLM cannot serve this adapter beside its base, None if it can: the settings, as they stand in a run file."""
+    """Return the setting for which vLLM cannot serve this adapter beside its base; None if it can."""
     if model.quantised_bits:
-        # The learner's base is what the bits stand for; the server's is the checkpoint.
+        # The learner's base has the quantised values, the server's those of the checkpoint.
         return f"model.load_in_{model.quantised_bits}bit = true"
     if lora.use_dora:
         return "lora.use_dora = true"
@@ -112,16 +112,20 @@ def max_adapter_rank(lora: LoraSection) -> int:
 
 
 def is_adapter_published_alone(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> bool:
-    """Whether versions are adapters in place of merged weights. adapter_only: `weight_sync.adapter_only`; on_gpu:
-    whether the caller's part of the run, servers or learner, is on GPUs. Where they differ, the first publication says
-    so."""
+    """Tell whether versions are published as adapters instead of merged weights.
+
+    Args:
+        adapter_only: `weight_sync.adapter_only`.
+        on_gpu: Whether the caller's part of the run, servers or learner, is on GPUs. If the two parts differ, the
+            first publication says so.
+    """
     if not lora.r or adapter_only is False:
         return False
     return adapter_only is True or (on_gpu and unservable(model, lora) is None)
 
 
 def merged_adapter_message(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> str:
-    """What is to be said of an adapter that is published merged, "" where nothing is."""
+    """Say why an adapter is published merged; "" if there is nothing to say."""
     reason = unservable(model, lora)
     if not lora.r or adapter_only != "auto" or not on_gpu or reason is None:
         return ""

@@ -1,19 +1,9 @@
-"""Whether the settings of optimiser and schedule fit together: what transformers would take without a word, or refuse
-only when the model is loaded.
+"""Checks across settings: optimiser and schedule, algorithm, chat format, time-outs, quorum.
 
-Which settings of [learner] the chosen algorithm reads: one that does nothing must not look as if it did; and which
-do not suit it.
-
-Which settings of [chat] go together: the rules that need neither the model nor the renderers library.
-
-Which names of renderers and parsers there are is the worker's to know (`rollout_worker.chat.build`).
-
-How long a group may take, and what must be more patient than that: a ticket's greatest age, and the learner.
-
-Whether a run has environments its task says, which the run file only names: `check` is run without them where a run
-file is read, and with them where its task is.
-
-Whether as many servers can have a version as its publication wants.
+They refuse what transformers would accept silently or refuse only once the model is loaded, and settings that nothing
+reads. They need neither the model nor the renderers library: which renderers and parsers exist, the worker knows
+(`rollout_worker.chat.build`). Only the task knows whether a run has environments, so `check_patience` runs without them
+when a run file is read, and again with them once the task is imported.
 """
 
 from __future__ import annotations
@@ -73,7 +63,7 @@ SCHEDULE_ARGUMENTS: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Of each schedule that has such, the arguments of which it needs one and no more.
+# Arguments of which a schedule needs exactly one.
 _ONE_OF: Mapping[str, tuple[str, ...]] = {
     "cosine_with_min_lr": ("min_lr_rate", "min_lr"),
     "cosine_warmup_with_min_lr": ("min_lr_rate", "min_lr"),
@@ -85,12 +75,12 @@ _OWN_SETTING = {"lr": "learning_rate", "weight_decay": "weight_decay", "betas": 
 
 
 def check_optimisation(learner: LearnerSection) -> None:
-    """Raises `ValueError`."""
+    """Check that optimiser, schedule and their arguments fit together. Raises `ValueError`."""
     _check_schedule(learner)
     if learner.shard_weights:
         check_sharded_optimisation(learner)
     for name, own in _OWN_SETTING.items():
-        # AdEMAMix has three of them, and the setting takes two.
+        # AdEMAMix has three betas, and the setting takes two.
         if name in learner.optim_args and not (name == "betas" and "ademamix" in learner.optim):
             raise ValueError(
                 f"learner.optim_args = {toml_value(learner.optim_args)}: {name} has a setting of its own; set "
@@ -99,7 +89,7 @@ def check_optimisation(learner: LearnerSection) -> None:
 
 
 def check_sharded_optimisation(learner: LearnerSection) -> None:
-    """Of weights that ranks share out. Raises `ValueError`."""
+    """Check that the optimiser can step on sharded weights. Raises `ValueError`."""
     if learner.optim not in SHARDED:
         raise ValueError(
             f"learner.optim = {learner.optim} with learner.shard_weights = true: it is not known to step on weights "
@@ -139,7 +129,7 @@ _CORRECTED = (
     *("geometric_mask", "decoupled"),
 )
 
-# By setting, where only some algorithms read it: each part of the algorithm that may, with its variants that do.
+# Settings that only some algorithms read: for each part of the algorithm, its variants that read the setting.
 READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "advantage_epsilon": {"advantage": ("grpo", "batch", "gdpo"), "normalise_advantages": (True,)},
     "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
@@ -161,7 +151,7 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "proximal": {"correction": _CORRECTED},
 }
 
-# Of the mean ratio of a rollout, which hardly leaves 1.
+# A wide clip for gspo, since the mean ratio of a rollout hardly leaves 1.
 _WIDE_FOR_GSPO = 0.05
 
 
@@ -180,7 +170,7 @@ def find_algorithm_warnings(learner: LearnerSection) -> list[Finding]:
 
 
 def check_algorithm(learner: LearnerSection) -> None:
-    """Raises `ValueError` for a setting that the run file chooses and nothing reads."""
+    """Check that the algorithm reads every setting that the run file chooses. Raises `ValueError`."""
     for name, readers in READERS.items():
         read = any(getattr(learner, part) in variants for part, variants in readers.items())
         if learner.chooses(name) and not read:
@@ -190,7 +180,7 @@ def check_algorithm(learner: LearnerSection) -> None:
             raise ValueError(f"learner.{name} = {value} does nothing with {chosen}: leave it out, or set {wanted}")
 
 
-# What rendering sets itself, and parameters of transformers' `apply_chat_template`: no variables of a template.
+# Parameters of transformers' `apply_chat_template`, and what rendering sets itself: no variables of a template.
 RESERVED = frozenset(
     {
         *("messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"),
@@ -203,7 +193,7 @@ _FILE = re.compile(r".+\.py:[A-Za-z_]\w*")
 
 
 def check_chat(chat: ChatSection) -> None:
-    """Raises `ValueError` that names the setting, the reason and the remedy."""
+    """Check the settings of the chat format. Raises `ValueError` with setting, reason and remedy."""
     _refuse_empty(chat)
     if ".py:" in chat.parser and not _FILE.fullmatch(chat.parser):
         raise ValueError(f"chat.parser = {chat.parser}: names no function; write it as path/to/file.py:function")
@@ -223,7 +213,7 @@ def check_chat(chat: ChatSection) -> None:
 
 
 def template_settings(chat: ChatSection) -> dict[str, Any]:
-    """Those given that only a template reads."""
+    """Return the given settings that only a template reads."""
     return _given({"chat.template": chat.template, "chat.parser": None if chat.parser == "auto" else chat.parser})
 
 
@@ -247,18 +237,20 @@ def _given(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _refuse(settings: dict[str, Any], why: str) -> None:
-    """Raises `ValueError` for the first of the settings."""
+    """Refuse the first of the settings, if there is one. Raises `ValueError`."""
     for name, value in settings.items():
         raise ValueError(f"{name} = {value}: this setting is {why}; leave one of them out")
 
 
-# What is waited for, as a reader of the run file knows it, with its seconds.
+# A part of a wait: the setting, and its seconds.
 _Part: TypeAlias = tuple[str, float]
 
 
 def ticket_max_age_s(queue: QueueSection, worker: WorkerSection) -> float:
-    """`queue.ticket_max_age_s` with its "auto" worked out: twice environment, episode and rewards, so that whatever a
-    group may take is in it, as an environment is made and reset, and both it and reward functions may reward."""
+    """Resolve `queue.ticket_max_age_s`: "auto" is twice the time-outs of environment, episode and rewards.
+
+    Twice, since an environment is made and reset, and both it and reward functions may reward.
+    """
     if queue.ticket_max_age_s != "auto":
         return queue.ticket_max_age_s
     return 2 * (worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)
@@ -267,7 +259,11 @@ def ticket_max_age_s(queue: QueueSection, worker: WorkerSection) -> float:
 def check_patience(
     queue: QueueSection, worker: WorkerSection, learner: LearnerSection, environments: bool = False
 ) -> None:
-    """environments: whether the run's episodes are played in some. Raises `ValueError`."""
+    """Check that tickets, leases and learner wait long enough for the longest group. Raises `ValueError`.
+
+    Args:
+        environments: Whether episodes run in environments.
+    """
     episode = [("worker.episode_timeout_s", worker.episode_timeout_s)]
     group = [*episode, ("worker.reward_timeout_s", worker.reward_timeout_s)]
     if environments:

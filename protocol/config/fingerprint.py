@@ -1,6 +1,6 @@
-"""What makes a worker's rollouts the learner's: the same tokenizer, chat format and rollout settings.
+"""The fingerprint by which a worker's rollouts fit the learner: same tokenizer, chat format and rollout settings.
 
-Both ends compute it here, each from its own files, so that a tokenizer with two digits swapped does not train unseen.
+Both ends compute it here, each from its own files, so that even a tokenizer with two digits swapped is noticed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NAMES = {"tokenizer": "the tokenizer", "chat": "the chat format, its template o
 
 
 def release() -> str:
-    """This installation's version of Slipstream."""
+    """Return this installation's version of Slipstream."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
@@ -30,14 +30,20 @@ def release() -> str:
 
 
 def digest(value: Any) -> str:
-    """Of a value that JSON can write, or else of how Python writes it; the same on every machine and in every run."""
+    """Return a digest of a value's JSON, or of its `repr` where there is none; the same on every machine."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, default=repr)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
-    """What learner and workers share. `tokenizer`: a transformers tokenizer, fast or slow; its own template counts only
-    where `chat.template` names no other. Raises `ConfigError` where a file of the chat format cannot be read."""
+    """Return the part of the fingerprint that learner and workers share.
+
+    Args:
+        tokenizer: A transformers tokenizer, fast or slow. Its own template counts unless `chat.template` names another.
+
+    Raises:
+        ConfigError: A file of the chat format cannot be read.
+    """
     rollout = config.rollout.model_dump(exclude=_SHAPE_NO_EPISODE)
     return Fingerprint(
         release=release(),
@@ -53,7 +59,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
 
 
 def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
-    """What would make wrong data, in words; None if nothing would. The data set counts where both name it."""
+    """Describe a difference that would make wrong data; None if there is none. Data sets count if both name one."""
     for field, name in _NAMES.items():
         here, there = getattr(expected, field), getattr(given, field)
         if here != there:
@@ -70,8 +76,7 @@ def difference(expected: Fingerprint, given: Fingerprint) -> str | None:
 
 
 def eval_difference(expected: Fingerprint, given: Fingerprint) -> str | None:
-    """How the rows that evaluations take differ, in words; None if they do not, or one of the two does not name
-    them."""
+    """Describe how the eval_datasets differ; None if they do not, or one of the two names none."""
     if None not in (expected.eval_rows, given.eval_rows) and expected.eval_rows != given.eval_rows:
         return f"the eval_dataset has {given.eval_rows} rows, the run's has {expected.eval_rows}"
     if None not in (expected.eval_data, given.eval_data) and expected.eval_data != given.eval_data:
@@ -80,7 +85,7 @@ def eval_difference(expected: Fingerprint, given: Fingerprint) -> str | None:
 
 
 def _chat(config: RunConfig) -> dict[str, Any]:
-    """The chat settings; of a file, what it holds and the name in it: where it lies is each machine's own."""
+    """Return the chat settings, with the contents of files instead of their paths, which may differ by machine."""
     chat = config.chat.model_dump()
     for setting, file in config.chat.files.items():
         *tables, key = setting.split(".")[1:]
@@ -100,6 +105,6 @@ def _tokenizer(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = json.loads(backend.to_str()) if backend is not None else tokenizer.get_vocab()
     if isinstance(rules, dict):
-        # How long a text may be, and what fills it up, is each caller's own.
+        # Truncation and padding are the caller's choice.
         rules = {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
     return digest([rules, getattr(tokenizer, "eos_token", None)])

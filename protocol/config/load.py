@@ -29,34 +29,46 @@ from protocol.config.sections.algorithm import AlgorithmSection
 from protocol.config.sections.presets import PRESETS
 from protocol.config.sections.run import file_of
 
-# What a process needs of the files that a run file names; `tokenizer`: the model's folder, whatever it holds; `chat`:
-# the files of [chat], which workers use and the learner compares; `callbacks`: those of learner.callbacks.
+# Files named by a run file that a process needs. `tokenizer`: the model's folder, whatever it holds; `chat`: the files
+# of [chat], which workers use and the learner compares; `callbacks`: those of learner.callbacks.
 Need = Literal["task", "tokenizer", "model", "chat", "callbacks"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
 
-# Of [learner], one of which is given: an override takes the place of the run file's other one.
+# Settings of [learner] of which one is given: an override of one replaces the run file's other.
 _WHEN_IT_ENDS = ("steps", "epochs")
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 class ConfigError(ValueError):
-    """A run file that cannot be used. Its text names the value and the remedy."""
+    """The run file cannot be used; the text names the value and the remedy."""
 
 
 def load(path: str | Path, overrides: list[str] | None = None, needs: Collection[Need] = ()) -> RunConfig:
-    """The run file at `path` with `--section.key value` overrides; raises `ConfigError`, also where a file that the
-    caller `needs` is missing."""
+    """Read the run file at `path`.
+
+    Args:
+        overrides: Arguments `--section.key value`.
+        needs: Files that must be there.
+
+    Raises:
+        ConfigError: The run file cannot be used, or a needed file is missing.
+    """
     return resolve(path, parse_overrides(overrides or []), "command line", needs)
 
 
 def resolve(
     path: str | Path | None, given: Mapping[tuple[str, str], Any], giver: str, needs: Collection[Need] = ()
 ) -> RunConfig:
-    """The run file at `path`, None for an empty one, with the settings `given`, {(section, key): value}, over its own.
+    """Read the run file at `path` (None: an empty one), with the settings `given` over its own.
 
-    `giver`: where these are from, for messages. Raises `ConfigError` as `load` does.
+    Args:
+        given: {(section, key): value}.
+        giver: Names where these come from, for messages.
+
+    Raises:
+        ConfigError: As `load`.
     """
     values = {} if path is None else _read(Path(path))
     path = Path(giver if path is None else path)
@@ -84,8 +96,10 @@ def resolve(
 
 
 def _forget_preset(learner: dict[str, Any]) -> None:
-    """Take out what a file has only because its own preset, or the default, has it, as a file that was printed whole
-    does: another preset on the command line would otherwise change nothing."""
+    """Remove settings that equal those of the file's own preset or the default, as in a file printed in full.
+
+    Another preset on the command line would otherwise change nothing.
+    """
     own = PRESETS.get(str(learner.get("algorithm", "grpo")), {})
     for name, field in AlgorithmSection.model_fields.items():
         if name in learner and learner[name] == own.get(name, field.default):
@@ -93,7 +107,7 @@ def _forget_preset(learner: dict[str, Any]) -> None:
 
 
 def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
-    """One line for each of `needs` that is not there. A hub name is not looked up."""
+    """Return one line for each needed file that is missing. Hub names are not looked up."""
     faults = []
     model, task = Path(config.model.path), config.task.file
     if {"model", "tokenizer"} & {*needs} and model.is_absolute() and not model.is_dir():
@@ -123,7 +137,7 @@ def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
 
 
 def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
-    """`--section.key value` and `--section.key=value`; values as in TOML, else text. Raises `ConfigError`."""
+    """Parse `--section.key value` and `--section.key=value`; values as in TOML, else text. Raises `ConfigError`."""
     found: dict[tuple[str, str], Any] = {}
     rest = iter(arguments)
     for argument in rest:
@@ -154,7 +168,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _override(section: str, key: str, text: str) -> Any:
-    """The value that `text` writes in TOML, or the text itself where it writes none or the setting is a text."""
+    """Parse `text` as a TOML value; return the text itself if it is none, or the setting is a text."""
     try:
         document = tomllib.loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -166,8 +180,10 @@ def _override(section: str, key: str, text: str) -> Any:
 
 
 def _anchor(values: dict[str, Any], folder: Path) -> None:
-    """Make the paths of task, local model, tokenizer, chat format and callbacks absolute, taken from `folder`; a hub
-    name stays as it is."""
+    """Make the paths of task, local model, tokenizer, chat format and callbacks absolute, relative to `folder`.
+
+    Hub names stay as they are.
+    """
     _anchor_chat(values.get("chat"), folder)
     learner = values.get("learner")
     if isinstance(learner, dict) and isinstance(named := learner.get("callbacks"), list):
@@ -198,12 +214,12 @@ def _absolute(path: str, folder: Path) -> Path:
     return (folder / Path(path).expanduser()).absolute()
 
 
-# What the modules of such files are called, each with the file's own name behind.
+# Modules of imported files are called this with the file's name behind it.
 TASK_MODULE_PREFIX = "slipstream_task_"
 
 
 class _Reached(BaseException):
-    """Ends the import of a file; no error, so that no `except Exception` of the file's holds it up."""
+    """Ends the import of a file. Not an Exception, so that the file's own `except Exception` does not catch it."""
 
 
 class _Importing(NamedTuple):
@@ -215,8 +231,10 @@ _importing: ContextVar[_Importing | None] = ContextVar("importing", default=None
 
 
 def import_for(named: str, setting: str) -> ModuleType:
-    """The module of the file in `named`, path/to/file.py:name, which `setting` has as its value. Raises `ConfigError`
-    where the file cannot be imported; that it has the name is not looked at."""
+    """Import the file of `named` (path/to/file.py:name), the value of `setting`. The name in it is not looked up.
+
+    Raises `ConfigError` if the file cannot be imported.
+    """
     path, _, object_name = named.rpartition(":")
     file = Path(path).resolve()
     spec = importlib.util.spec_from_file_location(f"{TASK_MODULE_PREFIX}{file.stem}", file)
@@ -244,8 +262,10 @@ def import_for(named: str, setting: str) -> ModuleType:
 
 
 def end_import_at(holder: Any) -> None:
-    """End the import of the file that runs, where `holder` is the object, or has the task, that it is imported for:
-    what follows in the file is not for workers. It returns where anything else is wanted, or nothing."""
+    """End the import of the running file if `holder` is, or has, the task that it is imported for.
+
+    What follows in the file is not for workers. Otherwise it returns.
+    """
     importing = _importing.get()
     if importing is None:
         return

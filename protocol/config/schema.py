@@ -1,5 +1,7 @@
-"""The run file as a whole: its sections, what became of older settings, and checks across sections, which name the
-symptom that a wrong setting would show."""
+"""The run file as a whole: its sections, removed settings, and checks across sections.
+
+A check names the symptom that a wrong setting would show.
+"""
 
 from __future__ import annotations
 
@@ -35,15 +37,14 @@ from protocol.config.sections import (
 # Settings of earlier releases that a run file may still hold, and what to write instead. (There is no release yet.)
 REMOVED: dict[tuple[str, str], str] = {}
 
-# "auto" of worker.open_episodes: so many for each slot, as far as they fit in so many bytes.
+# "auto" of worker.open_episodes: episodes for each slot, within this many bytes.
 _OPEN_PER_SLOT, _OPEN_BYTES, _BYTES_PER_TOKEN = 8, 4 * 1024**3, 80
 _TOO_FEW_OPEN = {
     "rollout.group_size": "a group could not be opened",
     "worker.episodes": "some of its slots could never be used",
 }
 
-# What TRL calls settings that many know by that name. slipstream/trl/fields.py has all of them, and may not be imported
-# from here.
+# Settings that many know by TRL's name. slipstream/trl/fields.py has all of them, but may not be imported here.
 TRL_NAMES = {
     "beta": "learner.kl_coef",
     "epsilon": "learner.clip_low",
@@ -78,26 +79,26 @@ class RunConfig(Section):
 
     @property
     def run_file(self) -> Path:
-        """Where `slipstream up` and a script write the resolved run file, for all processes of the run."""
+        """The resolved run file that `slipstream up` or a script writes for all processes of the run."""
         return self.run_dir / "run.toml"
 
     @property
     def token(self) -> str | None:
-        """The run's secret, or the token of the role that this process was given. What is sent is `token_for`."""
+        """The run's secret, or the role's token that this process was given. `token_for` returns what to send."""
         return access.given_token() or self.queue.token
 
     def token_for(self, role: access.Role) -> str | None:
-        """The bearer token that a process of that role sends; None where the run has none."""
+        """Return the bearer token that a process of that role sends; None if the run has none."""
         return access.token_for(self.token, role)
 
     @property
     def ticket_max_age_s(self) -> float:
-        """`queue.ticket_max_age_s` with its "auto" worked out."""
+        """`queue.ticket_max_age_s` with "auto" resolved."""
         return checks.ticket_max_age_s(self.queue, self.worker)
 
     @property
     def max_open(self) -> int:
-        """`worker.open_episodes` with its "auto" worked out."""
+        """`worker.open_episodes` with "auto" resolved."""
         opened, slots = self.worker.open_episodes, self.worker.episodes
         if opened != "auto":
             return opened
@@ -106,13 +107,13 @@ class RunConfig(Section):
 
     @property
     def probe_tolerance(self) -> float:
-        """`weight_sync.probe_tolerance` with its "auto" worked out."""
+        """`weight_sync.probe_tolerance` with "auto" resolved."""
         tolerance = self.weight_sync.probe_tolerance
         return servers.probe_tolerance(self.model.dtype, self.vllm.args) if tolerance == "auto" else tolerance
 
     @property
     def served_dtype(self) -> str:
-        """What the servers compute in: float32, bfloat16 or float16."""
+        """Type that the servers compute in: float32, bfloat16 or float16."""
         return servers.served_dtype(self.model.dtype, self.vllm.args)
 
     @property

@@ -1,4 +1,4 @@
-"""A run file as people read it: as TOML with a comment on every setting, and its faults in one line each."""
+"""Prints run files as TOML with a comment on every setting, and explains their faults in one line each."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SECRETS = ("token",)
 WIDTH = 100
 COMMENT_COLUMN = 32
 
-# What pydantic's error codes mean to someone who writes TOML; {} are filled from the error's context.
+# Meaning of pydantic's error codes for someone who writes TOML; {} are filled from the error's context.
 _MEANINGS = {
     "int_type": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -50,11 +50,14 @@ _MEANINGS = {
 def to_toml(
     config: BaseModel, sections: Collection[str] | None = None, to_be_set: Collection[tuple[str, str]] = ()
 ) -> str:
-    """The resolved run file as TOML, each setting with its description; a token is printed as `***`.
+    """Write the resolved run file as TOML, each setting with its description. A token is printed as `***`.
 
-    sections: those to print, None for all; to_be_set: (section, key) of those without a value as yet.
-    `protocol.config.load` reads the whole text back to an equal run file where it held no token. What a setting has of
-    the preset is a comment: in a file that held it, another `learner.algorithm` would change nothing.
+    `protocol.config.load` reads the whole text back to an equal run file, unless it held a token. Values of the preset
+    are comments: otherwise another `learner.algorithm` would change nothing.
+
+    Args:
+        sections: Sections to print; None for all.
+        to_be_set: (section, key) of settings that have no value yet.
     """
     tables = []
     for section, table in config:
@@ -64,7 +67,7 @@ def to_toml(
         presets = table.left_to_preset() if isinstance(table, AlgorithmSection) else ()
         for key, value in table:
             unset, of_preset = (section, key) in to_be_set, key in presets
-            # Of learner.steps and learner.epochs one is given.
+            # Only one of learner.steps and learner.epochs is given.
             replaced = (section, key) == ("learner", "steps") and table.epochs is not None
             setting = f"# {key} =" if unset or replaced or value is None else f"{key} = {_shown(key, value)}"
             description = str(type(table).model_fields[key].description)
@@ -75,7 +78,7 @@ def to_toml(
 
 
 def _commented(setting: str, comment: str) -> list[str]:
-    """A setting with its comment beside it; above it where the setting is too long for that."""
+    """Write a setting with its comment beside it, or above it if the setting is too long."""
     if len(setting) >= COMMENT_COLUMN:
         return [*("# " + line for line in wrap(comment, WIDTH - 2)), setting]
     beside = wrap(comment, WIDTH - COMMENT_COLUMN - 2)
@@ -85,15 +88,17 @@ def _commented(setting: str, comment: str) -> list[str]:
 def explain(
     path: Path, error: ValidationError, overridden: Collection[tuple[str, str]], overrider: str, schema: type[BaseModel]
 ) -> str:
-    """One line a fault: where it is, the value, what is wrong and what the setting means. `overrider`: where the
-    settings `overridden` are from."""
+    """Explain each fault in one line: place, value, what is wrong, and what the setting means.
+
+    Args:
+        overridden: (section, key) of overridden settings, and `overrider`: where these come from.
+    """
     faults = _one_a_setting(error.errors(include_url=False), schema)
     return "\n".join(dict.fromkeys(_explain_one(fault, str(path), overridden, overrider, schema) for fault in faults))
 
 
 def _one_a_setting(faults: Iterable[ErrorDetails], schema: type[BaseModel]) -> list[ErrorDetails]:
-    """A setting that takes this or that (a number or "auto") has a fault for each, under pydantic's name of the kind:
-    they become one, that names all."""
+    """Merge the faults of one setting: pydantic reports one for each type of a union, such as a number or "auto"."""
     found: list[ErrorDetails] = []
     of: dict[tuple[int | str, ...], ErrorDetails] = {}
     for fault in faults:
@@ -119,13 +124,13 @@ def _is_union(field: FieldInfo) -> bool:
 
 
 def find_field(schema: type[BaseModel], section: str, key: str) -> FieldInfo | None:
-    """The field `section.key` of a run file, None if there is none."""
+    """Return the field `section.key` of a run file; None if there is none."""
     table = _section(schema, section)
     return table.model_fields.get(key) if table else None
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was most likely meant to be, if any: first of all the same parts, reordered."""
+    """Return the word that `word` was most likely meant to be, if any; one with the same parts reordered first."""
     words, parts = list(words), sorted(word.split("_"))
     if reordered := [known for known in words if sorted(known.split("_")) == parts]:
         return reordered[0]
@@ -133,8 +138,10 @@ def nearest(word: str, words: Iterable[str]) -> str | None:
 
 
 def nearest_all(word: str, words: Iterable[str], default: str = "") -> list[str]:
-    """Those of `words` that `word` was most likely meant to be: several where they are equally near. Where the default
-    begins with it (adamw), the default and what that is a further kind of."""
+    """Return the words that `word` was most likely meant to be, several if they are equally near.
+
+    If the default begins with `word` (adamw), the default and the words that it begins with.
+    """
     word, known = word.lower().replace("-", "_"), list(words)
     if default.startswith(f"{word}_"):
         return [found for found in known if found.startswith(word) and default.startswith(found)]
@@ -143,13 +150,13 @@ def nearest_all(word: str, words: Iterable[str], default: str = "") -> list[str]
 
 
 def settings(schema: type[BaseModel]) -> list[str]:
-    """The names of all settings, as section.key."""
+    """Return the names of all settings, as section.key."""
     tables = {section: _section(schema, section) for section in schema.model_fields}
     return [f"{section}.{key}" for section, table in tables.items() if table for key in table.model_fields]
 
 
 def named(schema: type[BaseModel], key: str) -> list[str]:
-    """The settings that are called `key` in any section, or by TRL, as section.key."""
+    """Return the settings called `key` in any section, or by TRL, as section.key."""
     own = [name for name in settings(schema) if name.endswith(f".{key}")]
     return own or [ours for name, ours in TRL_NAMES.items() if name == key]
 
@@ -191,7 +198,7 @@ def _explain_one(
 
 
 def _meant(fault: ErrorDetails, field: FieldInfo) -> str:
-    """The values of a setting with a list that a misspelt one is near to."""
+    """Suggest values that a misspelt one is near to."""
     if fault["type"] != "literal_error" or not isinstance(fault["input"], str):
         return ""
     values = [value for value in get_args(field.annotation) if isinstance(value, str)]
@@ -200,8 +207,10 @@ def _meant(fault: ErrorDetails, field: FieldInfo) -> str:
 
 
 def _names_any(meaning: str, settings: Collection[tuple[str, str]], section: str) -> bool:
-    """Whether what is wrong is said of one of the settings: before the colon, as what follows is the remedy. Those of
-    `section` may stand there without it."""
+    """Tell whether a text blames one of the settings: it names it before the colon, since the remedy follows.
+
+    Settings of `section` may be named without it.
+    """
     what = meaning.partition(": ")[0]
     names = [rf"{of}\.{key}" if of != section else rf"({of}\.)?{key}" for of, key in settings]
     return any(re.search(rf"(?<![\w.]){name}\b", what) for name in names)

@@ -1,23 +1,12 @@
-"""The queue's memory of evaluations: open ones with their rows, and the newest of those that have ended.
+"""Evaluations: their memory, their metrics, and the decisions on them. Pure: memory in, decision out.
 
-Evaluations stand outside admission, the ledger's sums and leases. `eval_tickets` reads this and decides; `apply` alone
-changes it. Deadlines are kept here only: after a restart of the queue each ticket and evaluation gets its full time
-again.
+They stand outside admission, the ledger's sums and leases. A row is issued until a group of it is accepted or its
+attempts are used up; then it counts as failed. An evaluation ends when all of its rows have ended, at its deadline, or
+with the run, whichever is first. A row sampled between a swap and its proof has not ended before the proof holds (I5):
+if the proof fails the row is issued again, and an evaluation that ends without it counts the row as failed.
 
-What an evaluation has come to: figures over the rows that are done, added up row by row.
-
-Rows of an evaluation whose weights were swapped in and are not proven yet: it ends with their proof (I5).
-
-The end of an evaluation: when it has come, and what it came to. Pure: memory in, decision out.
-
-`eval_tickets` has the rules in words. No evaluation is complete while weights that sampled for it wait for their proof.
-
-Decisions on evaluations: ask, issue, submit, fail, expire. Pure: memory in, decision out.
-
-A row of an evaluation is issued until a group of it is accepted, or its attempts are used up; then it counts as failed.
-An evaluation ends when all of its rows have, or at its deadline, or with the run, whichever is first. A row that was
-sampled between a swap and its proof is not at its end before the proof holds (I5): where it fails, the row is issued
-again, and an evaluation that ends without it counts the row as failed.
+Only `apply` changes the memory. Deadlines are kept here only: after a restart of the queue each ticket and evaluation
+gets its full time again.
 """
 
 from __future__ import annotations
@@ -49,12 +38,12 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.ledger.servers import ServerRegistry
 
-# The policy was cut off, and did not end by itself.
+# Finish reasons of a policy that was cut off.
 _CUT_OFF = ("length", "context")
 
 
 def row_result(group: Group, facts: GroupFacts) -> RowResult:
-    """What is kept of a valid group of an evaluation."""
+    """Reduce a valid group of an evaluation to what is kept of it."""
     by_name: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in group.rollouts:
         for name, value in rollout.reward_components.items():
@@ -70,7 +59,7 @@ def row_result(group: Group, facts: GroupFacts) -> RowResult:
 
 
 class _Mean(msgspec.Struct):
-    """Mean and sample deviation of values that come one by one (the latter by Welford 1962)."""
+    """Mean and sample standard deviation of values added one by one (Welford 1962)."""
 
     count: int = 0
     total: float = 0.0
@@ -92,7 +81,7 @@ class _Mean(msgspec.Struct):
 
 
 class EvalTally:
-    """Takes in rows at their end, each once; `evaluation` costs the same however many they are."""
+    """Adds up ended rows, each once. `evaluation` costs the same however many there are."""
 
     def __init__(self, rows: Iterable[EvalRow] = ()) -> None:
         self.failures: Counter[str] = Counter()
@@ -111,7 +100,7 @@ class EvalTally:
         return self._rewards.count + self.failures.total()
 
     def add(self, row: EvalRow) -> None:
-        """Count a row, if it is at its end."""
+        """Count a row if it has ended."""
         if row.state is EvalRowState.FAILED:
             self.failures[row.reason or reasons.OTHER] += 1
         if row.state is not EvalRowState.DONE or (result := row.result) is None:
@@ -129,7 +118,7 @@ class EvalTally:
         self._versions = (min(seen), max(seen)) if seen else None
 
     def and_also(self, rows: Iterable[EvalRow]) -> EvalTally:
-        """This tally with further rows, while it stays as it is."""
+        """Return a copy of this tally with further rows."""
         more = deepcopy(self)
         for row in rows:
             more.add(row)
@@ -138,7 +127,7 @@ class EvalTally:
     def evaluation(
         self, record: EvalRecord, seconds: float, ended: Ended | None = None, waits_for: str | None = None
     ) -> Evaluation:
-        """The evaluation as people see it; of one that has ended, rows that came to no end count as failed."""
+        """Return the evaluation for people. Once it has ended, rows that have not count as failed."""
         failures, rows = dict(self.failures), record.rows
         if ended is not None and rows is not None and (left := rows - self.ended) > 0:
             reason = reasons.RUN_FINISHED if ended == "run_over" else reasons.DEADLINE
@@ -169,12 +158,12 @@ class EvalTally:
         )
 
 
-# Tickets that were accepted and of which nothing else is known any more: a repeat is still answered as one.
+# Accepted tickets that are remembered, so that a repeat is recognised.
 _MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:
-    """One that has not ended: its record, its rows by number, those of them to be issued again, and their tally."""
+    """An evaluation that has not ended: its record, its rows by number, those to issue again, and their tally."""
 
     def __init__(self, record: EvalRecord) -> None:
         self.record = record
@@ -195,7 +184,13 @@ class OpenEvaluation:
 
 
 class Evaluations:
-    """`config` gives the time-outs; `now` is the clock that deadlines are in, seconds."""
+    """Open evaluations, and the newest of those that have ended.
+
+    Args:
+        config: Gives the time-outs.
+        contents: What the store held at the start.
+        now: Current time of the clock that deadlines are in, seconds.
+    """
 
     def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
         self.config = config
@@ -212,12 +207,12 @@ class Evaluations:
 
     @property
     def open(self) -> list[OpenEvaluation]:
-        """In the order in which they were asked for."""
+        """In the order of their requests."""
         return list(self._open.values())
 
     @property
     def ended(self) -> list[EvalRecord]:
-        """In the order in which they were asked for."""
+        """In the order of their requests."""
         return [self._ended[number] for number in sorted(self._ended)]
 
     @property
@@ -228,11 +223,11 @@ class Evaluations:
         return self._open[number]
 
     def ticket(self, ticket_id: str) -> EvalRow | None:
-        """The row that a ticket is out for, if it is."""
+        """Return the row of a ticket that is with a worker; None for any other."""
         return self._tickets.get(ticket_id)
 
     def was_accepted(self, ticket_id: str) -> bool:
-        """Whether a ticket gave its group, as far as that is remembered."""
+        """Tell whether a ticket's group was accepted, as far as that is remembered."""
         return ticket_id in self._accepted
 
     def held_by(self, worker_id: str) -> list[EvalRow]:
@@ -245,22 +240,22 @@ class Evaluations:
         self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:
-        """Whether a ticket that is out is older than any may grow, however often it was renewed."""
+        """Tell whether a ticket has reached the maximum age, however often it was renewed."""
         return self._ticket_deadlines.has_outlived(ticket_id, now)
 
     def expired_tickets(self, now: float) -> list[EvalRow]:
         return [self._tickets[ticket_id] for ticket_id in self._ticket_deadlines.expired(now)]
 
     def expired(self, now: float) -> list[OpenEvaluation]:
-        """Those whose own time is over."""
+        """Return the open evaluations whose own time is over."""
         return [self._open[number] for number, due in self._deadlines.items() if due <= now]
 
     def next_deadline(self) -> float:
-        """Infinity where nothing is open."""
+        """Return the first deadline; infinity if nothing is open."""
         return min([self._ticket_deadlines.soonest(), *self._deadlines.values()])
 
     def apply(self, change: EvalChange, now: float) -> None:
-        """Make a change that is on disk take effect."""
+        """Apply a change that the store has committed."""
         for record in change.records:
             self._enter(record, now)
         for row in change.rows:
@@ -293,7 +288,7 @@ class Evaluations:
             self._accepted[row.id] = None
             while len(self._accepted) > _MAX_ACCEPTED:
                 del self._accepted[next(iter(self._accepted))]
-        if found is None:  # its evaluation ended with it
+        if found is None:  # the evaluation has ended
             return
         before = found.rows.get(row.index)
         if before is not None:
@@ -309,12 +304,12 @@ class Evaluations:
 
 
 def unproven_rows(rows: Iterable[EvalRow], fleet: ServerRegistry) -> list[EvalRow]:
-    """Those that are done and whose weights wait for their proof."""
+    """Return the rows that are done and whose weights wait for their proof."""
     return [row for row in rows if _unproven(row, fleet) is not None]
 
 
 def awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
-    """What an evaluation waits for of which every row has ended: the proof; None while there is more to sample."""
+    """Describe the proof that an evaluation waits for whose rows have all ended; None while there is more to sample."""
     if of.record.rows is None or of.tally.ended < of.record.rows:
         return None
     names = sorted({name for row in of.rows.values() if (name := _unproven(row, fleet)) is not None})
@@ -322,7 +317,7 @@ def awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
 
 
 def without_unproven(of: OpenEvaluation, fleet: ServerRegistry) -> OpenEvaluation:
-    """As if the rows whose proof has not come had failed."""
+    """Return the evaluation with its unproven rows counted as failed."""
     unproven = unproven_rows(of.rows.values(), fleet)
     if not unproven:
         return of
@@ -336,23 +331,26 @@ def without_unproven(of: OpenEvaluation, fleet: ServerRegistry) -> OpenEvaluatio
 
 
 def _unproven(row: EvalRow, fleet: ServerRegistry) -> str | None:
-    """The server whose proof a row that is done waits for."""
+    """Return a server whose proof a done row waits for; None if there is none."""
     return None if row.result is None else fleet.unproven(GroupFacts(servers=row.result.servers))
 
 
-# What ended stays for the status, and for a learner that was away; its own file has all.
+# A learner that reconnects needs these, and the status shows them; evaluations.jsonl holds the rest.
 MAX_ENDED = 256
 
 
 def finish(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
-    """End with the run what is still open."""
+    """End all open evaluations with the run."""
     ended = [ended_record(without_unproven(of, fleet), "run_over", wall_time) for of in evaluations.open]
     return without_oldest(evaluations, EvalChange(records=tuple(ended)))
 
 
 def judge(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
-    """After a change of the `fleet`: rows of open evaluations are issued again that were sampled by weights that failed
-    their proof, or that left service before it (I5); and those evaluations end whose last proof this was."""
+    """React to a change of the `fleet` (I5).
+
+    Rows sampled by weights that failed their proof, or left service before it, are issued again. Evaluations whose last
+    missing proof this was end.
+    """
     tainted = [
         msgspec.structs.replace(row, state=EvalRowState.AGAIN, result=None, reason=reasons.UNVERIFIED_SERVER)
         for of in evaluations.open
@@ -372,7 +370,7 @@ def judge(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> 
 
 
 def with_ends(evaluations: Evaluations, fleet: ServerRegistry, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
-    """The rows' change, and the end of evaluations of which they are the last, where nothing waits for a proof."""
+    """Change rows, and end the evaluations of which they are the last, unless some wait for a proof."""
     by_evaluation: dict[int, list[EvalRow]] = {}
     for row in rows:
         by_evaluation.setdefault(row.evaluation, []).append(row)
@@ -392,38 +390,40 @@ def ended_record(of: OpenEvaluation, how: Ended, wall_time: float, last: Iterabl
 
 
 def without_oldest(evaluations: Evaluations, change: EvalChange) -> EvalChange:
-    """Forget the oldest of those that have ended, where they become too many."""
+    """Forget the oldest ended evaluations beyond MAX_ENDED."""
     over = len(evaluations.ended) + len(change.records) - MAX_ENDED
     oldest = [record.number for record in evaluations.ended[: max(0, over)]]
     return msgspec.structs.replace(change, removed=(*change.removed, *oldest))
 
 
-# More than this many would mean that none ever ends before the next two are due.
+# More open evaluations mean that they take longer than the steps between them.
 MAX_OPEN = 16
 
-# Of one answer to a worker.
+# Tickets in one answer to a worker.
 _MAX_TICKETS = 1024
 
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """A worker that asks for tickets: it has room for so many `episodes`, and may hold `most` of evaluations in all;
-    one group it may always hold."""
+    """A worker that asks for tickets: it has room for `episodes`, and may hold `max_episodes` of evaluations in all.
+
+    One group it may always hold.
+    """
 
     worker_id: str
     episodes: int
-    most: int
+    max_episodes: int
 
 
 def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capacity: int) -> Asking:
-    """A worker of `capacity` episodes asks for `wanted` tickets, which it counts as if all were the training's."""
-    most = capacity if run.all_steps_made else int(config.eval.share * capacity)
-    return Asking(worker_id, wanted * config.rollout.group_size, most)
+    """Describe the request of a worker of `capacity` episodes for `wanted` tickets, counted as training tickets."""
+    max_episodes = capacity if run.all_steps_made else int(config.eval.share * capacity)
+    return Asking(worker_id, wanted * config.rollout.group_size, max_episodes)
 
 
 def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wall_time: float) -> Decision:
-    """Open an evaluation; nothing changes if its step has one. Refuses one more than MAX_OPEN (EVALUATIONS_OPEN)."""
+    """Open an evaluation unless its step has one. Refuses more than MAX_OPEN (EVALUATIONS_OPEN)."""
     record = EvalRecord(
         number=run.evaluations,
         step=request.step,
@@ -450,10 +450,14 @@ def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wal
 def issue(
     evaluations: Evaluations, run: RunState, served_version: int | None, serial: int, asking: Asking, wall_time: float
 ) -> EvalChange:
-    """Tickets for a worker, of the oldest evaluation first; of each, rows that failed come first. `serial`: training
-    tickets issued so far."""
+    """Issue tickets to a worker: the oldest evaluation first, and in each the rows to issue again first.
+
+    Args:
+        served_version: Lowest version that serves; None if no server serves.
+        serial: Training tickets issued so far.
+    """
     held = evaluations.episodes_of(evaluations.held_by(asking.worker_id))
-    left = min(asking.episodes, asking.most - held)
+    left = min(asking.episodes, asking.max_episodes - held)
     records: list[EvalRecord] = []
     issued: list[EvalRow] = []
     for of in evaluations.open:
@@ -487,7 +491,7 @@ def issue(
 
 
 def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> str | None:
-    """What keeps tickets of an open evaluation from being issued; None if nothing does."""
+    """Say what keeps tickets of an open evaluation from being issued; None if nothing does."""
     if served_version is None:
         return "a server that serves"
     if served_version < record.version:
@@ -498,7 +502,7 @@ def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> 
 
 
 def views(evaluations: Evaluations, run: RunState, fleet: ServerRegistry, wall_time: float) -> list[Evaluation]:
-    """All of them as people see them, in the order in which they were asked for."""
+    """Return all evaluations for people, in the order of their requests."""
     found = [(record.number, record.result) for record in evaluations.ended if record.result is not None]
     for of in evaluations.open:
         seconds = max(0.0, wall_time - of.record.asked_at)
@@ -508,7 +512,7 @@ def views(evaluations: Evaluations, run: RunState, fleet: ServerRegistry, wall_t
 
 
 def message(evaluations: Evaluations, run: RunState, row: EvalRow) -> Ticket:
-    """The ticket as a worker sees it."""
+    """Return the ticket as a message to the worker."""
     record = evaluations.of(row.evaluation).record
     return Ticket(
         id=row.id,
@@ -524,7 +528,7 @@ def message(evaluations: Evaluations, run: RunState, row: EvalRow) -> Ticket:
 
 
 def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -> list[EvalRow]:
-    """The worker's tickets that it does not have: the answer was lost, or it was restarted under its name."""
+    """Return the worker's tickets that it does not have: an answer was lost, or it was restarted under its name."""
     held = set(have)
     return [row for row in evaluations.held_by(worker_id) if row.id not in held]
 
@@ -532,13 +536,13 @@ def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -
 def submit(
     evaluations: Evaluations, fleet: ServerRegistry, row: EvalRow, result: RowResult, wall_time: float
 ) -> EvalChange:
-    """Take in what a valid group came to."""
+    """Accept the result of a valid group."""
     done = msgspec.structs.replace(row, state=EvalRowState.DONE, result=result, reason=None)
     return with_ends(evaluations, fleet, [done], wall_time)
 
 
 def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
-    """Refuses a group whose ticket is not out (TICKET_ENDED), unless it was accepted before."""
+    """Refuse a group whose ticket is not with a worker (TICKET_ENDED), unless it was accepted before."""
     if not evaluations.was_accepted(ticket_id):
         raise Refusal(
             reasons.TICKET_ENDED, f"ticket {ticket_id} of an evaluation is not out any more: it or the evaluation ended"
@@ -548,12 +552,12 @@ def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
 def fail(
     evaluations: Evaluations, fleet: ServerRegistry, row: EvalRow, reason: str, retryable: bool, wall_time: float
 ) -> EvalChange:
-    """A ticket yielded no group."""
+    """End a ticket that yielded no group."""
     return with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
 
 
 def give_back(evaluations: Evaluations, fleet: ServerRegistry, worker_id: str, wall_time: float) -> EvalChange:
-    """Issue the rows of a worker that was refused again. They are not to blame, so no attempt is counted."""
+    """Issue the rows of a refused worker again, without counting an attempt."""
     held = evaluations.held_by(worker_id)
     failed = [_failed(evaluations, row, reasons.FINGERPRINT, retryable=True) for row in held]
     return with_ends(evaluations, fleet, failed, wall_time)
@@ -574,18 +578,18 @@ def expire(evaluations: Evaluations, fleet: ServerRegistry, now: float, wall_tim
 
 
 def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
-    """Forget what belongs to steps that the new session makes anew, and everything where it is a fresh start."""
+    """Forget evaluations of steps that the new session makes anew; all of them at a fresh start."""
     gone = [record.number for record in evaluations.records if record.step > message.step or not message.resume]
     return EvalChange(removed=tuple(gone))
 
 
 def _rows_of_data(run: RunState) -> int | None:
-    """Rows of the eval_dataset, as the session's workers say."""
+    """Return the rows of the eval_dataset by the session's workers; None if unknown."""
     return run.data.eval_rows if run.data is not None and run.data_session == run.session else None
 
 
 def _sized(record: EvalRecord, run: RunState) -> EvalRecord:
-    """The record with its number of rows, which a worker has told."""
+    """Return the record with its number of rows, once a worker has reported the data set's."""
     there = _rows_of_data(run)
     if record.rows is not None or there is None:
         return record
@@ -593,7 +597,7 @@ def _sized(record: EvalRecord, run: RunState) -> EvalRecord:
 
 
 def _new_rows(record: EvalRecord) -> Iterator[EvalRow]:
-    """Rows that were never issued, as if an attempt before their first had been."""
+    """Yield rows that were never issued, as if there had been an attempt before the first."""
     for number in range(record.next_row, record.rows or 0):
         yield EvalRow(record.number, number, -1, 0, "", 0)
 

@@ -25,7 +25,10 @@ LORA = {"r": 16}
     [
         ({"lora": {"lora_alpha": 8}}, r"lora.lora_alpha = 8 does nothing without lora.r: set lora.r, to 16"),
         ({"lora": {"target_modules": ["q_proj"]}}, r'lora.target_modules = \["q_proj"\] does nothing without lora.r'),
-        ({"lora": {**LORA, "lora_dropout": 0.1}}, r"lora.lora_dropout = 0.1: must be at most 0.*would not be those"),
+        (
+            {"lora": {**LORA, "lora_dropout": 0.1}},
+            r"lora.lora_dropout = 0.1: must be at most 0.*would not be the sampler's",
+        ),
         ({"lora": {**LORA, "init_lora_weights": "pissa"}}, r'init_lora_weights.*must be true or "gaussian"'),
         ({"lora": {**LORA, "init_lora_weights": False}}, r"init_lora_weights.*start away from it"),
         ({"lora": {**LORA, "target_modules": []}}, r"target_modules.*must name a layer"),

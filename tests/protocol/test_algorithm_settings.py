@@ -108,7 +108,7 @@ def test_an_unknown_preset_is_told_with_the_ones_there_are(tmp_path: Path) -> No
     ],
 )
 def test_a_misspelt_preset_is_told_which_was_meant(tmp_path: Path, value: str, meant: str) -> None:
-    assert f"; did you mean {meant}? (what a step learns" in refusal(tmp_path, f'algorithm = "{value}"')
+    assert f"; did you mean {meant}? (preset of the settings below" in refusal(tmp_path, f'algorithm = "{value}"')
     assert "did you mean" not in refusal(tmp_path, 'algorithm = "adam"')
 
 

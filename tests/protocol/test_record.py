@@ -141,7 +141,7 @@ def test_a_batch_that_was_tried_in_vain_is_left_out_where_it_is_not_whole(tmp_pa
     read = trained_record.read_record(tmp_path)
     assert found(tmp_path) == [(1, 1, ["1.0"])]
     assert not read.steps[0].left_out
-    assert read.told == ["step 1: batch a, which was tried in vain, is left out: 1 of its 2 groups are there"]
+    assert read.told == ["step 1: batch a, which failed, is left out: 1 of its 2 groups are there"]
 
 
 def test_what_comes_before_damage_can_be_replayed_and_the_rest_has_a_remedy(tmp_path: Path) -> None:

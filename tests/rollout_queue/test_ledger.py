@@ -85,7 +85,7 @@ class QueueMachine(SabotagedQueue):
         self.now += seconds
         self.commit(tickets.expire(self.ledger, self.now))
         ages = [self.now - self.issued_at[r.id] for r in self.ledger.tickets(TicketState.ISSUED)]
-        assert max(ages, default=0.0) < MAX_AGE_S, "hole 7: a ticket is held for ever"
+        assert max(ages, default=0.0) < MAX_AGE_S, "a ticket is held for ever"
 
     # Weight sync.
 
@@ -182,7 +182,7 @@ class QueueMachine(SabotagedQueue):
         self.commit(decision)
         held = {record.id for record in self.ledger.leased(lease_id)}
         gone = leases.revoked(self.ledger, self.fleet, lease_id, have)
-        assert {i for i in have if i not in gone} <= held, "hole 7: the learner is not told what it has lost"
+        assert {i for i in have if i not in gone} <= held, "the learner does not hear what it has lost"
 
     @rule(lease_id=st.sampled_from(["a", "b"]))
     def release(self, lease_id: str) -> None:
@@ -285,7 +285,9 @@ class QueueMachine(SabotagedQueue):
         assert len(held) == self.ledger.outstanding <= CONFIG.queue.capacity_groups
         assert sum(r.group.bytes for r in held) == self.ledger.bytes <= CONFIG.queue.capacity_bytes
         kept = [r for state in HOLDS_PAYLOAD for r in self.ledger.tickets(state)]
-        assert sum(r.group.bytes for r in kept) == self.ledger.kept_bytes <= CONFIG.queue.capacity_bytes, "hole 6"
+        assert sum(r.group.bytes for r in kept) == self.ledger.kept_bytes <= CONFIG.queue.capacity_bytes, (
+            "the bytes do not add up"
+        )
 
     @invariant()
     def payloads_of_live_groups_are_kept_and_no_others(self) -> None:

@@ -1,7 +1,4 @@
-"""What an optimiser step does with rewards and log-probs: an objective, and what the loss holds beside it.
-
-How rewards and log-probs become losses: advantage, objective, normaliser, correction, masks, and presets by name.
-"""
+"""Settings of the algorithm: what an optimiser step makes of rewards and log-probs."""
 
 from __future__ import annotations
 
@@ -40,29 +37,29 @@ class ObjectiveSection(Section):
         "decoupled_ppo",
     ] = setting(
         "grpo",
-        description="what a step learns, by name: sets some of the settings beneath, as docs/algorithms.md lists them; "
-        "what is set beside it goes first",
+        description="preset of the settings below, by name, as docs/algorithms.md lists them; a setting of your own "
+        "overrides the preset",
         why="the one that most people know",
     )
     advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
         "grpo",
-        description="of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the population's std; "
-        "dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as grpo for each "
-        "reward function, summed, and then normalised over the step",
+        description="advantage of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the "
+        "population's std; dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as "
+        "grpo for each reward function, summed, and then normalised over the step",
         why="what most people mean by GRPO",
     )
     advantage_epsilon: float = setting(
-        1e-4, gt=0, le=1, description="what is added to the deviation before it divides", why="TRL's"
+        1e-4, gt=0, le=1, description="added to the standard deviation before the division", why="TRL's"
     )
     reward_clip: tuple[float, float] | None = setting(
         None,
         strict=False,
-        description="rewards are held within [low, high] before advantages are computed",
-        why="a reward means what it says",
+        description="rewards are clipped to [low, high] before advantages are computed",
+        why="rewards count as they are",
     )
     normalise_advantages: bool = setting(
         False,
-        description="advantages are shifted and scaled to mean 0 and deviation 1 over the step",
+        description="normalise advantages to mean 0 and standard deviation 1 over the step",
         why="the advantage has its own scale; TRL's",
     )
     objective: Literal[
@@ -90,8 +87,8 @@ class ObjectiveSection(Section):
     delta: float | Literal["none"] = setting(
         4.0,
         validate_default=True,
-        description="ppo_clip, gspo, sequence_clip: most that the ratio counts for where the advantage is negative, "
-        "which the clip leaves unbounded, or none; beyond it a token has no gradient",
+        description="ppo_clip, gspo, sequence_clip: maximum ratio where the advantage is negative, which the clip "
+        "leaves unbounded, or none; beyond it a token has no gradient",
         why="INTELLECT-2's, for asynchronous training; 3, the dual clip's, gives up bad tokens earlier",
     )
     dppo_divergence: Literal["tv", "kl"] = setting(
@@ -102,12 +99,12 @@ class ObjectiveSection(Section):
     )
     dppo_threshold: float | Literal["auto"] = setting(
         "auto",
-        description="dppo: a token that has moved farther, the way that its advantage says, loses its gradient; auto "
-        "is 0.15 for tv, 0.05 for kl",
-        why="what its authors ran each with",
+        description="dppo: a token that has moved farther than this in the direction of its advantage loses its "
+        "gradient; auto is 0.15 for tv, 0.05 for kl",
+        why="its authors' values",
     )
     dppo_ratio_max: float = setting(
-        20.0, gt=1, le=10**6, description="dppo: most that a ratio counts for", why="its authors' code has it"
+        20.0, gt=1, le=10**6, description="dppo: maximum of the ratio", why="its authors' code has it"
     )
     sapo_temperature_pos: float = setting(
         1.0,
@@ -153,7 +150,7 @@ class ObjectiveSection(Section):
         "decoupled",
     ] = setting(
         "none",
-        description="what is done about tokens that an older version sampled, from r = p of the proximal policy / p of "
+        description="correction for tokens that an older version sampled, by r = p of the proximal policy / p of "
         "the sampler: token_* "
         "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
         "bounds, *_mask leave out what is outside; geometric_mask leaves out rollouts by the mean of log r and weights "
@@ -188,13 +185,13 @@ class ObjectiveSection(Section):
         le=1000,
         description="rollouts of negative advantage are left out where the mean of log sampler - log policy over their "
         "tokens is above this",
-        why="off; DeepSeek-V3.2 and TRL have the same switch, and 0.5 is a usual value",
+        why="off; DeepSeek-V3.2 and TRL have the same option, and 0.5 is a usual value",
     )
     top_entropy_quantile: float = setting(
         1.0,
         ge=0,
         le=1,
-        description="only this share of the step's tokens is learnt from: those where the policy's entropy is highest",
+        description="train only this share of the step's tokens: those with the highest entropy of the policy",
         why="all; 0.2 in the paper on forking tokens, at the price of a forward pass for steps of several rows",
     )
 
@@ -227,7 +224,7 @@ class ObjectiveSection(Section):
     def _delta_is_beyond_the_clip(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "none":
             return value
-        if not is_number(value, above=1, most=1e6):
+        if not is_number(value, above=1, maximum=1e6):
             raise ValueError("must be 'none' or a number above 1 and at most 1e6")
         highest = 1 + info.data.get("clip_high", 0.0)
         if value <= highest and info.data.get("objective") in CLIPPED:
@@ -242,7 +239,7 @@ class ObjectiveSection(Section):
     def _some_token_is_beyond_the_threshold(cls, value: Any, info: ValidationInfo) -> Any:
         if value == "auto":
             return value
-        if not is_number(value, above=0, most=20):
+        if not is_number(value, above=0, maximum=20):
             raise ValueError("must be 'auto' or a number above 0 and at most 20")
         if value >= 1 and info.data.get("dppo_divergence") == "tv":
             raise ValueError(
@@ -274,8 +271,8 @@ class AlgorithmSection(ObjectiveSection):
     )
     kl_in_reward: bool = setting(
         False,
-        description="the KL is taken from each rollout's reward, summed over its tokens, in place of the loss; "
-        "rollouts.jsonl shows rewards and advantages without it",
+        description="subtract the KL, summed over a rollout's tokens, from its reward instead of adding it to the "
+        "loss; rollouts.jsonl shows rewards and advantages without it",
         why="in the loss, each token has its own",
     )
     kl_bias_correction: bool = setting(
@@ -300,8 +297,8 @@ class AlgorithmSection(ObjectiveSection):
         0.0,
         ge=0,
         le=10,
-        description="the mean entropy of the trained tokens, in nats, times this is taken from the loss",
-        why="without a bound it makes noise of a policy that has nothing to learn from",
+        description="the mean entropy of the trained tokens, in nats, times this is subtracted from the loss",
+        why="unbounded, it turns a policy that has nothing to learn from into noise",
     )
     router_aux_loss_coef: float = setting(
         0.0,

@@ -1,4 +1,4 @@
-"""What a section and a setting are, the bounds that settings share, and how a value is written."""
+"""The base of all sections: a setting with its reason, shared bounds, and values as TOML."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-WILDCARDS = ("0.0.0.0", "::")  # all addresses of a machine: to listen on, and not to go to
+WILDCARDS = ("0.0.0.0", "::")  # all addresses of a machine: for listening, not for connecting
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]
@@ -20,12 +20,18 @@ Seconds = Annotated[float, Field(gt=0, le=7 * 24 * 3600)]
 
 
 def setting(default: Any, *, description: str, why: str, **bounds: Any) -> Any:
-    """A setting with a default, and the reason for that."""
+    """Declare a setting.
+
+    Args:
+        default: Its default, and `why`: the reason for it.
+        description: What it does; shown in errors and in docs/settings.md.
+        bounds: Bounds as pydantic's `Field` takes them.
+    """
     return Field(default, description=description, json_schema_extra={"why": why}, **bounds)
 
 
 def _checked_host(host: str) -> str:
-    """Raises `ValueError` for what no process could listen on: an empty text, a URL, a port behind the host."""
+    """Check that a process could listen on `host`. Raises `ValueError` for a URL, or a host with port."""
     if not re.fullmatch(r"[A-Za-z0-9._-]+|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%\w+)?", host):
         raise ValueError("must be an address or a host name alone, such as 10.0.0.5; a port has a setting of its own")
     return host
@@ -35,16 +41,18 @@ Host = Annotated[str, AfterValidator(_checked_host)]
 
 
 class Section(BaseModel):
+    """A table of the run file. Unknown keys are errors, and values are not converted."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-def is_number(value: object, *, above: float, most: float) -> bool:
-    """Whether it is a number in `(above, most]`, and no truth value: for settings that take a word or a number."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= most
+def is_number(value: object, *, above: float, maximum: float) -> bool:
+    """Tell whether a value is a number in `(above, maximum]`, for settings that take a word or a number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and above < value <= maximum
 
 
 def own_url(host: str, port: int) -> str:
-    """Where this machine reaches what listens on `host`."""
+    """Return the URL by which this machine reaches what listens on `host`."""
     return url_of("127.0.0.1" if host in WILDCARDS else host, port)
 
 
@@ -53,7 +61,7 @@ def url_of(host: str, port: int) -> str:
 
 
 def toml_value(value: object) -> str:
-    """One value as TOML writes it."""
+    """Write one value as TOML."""
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | Path):

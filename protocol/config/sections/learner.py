@@ -1,9 +1,4 @@
-"""The learner's settings.
-
-Which optimiser steps on the weights, and how its learning rate goes: by transformers' names.
-
-An adapter that trains in place of the model's weights (LoRA, arXiv:2106.09685), by peft's names.
-"""
+"""Settings of the learner: optimiser, batch, checkpoints, ranks, adapter."""
 
 from __future__ import annotations
 
@@ -43,7 +38,7 @@ OptimiserName = Literal[
     "rmsprop",
 ]
 
-# Those that step on weights that ranks share out, which not all can: tests/learner/test_sharded_optimisers.py.
+# Optimisers that can step on sharded weights: tests/learner/test_sharded_optimisers.py tries each.
 SHARDED = frozenset({"adamw_torch_fused", "adamw_torch", "muon", "sgd", "adagrad", "rmsprop"})
 
 ScheduleName = Literal[
@@ -72,17 +67,17 @@ class OptimiserSection(AlgorithmSection):
     optim_args: dict[str, Any] = setting(
         {},
         description="further keyword arguments of the optimiser's class, such as momentum or eps",
-        why="each has defaults of its own",
+        why="the optimiser's own defaults",
     )
     lr_scheduler_type: ScheduleName = setting(
         "constant_with_warmup",
-        description="how the learning rate goes after the warm-up, by transformers' name, over learner.steps",
-        why="a run may be prolonged or end early, and no step is weaker for it",
+        description="schedule of the learning rate after the warm-up, by transformers' name, over learner.steps",
+        why="a run may be extended or stopped early, and no step is weaker for it",
     )
     lr_scheduler_kwargs: dict[str, Any] = setting(
         {},
         description="further arguments of the schedule, such as min_lr_rate or num_cycles",
-        why="each has defaults of its own",
+        why="the schedule's own defaults",
     )
 
 
@@ -92,7 +87,7 @@ class LearnerSection(OptimiserSection):
         None,
         gt=0,
         le=10**6,
-        description="passes over the data set, in place of steps: rows x epochs / groups_per_step steps, rounded up",
+        description="passes over the data set, instead of steps: rows x epochs / groups_per_step steps, rounded up",
         why="steps are the same for any data set",
     )
     groups_per_step: Count = setting(
@@ -103,13 +98,13 @@ class LearnerSection(OptimiserSection):
         gt=0,
         le=1,
         description="the learning rate after the warm-up",
-        why="TRL's default for GRPO; safe for all weights of models of 0.5 B and more; an adapter wants 10 to 100 "
-        "times as much",
+        why="TRL's default for GRPO; safe for full training of models from 0.5 B on; an adapter needs 10 to 100 times "
+        "as much",
     )
     warmup_steps: CountOrZero = setting(
         0,
-        description="steps of warm-up, which begins at the share 1 / warmup_steps of the learning rate; then "
-        "learner.lr_scheduler_type says",
+        description="steps of warm-up, which begins at learning_rate / warmup_steps; then learner.lr_scheduler_type "
+        "applies",
         why="the learning rate is small already",
     )
     betas: tuple[float, float] = setting(
@@ -122,7 +117,7 @@ class LearnerSection(OptimiserSection):
         0.0,
         ge=0,
         le=10,
-        description="the optimiser's weight decay, of all weights but vectors",
+        description="weight decay of all weights except vectors",
         why="RL moves the weights too little for it to matter",
     )
     max_grad_norm: float = setting(
@@ -139,23 +134,23 @@ class LearnerSection(OptimiserSection):
     )
     logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
         512,
-        description="MiB that logits, and all that is computed from them, take at one time",
+        description="maximum MiB of logits and of all that is computed from them, at one time",
         why="a 28th of what 8,192 tokens and 150,000 words would take at once, and no slower",
     )
     weights_dtype: Literal["float32", "model"] = setting(
         "float32",
         description="type of the weights that the optimiser steps on; model: model.dtype, without a copy in float32",
-        why="a small step changes nothing in most weights in bfloat16",
+        why="in bfloat16 a small step leaves most weights unchanged",
     )
     gradient_checkpointing: bool = setting(
         False,
-        description="keep only the inputs of the model's layers, and compute the layers again in the backward",
+        description="keep only the inputs of the model's layers, and compute the layers again in the backward pass",
         why="a third more arithmetic; for rows that do not fit the memory otherwise",
     )
     compile: bool = setting(
         False,
         description="compile the model's layers with torch.compile",
-        why="takes a C++ compiler, and a minute at the start",
+        why="needs a C++ compiler, and a minute at the start",
     )
     ranks: int = setting(
         1,
@@ -166,54 +161,54 @@ class LearnerSection(OptimiserSection):
     )
     shard_weights: bool = setting(
         False,
-        description="each rank holds a part of weights, gradients and optimiser state (FSDP2), and not all of them",
+        description="each rank holds only a part of weights, gradients and optimiser state (FSDP2)",
         why="a model that fits one GPU trains faster whole; for one that does not, with ranks above 1",
     )
     rank_timeout_s: float = setting(
         120.0,
         ge=10,
         le=7 * 24 * 3600,
-        description="seconds without a sign of life after which a rank is taken to be dead, and the run ends",
-        why="longer than a machine that swaps stands still",
+        description="time without a sign of life after which a rank is taken for dead, and the run ends",
+        why="longer than a swapping machine stands still",
     )
     prefetch_steps: CountOrZero = setting(
         1,
         description="steps whose groups are leased ahead",
-        why="the next batch is ready when the step ends, and is at most one version older for it",
+        why="the next batch is ready when a step ends, and at most one version older",
     )
     checkpoint_every: CountOrZero = setting(
         50, description="steps between checkpoints; 0: at the end only", why="a crash costs at most 50 steps"
     )
     keep_checkpoints: Count = setting(
-        2, description="newest checkpoints that are kept", why="the newest, and one to fall back on"
+        2, description="number of newest checkpoints to keep", why="the newest, and one to fall back on"
     )
     keep_best: bool = setting(
         False,
-        description="keep the checkpoint whose evaluation gave the highest reward, too, however old it is; "
+        description="also keep the checkpoint whose evaluation gave the highest reward, however old; "
         "checkpoints/best.json names it",
-        why="takes evaluations, at the steps of the checkpoints",
+        why="needs evaluations at the steps of checkpoints",
     )
     skip_bad_batches: CountOrZero = setting(
         3,
-        description="batches in a row that are left out because they cannot be trained: loss or gradient is not "
-        "finite, or the memory does not hold them; one more ends the run",
-        why="one poisoned batch costs its groups, not the run; several in a row say that the policy itself is broken",
+        description="maximum batches in a row left out because loss or gradient is not finite, or memory does not hold "
+        "them; one more ends the run",
+        why="one bad batch costs its groups, not the run; several in a row mean that the policy itself is broken",
     )
     sample_rollouts: CountOrZero = setting(
         4, description="rollouts of each step that go to rollouts.jsonl", why="a best, a worst and two others a step"
     )
     show_rollout_every: CountOrZero = setting(
-        0, description="steps between rollouts that are shown on the terminal; 0: none", why="the terminal shows steps"
+        0, description="steps between rollouts shown on the terminal; 0: none", why="the terminal shows steps"
     )
     callbacks: list[str] = setting(
         [],
         description="transformers' TrainerCallback objects or classes, or lists of them, each as path/to/file.py:name",
-        why="metrics.jsonl and [tracking] tell what a step did; a callback may act on it",
+        why="metrics.jsonl and [tracking] report what a step did; a callback may act on it",
     )
     stall_timeout_s: Seconds = setting(
         3600.0,
-        description="seconds without a group or a step, after which the learner gives up",
-        why="longer than the longest episode and its rewards, in an environment too",
+        description="time without a group or a step after which the learner gives up",
+        why="longer than the longest episode with its rewards and environment",
     )
 
     @field_validator("callbacks")
@@ -247,8 +242,8 @@ class LoraSection(Section):
         0.0,
         ge=0,
         le=0,
-        description="must be 0: the policy never drops anything, or its log-probs would not be those that sampled",
-        why="the only value that there is",
+        description="must be 0: with dropout the learner's log-probs would not be the sampler's",
+        why="the only valid value",
     )
     target_modules: str | list[str] = setting(
         "all-linear",
@@ -257,9 +252,9 @@ class LoraSection(Section):
         "has for the architecture",
         why="the most that an adapter of a rank can learn",
     )
-    exclude_modules: list[str] = setting([], description="names of layers that get none after all", why="none")
+    exclude_modules: list[str] = setting([], description="names of layers that get no part of it", why="none")
     layers_to_transform: list[CountOrZero] = setting(
-        [], description="numbers of the model's layers that get one; empty: all", why="all of them learn"
+        [], description="numbers of the model's layers that get a part of it; empty: all", why="all of them learn"
     )
     rank_pattern: dict[str, Count] = setting(
         {}, description="another rank for layers by name or regular expression", why="one rank for all"
@@ -269,13 +264,13 @@ class LoraSection(Section):
     )
     modules_to_save: list[str] = setting(
         [],
-        description="names of modules that train whole beside the adapter, such as lm_head where it is not tied",
+        description="names of modules trained in full beside the adapter, such as an untied lm_head",
         why="the adapter alone learns",
     )
     bias: Literal["none", "all", "lora_only"] = setting(
         "none",
         description="biases that train beside the adapter: all, or those of its layers",
-        why="without them the model is the base again where the adapter is off",
+        why="without them the model with its adapter off is the base again",
     )
     use_rslora: bool = setting(
         False,

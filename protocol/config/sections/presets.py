@@ -1,4 +1,4 @@
-"""Algorithms by name: what each sets of [learner]. `docs/algorithms.md` says when to choose it."""
+"""Presets of [learner]: the settings of each named algorithm. `docs/algorithms.md` says when to choose which."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Where a preset says nothing, a setting has its own default. A run file's own settings go first.
+# Settings that a preset leaves out keep their defaults. A run file's own settings override the preset.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     "trl_grpo": {"clip_low": 0.2, "clip_high": 0.2, "normaliser": "tokens", "correction": "sequence_mask"},
@@ -39,9 +39,9 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "normaliser": "tokens",
     },
 }
-# The settings that follow `algorithm` where a run file leaves them out.
+# Settings that follow `algorithm` if a run file leaves them out.
 SET_BY_PRESETS = frozenset(name for preset in PRESETS.values() for name in preset)
-# What a preset sets for one part only: where a run file has another part, it is not set.
+# Settings that a preset sets for one part only: if a run file chooses another part, they are not set.
 TIED_TO: Mapping[str, tuple[str, ...]] = {
     "clip_low": ("objective",),
     "clip_high": ("objective",),
@@ -52,14 +52,14 @@ TIED_TO: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """source: where a preset is from; trl: what TRL calls it, or nothing; choose: when to, after "choose it where"."""
+    """Text about a preset: `source`, its paper; `trl`, TRL's name for it; `choose`, what follows "choose it where"."""
 
     source: str
     trl: str
     choose: str
 
 
-# What docs/algorithms.md says of each preset.
+# Texts of docs/algorithms.md.
 ABOUT: Mapping[str, About] = {
     "grpo": About(
         "arXiv:2402.03300; bounds and normaliser of arXiv:2503.14476, bound on bad tokens of arXiv:2505.07291",

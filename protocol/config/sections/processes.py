@@ -1,7 +1,4 @@
-"""The queue's settings.
-
-The workers' settings.
-"""
+"""Settings of the queue and the workers."""
 
 from __future__ import annotations
 
@@ -35,12 +32,12 @@ class QueueSection(Section):
     )
     capacity_groups: Count = setting(
         10_000,
-        description="most groups that the queue holds",
-        why="far above what admission lets out; a last bound, not a throttle",
+        description="maximum number of groups that the queue holds",
+        why="far above what admission allows; a last bound, not a throttle",
     )
     capacity_bytes: Bytes = setting(
         2 * 1024**3,
-        description="most bytes of groups that the queue holds",
+        description="maximum bytes of groups that the queue holds",
         why="fits the memory and disk of a small machine",
     )
     max_group_bytes: Bytes = setting(
@@ -61,22 +58,21 @@ class QueueSection(Section):
     depth: float | Literal["auto"] = setting(
         "auto",
         description="d: groups outstanding, in optimiser steps; auto adapts between 1 and K + 1",
-        why="no figure fits two tasks; it finds the smallest that keeps the learner busy",
+        why="no number fits two tasks; it finds the smallest that keeps the learner busy",
     )
     ticket_timeout_s: Seconds = setting(
         60.0, description="time-out of a ticket that no heartbeat renews", why="six missed heartbeats"
     )
     ticket_max_age_s: Seconds | Literal["auto"] = setting(
         "auto",
-        description="time-out of a ticket however often it is renewed, so that a worker that hangs cannot hold it for "
+        description="maximum age of a ticket however often it is renewed, so that a hung worker cannot hold it for "
         "ever; auto is 2 x (worker.environment_timeout_s + worker.episode_timeout_s + worker.reward_timeout_s)",
-        why="all that a group may take, in an environment too, which is made and reset; and an episode may wait for a "
-        "slot",
+        why="a group may take that long with the making and reset of an environment, and episodes may wait for a slot",
     )
     ticket_attempts: Count = setting(
         3,
-        description="times that a row is issued before it is given up",
-        why="one bad server or worker is outlived, a bad row is not tried for ever",
+        description="attempts at a row before it is given up",
+        why="survives one bad server or worker, and does not try a bad row for ever",
     )
     lease_timeout_s: Seconds = setting(
         120.0,
@@ -85,25 +81,24 @@ class QueueSection(Section):
     )
     record: bool = setting(
         False,
-        description="write every group that is trained, with its step, into the run directory's record/, for "
-        "slipstream replay",
-        why="takes disk: 13 bytes a token in the quickstart, with the messages",
+        description="write every trained group, with its step, into the run directory's record/ for slipstream replay",
+        why="costs disk: 13 bytes a token in the quickstart, messages included",
     )
     record_bytes: Bytes = setting(
         8 * 1024**3,
-        description="most bytes of the record; the oldest eighth is deleted where it is full",
+        description="maximum bytes of the record; when it is full, the oldest eighth is deleted",
         why="the newest steps, from a checkpoint on, are what a bug report needs",
     )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",
-        why="longer than a slow first episode, short enough to look up from",
+        why="longer than a slow first episode, and short enough to notice",
     )
 
     @field_validator("depth", mode="before")
     @classmethod
     def _depth_is_positive(cls, value: object) -> object:
-        if value != "auto" and not is_number(value, above=0, most=10_000):
+        if value != "auto" and not is_number(value, above=0, maximum=10_000):
             raise ValueError("must be 'auto' or a number above 0 and at most 10000")
         return value
 
@@ -122,17 +117,16 @@ class WorkerSection(Section):
     )
     episodes: Count = setting(
         256,
-        description="slots: episodes that one worker lets generate at once; one that waits for a tool, a judge or "
+        description="slots: episodes of one worker that generate at once; an episode that waits for a tool, a judge or "
         "its group holds none",
         why="fills a server of 64 to 256 sequences",
     )
     open_episodes: Count | Literal["auto"] = setting(
         "auto",
-        description="most episodes that one worker has open at once, those included that wait for tools, judges or "
-        "their group; no more are opened than keep the slots busy; auto: 8 for each slot, as far as 4 GiB hold their "
-        "tokens",
-        why="where a judge takes 10 s, 2 for each slot make a step 2.3 times as long as 8 do, 4 make it 1.2 times, and "
-        "16 no shorter: by then max_staleness is the bound; an open episode takes about 80 bytes a token",
+        description="maximum open episodes of one worker, including those that wait for tools, judges or their group; "
+        "no more are opened than keep the slots busy; auto: 8 for each slot, within 4 GiB of tokens",
+        why="with a judge of 10 s a step takes 2.3 times as long with 2 for each slot as with 8, 1.2 times with 4, and "
+        "no less with 16, where max_staleness is the bound; an open episode takes about 80 bytes a token",
     )
     request_timeout_s: Seconds = setting(
         600.0, description="time-out of one generation request", why="TRL's request_timeout"
@@ -141,51 +135,53 @@ class WorkerSection(Section):
         4, description="tries of a request after a 5xx or a lost connection", why="outlives the restart of one server"
     )
     tool_timeout_s: Seconds = setting(
-        60.0, description="time-out of one tool call", why="a web request or a test run; slower tools say so"
+        60.0,
+        description="time-out of one tool call",
+        why="enough for a web request or a test run; set it for slower tools",
     )
     environment_timeout_s: Seconds = setting(
         120.0,
-        description="time-out of making an environment, of its reset and of its close; its tools and respond have "
-        "tool_timeout_s, its get_reward reward_timeout_s",
-        why="a container that starts; longer ones say so",
+        description="time-out of making, resetting and closing an environment; its tools and respond have "
+        "tool_timeout_s, its get_reward has reward_timeout_s",
+        why="enough to start a container; set it for slower ones",
     )
     reward_timeout_s: Seconds = setting(
-        120.0, description="time-out of one reward function over one group", why="a judge model over one group"
+        120.0, description="time-out of one reward function over one group", why="enough for a judge model"
     )
     episode_timeout_s: Seconds = setting(
         1800.0, description="time-out of one episode", why="half an hour is a very long episode"
     )
     tool_isolation: Literal["thread", "process"] = setting(
         "thread",
-        description="where tools run: process has each call in a child process that imports the task file and is "
-        "killed when it does not return; arguments and results cross as JSON",
-        why="a thread costs nothing; take process for code that may not be trusted to come back",
+        description="where tools run: process runs each call in a child process that imports the task file and is "
+        "killed at the time-out; arguments and results cross as JSON",
+        why="a thread costs nothing; take process for code that may hang",
     )
     user_threads: Count = setting(
         64,
-        description="threads, or processes, that tools run in at once; rewards, the data set and the chat format "
-        "have as many threads each, environments and agents as many as episodes if that is more",
-        why="as many as tools usually wait for; async tools need none",
+        description="maximum threads or processes of tools; rewards, the data set and the chat format have as many "
+        "threads each; environments and agents too, or as many as episodes if that is more",
+        why="enough for usual tools; async tools need none",
     )
     reward_attempts: Count = setting(
         2,
-        description="tries of a reward that fails, before its group fails; all within reward_timeout_s",
+        description="tries of a failing reward before its group fails; all within reward_timeout_s",
         why="a judge's hiccup costs no generation",
     )
     agent_host: Host = setting(
         "127.0.0.1",
-        description="address of this machine that the agents' endpoint listens on, where the task has an agent",
-        why="agents run in the worker; one that runs elsewhere, in a sandbox say, needs an address that it reaches",
+        description="address of this machine that the agents' endpoint listens on, if the task has an agent",
+        why="agents run in the worker; one elsewhere, as in a sandbox, needs an address that it can reach",
     )
     agent_port: int = setting(
         0,
         ge=0,
         le=65535,
-        description="port of the agents' endpoint; 0: any that is free",
+        description="port of the agents' endpoint; 0: any free port",
         why="several workers on a machine never clash, and each episode is told the URL",
     )
     keep_messages: bool = setting(
         True,
-        description="keep each rollout's conversation, at most 64 KiB of it, to be read: slipstream rollouts",
-        why="what the policy says can then be read; it costs little beside the tokens",
+        description="keep at most 64 KiB of each rollout's conversation for slipstream rollouts",
+        why="lets you read what the policy says, and costs little beside the tokens",
     )

@@ -1,7 +1,4 @@
-"""How episodes are sampled.
-
-When the policy is evaluated while it trains, on which rows and how.
-"""
+"""Settings of sampled episodes, and of evaluations beside training."""
 
 from __future__ import annotations
 
@@ -79,12 +76,12 @@ class RolloutSection(Section):
     generation_kwargs: dict[str, Any] = setting(
         {},
         description="further fields of vLLM's SamplingParams, such as bad_words",
-        why="what is needed has a setting of its own",
+        why="the usual ones have settings of their own",
     )
     accept_sampler_mismatch: bool = setting(
         False,
-        description="allow settings whose log-probs the learner cannot reproduce; it applies the temperature alone, so "
-        "watch sampler/kl_staleness_0",
+        description="allow settings whose log-probs the learner cannot reproduce, since it applies only the "
+        "temperature; then watch sampler/kl_staleness_0",
         why="ratios would be wrong from the first step on, and nobody would see it",
     )
     max_turns: CountOrZero = setting(
@@ -92,7 +89,7 @@ class RolloutSection(Section):
     )
     max_tool_result_tokens: Count | Literal["auto"] = setting(
         "auto",
-        description="tokens of one tool result; the middle of a longer one is left out. auto: half the context",
+        description="maximum tokens of one tool result; the middle of a longer one is left out; auto: half the context",
         why="one long page does not end an episode",
     )
     mask_truncated: bool = setting(
@@ -102,20 +99,20 @@ class RolloutSection(Section):
     )
     give_up_after: CountOrZero = setting(
         16,
-        description="groups that fail before any succeeded, after which the run ends with the failure; 0: never",
-        why="sixteen in a row are no chance, and the fault shows within a minute",
+        description="failed groups before any has succeeded after which the run is given up; 0: never",
+        why="sixteen in a row are no accident, and a fault shows within a minute",
     )
 
 
-# vLLM takes what is between for this.
+# vLLM replaces lower temperatures above 0 by this one.
 _MIN_TEMPERATURE = 0.01
 
 
 class EvalSection(Section):
     every: CountOrZero = setting(
         0,
-        description="optimiser steps from one evaluation on the task's eval_dataset to the next; 0: none between the "
-        "first and the last step",
+        description="optimiser steps between evaluations on the task's eval_dataset; 0: none between the first and the "
+        "last step",
         why="a task need not have an eval_dataset",
     )
     at_start: bool = setting(
@@ -128,14 +125,14 @@ class EvalSection(Section):
     )
     rows: Count | Literal["all"] = setting(
         "all",
-        description="how many rows of the eval_dataset are taken, the first ones; all of an iterable cannot be",
-        why="whoever gives an eval_dataset means all of it",
+        description="number of rows of the eval_dataset, from the first; an iterable needs a number",
+        why="an eval_dataset is meant as a whole",
     )
     group_size: int = setting(
         1,
         ge=1,
         le=1024,
-        description="episodes of each row; above 1 the best of them is told too, as pass@k or best@k",
+        description="episodes of each row; above 1 the best of them is reported too, as pass@k or best@k",
         why="many rows say more than many episodes of a few",
     )
     temperature: float | None = setting(
@@ -150,15 +147,14 @@ class EvalSection(Section):
         0.25,
         gt=0,
         le=1,
-        description="part of a worker's episodes that may be an evaluation's; one group at least, and all of them "
+        description="share of a worker's episodes that an evaluation may take: at least one group, and all of them "
         "after the last step",
-        why="an evaluation goes on beside the training, and does not take its place",
+        why="an evaluation runs beside training and does not replace it",
     )
     timeout_s: Seconds = setting(
         3600.0,
-        description="time-out of an evaluation, from when it is asked for; rows that are not done by then count as "
-        "failed",
-        why="longer than twice a long episode; without it one that cannot go on would keep the run from its end",
+        description="time-out of an evaluation from its request; rows that are not done by then count as failed",
+        why="longer than two long episodes; without it a stuck evaluation would keep the run from its end",
     )
 
     @property
@@ -167,7 +163,7 @@ class EvalSection(Section):
         return self.every > 0 or self.at_start or self.at_end
 
     def is_due(self, step: int, steps: int) -> bool:
-        """Whether an evaluation belongs to `step` of `steps`; step 0 is before the first."""
+        """Tell whether an evaluation belongs to `step` of `steps`; step 0 is before the first."""
         if step == 0:
             return self.at_start
         return (self.at_end and step == steps) or (self.every > 0 and step % self.every == 0)
@@ -175,7 +171,7 @@ class EvalSection(Section):
     @field_validator("rows", mode="before")
     @classmethod
     def _are_some(cls, rows: Any) -> Any:
-        """Said here once: of a union pydantic says it for each part."""
+        """Report a fault once: pydantic reports it for each part of a union."""
         if rows != "all" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ValueError('must be a whole number of at least 1, or "all"')
         return rows

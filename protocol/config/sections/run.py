@@ -1,7 +1,4 @@
-"""What is trained on what: the run, its model, task and chat format.
-
-Where figures and models go beside the run directory: trackers, and the hub.
-"""
+"""Settings of the run, its model, task and chat format, and of the trackers and hub that results go to."""
 
 from __future__ import annotations
 
@@ -26,13 +23,13 @@ class RunSection(Section):
         Path("runs"),
         strict=False,
         description="parent of the run directory, from the working directory",
-        why="results lie where you started the run",
+        why="results are where you started the run",
     )
     seed: int = setting(
         0,
         ge=0,
         lt=2**31,
-        description="data order, sampling and initial state follow from it",
+        description="seed of data order, sampling and initial state",
         why="runs are repeatable unless you ask for others",
     )
 
@@ -147,14 +144,14 @@ class TaskSection(Section):
 class ChatSection(Section):
     format: Literal["auto", "renderer", "template"] = setting(
         "auto",
-        description="between messages and ids: renderer is the one that the renderers library has for the model, "
-        "template the tokenizer's own; auto takes a renderer where the library knows the model by its name",
+        description="converts between messages and ids: renderer is the renderers library's for the model, template "
+        "the tokenizer's own; auto takes a renderer if the library knows the model by its name",
         why="a renderer knows more of its model than a template says",
     )
     renderer: str | None = setting(
         None,
-        description="name of the renderer, such as qwen3: for a fine-tune or a local folder of a model that is known",
-        why="told from the model's name where that is possible",
+        description="name of the renderer, such as qwen3, for a fine-tune or a local folder of a known model",
+        why="taken from the model's name if possible",
     )
     renderer_options: dict[str, Any] = setting(
         {},
@@ -174,9 +171,9 @@ class ChatSection(Section):
     )
     parser: str = setting(
         "auto",
-        description="how tool calls are written, where a template is used: auto tries the tokenizer's response schema "
+        description="how tool calls are written if a template is used: auto tries the tokenizer's response schema "
         "and then each notation on a rendered call; or the name of one (docs/models.md); or path/to/file.py:function",
-        why="the start check finds the notation, and refuses where it cannot",
+        why="the check at start finds the notation, or refuses",
     )
     system_prompt: str | None = setting(
         None,
@@ -186,7 +183,7 @@ class ChatSection(Section):
 
     @property
     def files(self) -> Mapping[str, Path]:
-        """The files that make the chat format, by the setting that names each."""
+        """Files that the chat format consists of, by the setting that names each."""
         import_path = self.renderer_options.get("import_path")
         code = {"chat.parser": self.parser, "chat.renderer_options.import_path": import_path}
         files = {} if self.template is None else {"chat.template": self.template}
@@ -194,12 +191,12 @@ class ChatSection(Section):
 
 
 def file_of(value: object) -> Path | None:
-    """The file of path/to/file.py:name; None for what names no file."""
+    """Return the file of path/to/file.py:name; None if it names no file."""
     path, _, _ = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return Path(path) if path.endswith(".py") else None
 
 
-# Those that accelerate has, by the names that transformers gives them.
+# Trackers of accelerate, by transformers' names for them.
 TRACKERS = ("tensorboard", "wandb", "trackio", "comet_ml", "mlflow", "aim", "clearml", "dvclive", "swanlab")
 
 ALL = "all"
@@ -208,27 +205,27 @@ ALL = "all"
 class TrackingSection(Section):
     report_to: list[str] = setting(
         [],
-        description=f"trackers that get each step's figures: {', '.join(TRACKERS)}; all: those that are installed",
+        description=f"trackers that get each step's metrics: {', '.join(TRACKERS)}; all: those that are installed",
         why="metrics.jsonl and /metrics need no package and no account",
     )
     project: str = setting(
         "slipstream",
         min_length=1,
         description="project of the trackers that have projects; mlflow calls it experiment",
-        why="runs that belong together stand together",
+        why="keeps runs that belong together in one place",
     )
     run_name: str | None = setting(
-        None, min_length=1, description="the run's name at the trackers", why="that of the run"
+        None, min_length=1, description="the run's name at the trackers", why="the run's name"
     )
     rollouts_every: CountOrZero = setting(
         0,
         description="steps between tables of rollouts for trackers that show tables or texts (wandb, clearml, trackio, "
-        "tensorboard); 0: none. They hold learner.sample_rollouts of the step's",
+        "tensorboard), with learner.sample_rollouts of the step each; 0: none",
         why="prompts and answers stay on this machine unless you send them",
     )
     options: dict[str, dict[str, Any]] = setting(
         {},
-        description='what a tracker\'s own start takes, by tracker, as in [tracking.options.wandb] entity = "team"; '
+        description='arguments for starting a tracker, as in [tracking.options.wandb] entity = "team"; '
         "accelerate's init_kwargs",
         why="their own defaults",
     )
@@ -236,7 +233,7 @@ class TrackingSection(Section):
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:
-        """transformers takes a single name, too, and "none" for none."""
+        """Accept a single name and "none", as transformers does."""
         if isinstance(value, str):
             value = [value]
         return [] if value == ["none"] else value
@@ -273,16 +270,16 @@ class HubSection(Section):
     )
     hub_private_repo: bool | None = setting(
         None,
-        description="whether the model is private, where it is not on the hub yet",
+        description="whether the model is private, if it is not on the hub yet",
         why="your account's own default, which is public unless your organisation says otherwise",
     )
     hub_strategy: Literal["end", "every_save"] = setting(
         "every_save",
-        description="end: the last checkpoint alone; every_save: each, but for those that come while one is on its way",
+        description="end: only the last checkpoint; every_save: each one, except while another is being uploaded",
         why="transformers' default; a machine that goes away leaves something behind",
     )
     hub_timeout_s: Seconds = setting(
         3600.0,
-        description="seconds that the learner waits for the last upload, when the run is over",
+        description="time that the learner waits for the last upload at the end of the run",
         why="workers and queue have ended by then; a model of 7 B takes minutes",
     )

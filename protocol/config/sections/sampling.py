@@ -1,8 +1,8 @@
-"""Which sampling a run may ask of vLLM: settings that change the distribution, and `rollout.generation_kwargs`.
+"""Checks sampling settings: which change the distribution, and which `rollout.generation_kwargs` are allowed.
 
 The learner scores a token with its own logits at `rollout.temperature` and nothing else. vLLM's log-probs are those of
 the distribution that it samples from: after penalties, biases and bans, and renormalised over the tokens that top_p,
-top_k and min_p leave. Where such a setting is on, the two differ before the policy has changed at all.
+top_k and min_p leave. With such a setting the two differ before the policy has changed at all.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0)]
 
 Words = Annotated[str, msgspec.Meta(min_length=1)]
 
-# Larger than any vocabulary: to keep so many tokens is to keep them all.
+# Larger than any vocabulary: keeping so many tokens keeps all.
 ANY_VOCABULARY = 1 << 20
 
-# Settings of [rollout] that change the distribution, and the value at which they do not.
+# Settings of [rollout] that change the distribution, and their neutral values.
 NEUTRAL: Mapping[str, float] = {
     "top_p": 1.0,
     "top_k": 0,
@@ -82,7 +82,7 @@ class GenerationKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
     skip_reading_prefix_cache: bool | None = None
 
 
-# Fields of GenerationKwargs that end a turn or save work, and leave the distribution as it is.
+# Fields of GenerationKwargs that end a turn or save work, without changing the distribution.
 _HARMLESS = {"repetition_detection", "skip_reading_prefix_cache"}
 
 OWN_SETTING = {name: f"rollout.{name}" for name in (*NEUTRAL, "temperature", "stop")} | {
@@ -113,7 +113,7 @@ REFUSED = {
 
 
 def check_sampling(rollout: RolloutSection) -> None:
-    """Raises `ValueError` that names the setting, the reason and the remedy."""
+    """Check the sampling settings of a run. Raises `ValueError` with setting, reason and remedy."""
     if "" in rollout.stop:
         raise ValueError("rollout.stop holds an empty text, which would end every turn at once: leave it out")
     kwargs = typed(rollout.generation_kwargs)
@@ -138,7 +138,7 @@ def check_sampling(rollout: RolloutSection) -> None:
 
 
 def typed(given: Mapping[str, Any]) -> GenerationKwargs:
-    """`rollout.generation_kwargs`, checked; raises `ValueError`."""
+    """Return `rollout.generation_kwargs` as typed fields. Raises `ValueError` for a fault."""
     for name, value in given.items():
         if own := OWN_SETTING.get(name):
             raise ValueError(f"rollout.generation_kwargs.{name} = {value} has a setting of its own: write it as {own}")
@@ -155,7 +155,7 @@ def typed(given: Mapping[str, Any]) -> GenerationKwargs:
 
 
 def mismatches(rollout: RolloutSection) -> dict[str, Any]:
-    """What makes vLLM's distribution another than the learner's, by the setting's name."""
+    """Return the settings that make vLLM's distribution differ from the learner's, by name."""
     off = {name: value for name, neutral in NEUTRAL.items() if (value := getattr(rollout, name)) != neutral}
     if off.get("top_k", 0) >= ANY_VOCABULARY:
         del off["top_k"]

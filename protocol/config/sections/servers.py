@@ -1,7 +1,4 @@
-"""The vLLM servers, their weights, and the processes that the launcher starts.
-
-What the servers compute in, as the run file says it: the type, and how they quantise.
-"""
+"""Settings of the vLLM servers, of publishing weights to them, and of the launcher."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from protocol.config.sections.base import (
     setting,
 )
 
-# As many as a run's registry takes.
+# Maximum servers of a run's registry.
 MAX_SERVERS = 1024
 
 
@@ -39,20 +36,20 @@ class WeightSyncSection(Section):
     )
     peer_access: Literal["auto", "on", "off"] = setting(
         "auto",
-        description="whether NCCL may copy between GPUs directly and by shared memory; off: it must not, at both ends",
+        description="whether NCCL may copy between GPUs directly and through shared memory; off: not, at both ends",
         why="off on a machine with GPUs that cannot reach each other, where NCCL may hang or copy wrongly",
     )
     every: Count = setting(
         1,
         description="N: optimiser steps between publications",
-        why="the fresher the better, and a publication costs little",
+        why="fresher weights are better, and a publication costs little",
     )
     quorum: int = setting(
         1,
         ge=1,
         le=MAX_SERVERS,
-        description="servers that must have a version, proven, for its publication to count",
-        why="the others follow in the background, and none of them can hold the run",
+        description="servers on which a version must be proven for its publication to count",
+        why="the others follow in the background, and none can hold up the run",
     )
     adapter_only: bool | Literal["auto"] = setting(
         "auto",
@@ -65,45 +62,45 @@ class WeightSyncSection(Section):
     )
     probe_tolerance: float | Literal["auto"] = setting(
         "auto",
-        description="largest difference of log-probs between server and learner, in nats; auto is 0.001 where "
+        description="maximum difference of log-probs between server and learner, in nats; auto is 0.001 where "
         "servers compute in float32, 0.5 in 16 bits, 2 and 4 where they quantise to 8 and 4 bits",
-        why="a hundred times what float32 differs by; rounded to 16 bits, a tiny model differs by 0.2",
+        why="a hundred times the difference in float32; in 16 bits a tiny model differs by 0.2",
     )
     timeout_s: Seconds = setting(
         300.0,
         description="time-out of one publication to one server, every call included",
-        why="70 GB over a 2 Gbit/s line",
+        why="enough for 70 GB over a 2 Gbit/s line",
     )
     bucket_bytes: Bytes = setting(
         64 * 1024**2,
         description="bytes sent at one time",
-        why="large enough that calls do not count, small enough to be staged",
+        why="large enough that calls cost nothing, small enough to be staged",
     )
     http_port: int = setting(
         0,
         ge=0,
         le=65535,
-        description="port of `host` on which the learner serves weights to servers that pull; 0: any that is free",
-        why="where nothing stands between, no port needs to be opened",
+        description="port of `host` on which the learner serves weights to servers that pull; 0: any free port",
+        why="without a firewall between, no port needs to be opened",
     )
     http_mbytes_per_s: float = setting(
         0.0,
         ge=0,
         le=10**6,
-        description="bound on the megabytes a second that the learner, and each server that passes weights on, sends; "
-        "0: none",
-        why="a publication is over soonest",
+        description="maximum megabytes a second that the learner, and each server that passes weights on, sends; "
+        "0: no limit",
+        why="publications are fastest",
     )
     delta: bool = setting(
         False,
-        description="send only the values that changed in the wire type since the version before, where that is less; "
-        "exact. For gloo and http",
+        description="send only the values that changed since the version before, if that is less; exact; for gloo and "
+        "http",
         why="costs the learner a copy of the weights, and is no faster on a fast line",
     )
     full_every: Count = setting(
         20,
-        description="with `delta`, send everything to a server at every so many publications",
-        why="what a delta cannot see never lasts",
+        description="with `delta`, publications to a server after which everything is sent again",
+        why="a fault that no delta shows does not last",
     )
 
     @field_validator("host")
@@ -119,7 +116,7 @@ class WeightSyncSection(Section):
     @field_validator("probe_tolerance", mode="before")
     @classmethod
     def _tolerance_is_positive(cls, value: object) -> object:
-        if value != "auto" and not is_number(value, above=0, most=1000):
+        if value != "auto" and not is_number(value, above=0, maximum=1000):
             raise ValueError("must be 'auto' or a number above 0 and at most 1000")
         return value
 
@@ -154,13 +151,13 @@ class VllmSection(Section):
     )
     drain_timeout_s: Seconds = setting(
         300.0,
-        description="a server that leaves is gone after this time, whether or not its requests have ended",
+        description="time after which a leaving server is removed even if requests still run",
         why="longer than a turn takes",
     )
     args: list[str] = setting(
         [],
         description="further arguments of vLLM's server, as on its command line",
-        why="what is ours is set by itself",
+        why="the arguments that RL needs are set by themselves",
     )
 
     @field_validator("servers")
@@ -176,24 +173,24 @@ class VllmSection(Section):
 class DeploySection(Section):
     restart: CountOrZero = setting(
         3,
-        description="times in a row that a vLLM server, a worker or the queue is started again after it died",
-        why="a crash is outlived, a fault that comes back ends the run",
+        description="restarts in a row of a vLLM server, a worker or the queue that died",
+        why="survives a crash, while a fault that comes back ends the run",
     )
     grace_s: Seconds = setting(
         20.0,
-        description="after a stop, what has not ended within this time is killed",
+        description="time after a stop after which processes are killed",
         why="long enough for a checkpoint of a small model",
     )
 
 
 TYPES = {"float32": "float32", "float": "float32", "bfloat16": "bfloat16", "float16": "float16", "half": "float16"}
 
-# Nats. The largest difference of a log-prob that rounding explains, over ids drawn from the whole vocabulary.
+# Nats: maximum difference of a log-prob that rounding explains, over ids from the whole vocabulary.
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
 
 _EIGHT_BITS, _FOUR_BITS = 2.0, 4.0
 
-# What vLLM quantises by itself as it loads weights of 16 bits, which is what the learner sends.
+# Methods by which vLLM itself quantises 16-bit weights, which the learner sends, as it loads them.
 QUANTISED = {
     **dict.fromkeys(("fp8", "fp8_per_tensor", "fp8_per_block", "fp8_per_channel", "mxfp8"), _EIGHT_BITS),
     **dict.fromkeys(("int8_per_channel_weight_only", "experts_int8", "torchao", "online"), _EIGHT_BITS),
@@ -202,24 +199,24 @@ QUANTISED = {
 
 
 def served_dtype(model_dtype: str, args: Sequence[str]) -> str:
-    """float32, bfloat16 or float16."""
+    """Return the type that servers compute in: float32, bfloat16 or float16."""
     given = _option(args, "--dtype")
     return TYPES.get(given or model_dtype, model_dtype)
 
 
 def served_quantisation(args: Sequence[str]) -> str | None:
-    """The method that `vllm.args` asks for."""
+    """Return the quantisation that `vllm.args` asks for; None for none."""
     return _option(args, "--quantization", "-q")
 
 
 def probe_tolerance(model_dtype: str, args: Sequence[str]) -> float:
-    """`weight_sync.probe_tolerance = "auto"`, in nats."""
+    """Return the value of `weight_sync.probe_tolerance = "auto"`, in nats."""
     method = served_quantisation(args)
     return QUANTISED[method] if method in QUANTISED else TOLERANCES[served_dtype(model_dtype, args)]
 
 
 def check_server_args(args: Sequence[str]) -> None:
-    """Raises ValueError where the servers could not take the learner's weights."""
+    """Check that servers can load the learner's weights. Raises ValueError."""
     method = served_quantisation(args)
     if method is not None and method not in QUANTISED:
         raise ValueError(
@@ -230,7 +227,7 @@ def check_server_args(args: Sequence[str]) -> None:
 
 
 def _option(args: Sequence[str], *names: str) -> str | None:
-    """The last value that is given for it, as vLLM reads its command line."""
+    """Return the last value given for a flag, which is the one that vLLM takes."""
     found = None
     for place, arg in enumerate(args):
         name, equals, value = arg.partition("=")

@@ -89,7 +89,12 @@ class Rendezvous:
     """
 
     def __init__(self, host: str, secret: bytes, size: int, timeout_s: float) -> None:
-        """`size`: ranks, the learner's 0 among them; `timeout_s` bounds every wait for a key."""
+        """Starts to listen.
+
+        Args:
+            size: Number of ranks, the learner's included.
+            timeout_s: Bound on every wait for a key, in seconds.
+        """
         self.turned_away = 0
         self._secret = secret
         self._size = size

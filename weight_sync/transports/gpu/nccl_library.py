@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 UNIQUE_ID_BYTES = 128
 
-# What may be broadcast by our own streams of generation: few blocks, so that the sampler's kernels find room beside.
+# Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it.
 MAX_BLOCKS = 4
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF
@@ -36,16 +36,16 @@ class Kind(IntEnum):
 
 
 class Result(IntEnum):
-    """ncclResult_t, as far as it is told apart here."""
+    """The values of ncclResult_t that are told apart here."""
 
     SUCCESS = 0
     IN_PROGRESS = 7
 
 
 class Library(Protocol):
-    """What a `Communicator` asks of NCCL. `group` is a handle from `begin`; addresses are those of device memory.
+    """The part of NCCL that a `Communicator` needs. `group` is a handle from `begin`; addresses are of device memory.
 
-    All but `unique_id` and `abort` return before they are done: `result` tells when, and raises `NcclError`.
+    All but `unique_id` and `abort` return before they are done: `result` tells when they are, or raises `NcclError`.
     """
 
     def unique_id(self) -> bytes: ...
@@ -55,13 +55,13 @@ class Library(Protocol):
     def result(self, group: Any) -> Result: ...
 
     def broadcast(self, group: Any, address: int, count: int, stream: int) -> None:
-        """`count` bytes of rank 0, in place."""
+        """Copies `count` bytes of rank 0 to all others, in place."""
 
     def sum_one(self, group: Any, address: int, stream: int) -> None:
-        """One float32, summed over all ranks, in place: what vLLM's workers begin with."""
+        """Sums one float32 over all ranks in place, with which vLLM's workers begin."""
 
     def abort(self, group: Any) -> None:
-        """End the group whatever it does, from any thread; what is under way on this rank ends with an error."""
+        """Ends the group whatever it does, from any thread. The running call of this rank ends with an error."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -103,7 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 
 
 class Nccl:
-    """The `Library` itself. Raises `NcclError` where it is not installed."""
+    """NCCL itself, a `Library`. Raises `NcclError` if it is not installed."""
 
     def __init__(self) -> None:
         self._calls = _loaded()
@@ -140,7 +140,7 @@ class Nccl:
         self._check("ncclAllReduce", code)
 
     def abort(self, group: ctypes.c_void_p) -> None:
-        self._calls.ncclCommAbort(group)  # what it says of a group that is broken anyway is of no use
+        self._calls.ncclCommAbort(group)  # its result does not matter, as the group is broken anyway
 
     def _check(self, what: str, code: int) -> None:
         if code not in (Result.SUCCESS, Result.IN_PROGRESS):
@@ -162,7 +162,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _places() -> list[str]:
-    """As vLLM and torch look for it: both ends should use one release."""
+    """Returns where vLLM and torch look for it, as both ends should use one release."""
     named = [os.environ["VLLM_NCCL_SO_PATH"]] if os.environ.get("VLLM_NCCL_SO_PATH") else []
     try:
         spec = find_spec("nvidia.nccl")

@@ -67,7 +67,7 @@ class ChunkList:
         return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON; `ChunkList(**...)` reads it back."""
+        """Returns the fields for JSON; `ChunkList(**...)` reads them back."""
         return asdict(self)
 
 

@@ -155,8 +155,15 @@ class Shadow:
 
 
 def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
-    """Load `weights` into the copies and pack them; the pairs that were loaded. whole: no part of a tensor belongs to
-    another worker. of: the model that the server was started with."""
+    """Loads `weights` into the shadows and packs them.
+
+    Args:
+        whole: Whether no part of a tensor belongs to another worker.
+        of: Name of the model that the server was started with.
+
+    Returns:
+        The pairs that were loaded.
+    """
     shadow = pairs[0].shadow
     _mark_lookups(pairs)
     initialize_layerwise_reload(shadow)
@@ -216,7 +223,7 @@ def _words(error: Exception) -> str:
 
 
 def _processed(pair: Pair) -> bool:
-    """Whether the shadow was loaded. A vocabulary that is padded is loaded when all that was sent for it has come."""
+    """Returns whether the shadow was loaded. A padded vocabulary is loaded once all that was sent for it has come."""
     info = pair.info
     if not info.can_load():
         return True
@@ -300,7 +307,7 @@ def _pack_experts(shadow: Any) -> None:
 
 
 def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """What makes the live module hold what its shadow holds; each returns what it took out."""
+    """Yields calls that make the live module hold what its shadow holds. Each returns what it took out."""
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
         for name, tensor in getattr(pair.shadow, container).items():

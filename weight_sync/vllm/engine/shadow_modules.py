@@ -137,7 +137,7 @@ class TorchLinear:
         return product
 
     def dense(self) -> torch.Tensor:
-        """W, bit for bit."""
+        """Returns W, bit for bit."""
         weight: torch.Tensor = self.packed.to_dense()
         return weight
 
@@ -171,7 +171,7 @@ def install_torch_packing() -> None:
 
 
 def _has_a_kernel_of_its_own(utils: Any, weight: torch.Tensor) -> bool:
-    """Whether vLLM packs it for its AMX kernels or zentorch, which no thread harms."""
+    """Returns whether vLLM packs it for its AMX kernels or zentorch, which are thread-safe."""
     rows, columns = weight.shape
     zen = utils.current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary")
     return bool(zen or utils.check_cpu_sgl_kernel(rows, columns, weight.dtype))

@@ -1,8 +1,7 @@
-"""What a chat format is: messages to token ids, what is appended between two turns, and a turn's ids to a message.
+"""The interface of chat formats, and the check of a conversation before a format renders it.
 
-One object does all three, for one model and one set of tools, so that they cannot disagree.
-
-What a conversation must be before a format renders it: messages of text, each with a role that somebody knows.
+One object turns messages into token ids, tells the ids between two turns, and turns a turn's ids into a message, for
+one model and one set of tools, so that the three cannot disagree.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ class PromptError(Exception):
 
 
 class ChatFormat(Protocol):
-    """Between messages and token ids. Sampled ids are never rendered or tokenised again."""
+    """Translates between messages and token ids. Sampled ids are never rendered or tokenised again."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, a transformers one; the worker's fingerprint is taken of it and its template."""
+        """The model's transformers tokenizer; it and its template are part of the worker's fingerprint."""
 
     @property
     def stop_token_ids(self) -> list[int]:
@@ -30,38 +29,43 @@ class ChatFormat(Protocol):
 
     @property
     def parses_by_user_code(self) -> bool:
-        """Whether `parse` runs code of the user's: then it is called behind the boundary (I9)."""
+        """Whether `parse` runs the user's code, and so has to be called behind the boundary (I9)."""
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Ids of a conversation, up to where the policy is to speak; text is taken as it is, and a conversation that
-        ends in an assistant's message is continued in it. Raises `PromptError`.
+        """Return the ids of a conversation up to where the policy speaks.
 
-        Used for an episode's first prompt, and for the whole conversation where `suffix_ids` gave None."""
+        Text is taken as it is. A conversation that ends in an assistant's message is continued in that message. Used
+        for an episode's first prompt, and for the whole conversation where `suffix_ids` gave None. Raises
+        `PromptError`.
+        """
 
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
-        """The prompt as `prompt_ids` takes it, with what the run file puts before it: for a person to read."""
+        """Return the prompt with what the run file puts before it, for people to read."""
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:
-        """Ids from the end of a turn to the start of the next one: what the policy sees of the messages in between.
+        """Return the ids from the end of a turn to the start of the next one, as the policy sees `messages` there.
 
-        The turn `turn_ids` was sampled after `prompt_ids`, which hold all that came before. None where the format
-        cannot tell what would follow: the episode then goes on in a new segment, whose prompt is the whole conversation
-        rendered anew and trains nothing.
+        Args:
+            prompt_ids: All ids before the turn.
+            turn_ids: The turn, as it was sampled.
+            messages: The messages between the two turns.
+
+        Returns: The ids, or None where the format cannot tell them. The episode then goes on in a new segment, whose
+            prompt is the whole conversation rendered anew and does not train.
         """
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        """A whole conversation as the format writes it, for the checks at the start: nothing sampled goes through it.
-        Raises `PromptError`."""
+        """Render a whole conversation, for the checks at the start only. Raises `PromptError`."""
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
-        """The turn `turn_ids`, sampled after `prompt_ids`. Any ids can be parsed."""
+        """Parse the turn `turn_ids`, which was sampled after `prompt_ids`. Any ids can be parsed."""
 
 
 _OPENING = ("system", "developer")
 
-# OpenAI's, and those that templates of TRL's and renderers know besides.
+# Roles of OpenAI's API, and others that TRL's templates and renderers know.
 ROLES = frozenset(
     [
         *(*_OPENING, "user", "assistant", "tool", "function"),
@@ -79,10 +83,14 @@ def _nothing(role: str) -> bool:
 def checked(
     messages: Sequence[Message], parts: Sequence[str] = ("text",), knows: Callable[[str], bool] = _nothing
 ) -> list[Message]:
-    """The messages, without the empty fields that a data set's columns give each of them. Raises `PromptError` for
-    what a template would leave out, or write as Python does.
+    """Check a conversation, and leave out the empty fields that a data set's columns give each message.
 
-    parts: the types of parts that the format takes; knows: whether it has a role besides `ROLES`.
+    Args:
+        parts: Types of content parts that the format takes.
+        knows: Whether the format has a role besides `ROLES`.
+
+    Raises:
+        PromptError: A template would leave something out, or write it as Python does.
     """
     conversation = [_message(number, message, parts, knows) for number, message in enumerate(messages)]
     first = next((message for message in conversation if message["role"] not in _OPENING), None)
@@ -92,7 +100,7 @@ def checked(
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Parts of text as one text."""
+    """Join parts of text."""
     return "".join(part["text"] for part in parts)
 
 
@@ -113,7 +121,7 @@ def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[s
     kept = {key: value for key, value in message.items() if value is not None}
     if role != "assistant":
         return {"content": "", **kept}
-    # Some templates tell a turn that only calls tools by a content that is null.
+    # Some templates recognise a turn that only calls tools by its null content.
     return {**kept, "content": None} if "content" in message and content is None else kept
 
 

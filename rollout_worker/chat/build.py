@@ -1,7 +1,5 @@
-"""`chat.system_prompt`: a system message before conversations that have none, for any chat format.
-
-Chat formats: between messages and token ids, chosen with `chat.format`.
-"""
+"""Builds the chat format that `chat.format` chooses, with `chat.system_prompt`, and checks that the model can use
+it."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class WithSystemPrompt:
-    """A chat format whose conversations begin with a system message of this text; a prompt that is text is left as it
+    """A chat format that puts a system message before conversations without one. A prompt that is text stays as it
     is."""
 
     def __init__(self, chat: ChatFormat, text: str) -> None:
@@ -79,9 +77,16 @@ def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) 
 def build_chat_format(
     config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
 ) -> ChatFormat:
-    """The format that `chat.format` names, for tools with these JSON schemas; `answers`: users' messages follow turns;
-    `tokenizer`: that of another format of the run, which is then not loaded again. Raises `ConfigError` where the model
-    cannot use it: with tools or answers, the start check must pass."""
+    """Build the format that `chat.format` names.
+
+    Args:
+        tools: JSON schemas of the tools.
+        answers: Whether users' messages follow turns.
+        tokenizer: The tokenizer of another format of the run, which is then not loaded again.
+
+    Raises:
+        ConfigError: The model cannot use it: with tools or answers, the format check must pass.
+    """
     chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
         chat = WithSystemPrompt(chat, config.chat.system_prompt)
@@ -114,6 +119,6 @@ def _check_answers(config: RunConfig, chat: ChatFormat) -> None:
 
 
 def _proven(proof: Coroutine[Any, Any, _Proof]) -> _Proof:
-    """On a loop of its own, in a thread: the caller's may be running."""
+    """Run a check on a loop of its own in a thread, as the caller's loop may be running."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, proof).result()

@@ -1,4 +1,4 @@
-"""A model's tokenizer: loading it, the ids that end a turn, and encoding beside the event loop."""
+"""Loads a model's tokenizer, finds the ids that end a turn, and encodes long texts beside the event loop."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ _INLINE_CHARACTERS = 2048
 
 
 def load_tokenizer(model: ModelSection) -> Any:
-    """That of `model.tokenizer`, else of `model.path`, at `model.revision`. Raises `ConfigError`.
+    """Load the tokenizer of `model.tokenizer`, or else of `model.path`, at `model.revision`.
 
-    Not AutoTokenizer: importing it imports torch, which costs a worker seconds and memory for nothing. Only a
-    tokenizer that has no tokenizer.json and is code of the model's own, allowed with `model.trust_remote_code`, is
-    loaded with it.
+    It does not use AutoTokenizer, which imports torch and so costs a worker seconds and memory. Only a tokenizer
+    without tokenizer.json that is the model's own code, allowed with `model.trust_remote_code`, is loaded with it.
+
+    Raises:
+        ConfigError: It cannot be loaded.
     """
     path = model.tokenizer or model.path
-    # A revision is one of the model's repository: another repository's tokenizer has its own.
+    # The revision belongs to the model's repository, not to another one with the tokenizer.
     revision = {} if model.revision is None or model.tokenizer else {"revision": model.revision}
     try:
         return PreTrainedTokenizerFast.from_pretrained(path, **revision)
@@ -36,7 +38,7 @@ def load_tokenizer(model: ModelSection) -> Any:
 
 
 def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
-    """Ids that end a turn: the tokenizer's and those of the model's generation_config.json. Raises `ConfigError`."""
+    """Return the ids that end a turn: the tokenizer's and those of generation_config.json. Raises `ConfigError`."""
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     revision = {} if model.revision is None else {"revision": model.revision}
     found = cached_file(
@@ -62,20 +64,20 @@ class Codec:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Only where they are on: what others encode at this moment cannot be changed meanwhile.
+        # Changed only where they are on: another thread may be encoding at this moment.
         if self._backend is not None and self._backend.truncation is not None:
             self._backend.no_truncation()
         if self._backend is not None and self._backend.padding is not None:
             self._backend.no_padding()
 
     async def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """The text's ids. special_tokens: with those that the tokenizer puts around a text."""
+        """Encode a text. `special_tokens`: with those that the tokenizer puts around a text."""
         if len(text) < _INLINE_CHARACTERS:
             return self.encode_now(text, special_tokens)
         if self._backend is None:
             ids: list[int] = await user_code.in_thread(self.encode_now, text=text, special_tokens=special_tokens)
             return ids
-        # Of the backend's functions this one lets go of the interpreter lock; `encode` would stop the loop.
+        # The only function of the backend that releases the interpreter lock; `encode` would block the loop.
         (encoding,) = await user_code.in_thread(
             self._backend.encode_batch_fast, input=[text], add_special_tokens=special_tokens
         )

@@ -25,4 +25,4 @@ fi
 export OMP_NUM_THREADS=1
 pytest "${all[@]}" -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
-exec pytest "${all[@]}" -n 2 --dist loadgroup --no-loadscope-reorder -m e2e --durations=5
+exec pytest "${all[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler.loadfile import LoadFileScheduling
 
 from tests.kit.chosen import chosen_families, commit, family_of
 
@@ -24,6 +25,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 # The files that take longest, longest first. With xdist a file is a piece of work: a long one that came last would run
 # alone. One that is not here is only later than it could be.
 LONG_FILES = (
+    "e2e/test_up.py",
+    "e2e/test_run.py",
     "deploy/test_supervisor_restarts.py",
     "deploy/test_supervisor.py",
     "deploy/test_supervisor_stops.py",
@@ -38,6 +41,21 @@ LONG_FILES = (
     "learner/test_hub_server.py",
     "deploy/test_light_core.py",
 )
+
+# Files with real vLLM servers of their own. All others in that folder share one, and so one process of xdist's.
+OWN_SERVERS = ("e2e/test_up.py", "e2e/test_adapters.py", "e2e/test_engine.py", "e2e/test_http.py")
+
+
+class FilesTogether(LoadFileScheduling):
+    """Hands out whole files, and those that share a server as one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "the shared server" if "/e2e/" in file and not file.endswith(OWN_SERVERS) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
+    return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

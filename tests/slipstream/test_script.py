@@ -124,33 +124,37 @@ def test_a_helper_that_calls_train_does_not_hide_it(script: Script) -> None:
         load_task(TaskSection(path=f"{script.path}:task"))
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("train(Task(dataset=task.dataset, rewards=[accuracy]), model=MODEL)", "is not a global of any module"),
-        ("train({}, model=MODEL)", "the task is a dict; give a Task"),
-        ("train(task, model=MODEL, learner=7)", "train(learner=7): must be a dict of settings"),
-        ("train(task)", "train(): the section [model] is missing; it needs path"),
-        ("train(task, model=MODEL, learner={'steps': -1})", "train(): learner.steps = -1: must be at least 1"),
-        ("train(task, model=MODEL, learner={'stepz': 1})", "train(): learner.stepz is not a setting"),
-        ("train(task, model=MODEL, lerner={'steps': 1})", "train(): [lerner] is not a section"),
-        ("train(task, 'no.toml', model=MODEL)", "no.toml: there is no such run file"),
-        (
-            "async def main(): train(task, model=MODEL)\nasyncio.run(main())",
-            "while an event loop is running, as in a notebook",
-        ),
-        (
-            "import concurrent.futures as f\nwith f.ThreadPoolExecutor() as pool:\n"
-            "    pool.submit(train, task, model=MODEL).result()",
-            "from the main thread only",
-        ),
-    ],
-)
-def test_what_cannot_work_is_refused_with_its_remedy(script: Script, code: str, says: str) -> None:
-    script.write(guarded(f"try:\n{textwrap.indent(code, '    ')}\nexcept ConfigError as error:\n    print(error)"))
+REFUSED = [
+    ("train(Task(dataset=task.dataset, rewards=[accuracy]), model=MODEL)", "is not a global of any module"),
+    ("train({}, model=MODEL)", "the task is a dict; give a Task"),
+    ("train(task, model=MODEL, learner=7)", "train(learner=7): must be a dict of settings"),
+    ("train(task)", "train(): the section [model] is missing; it needs path"),
+    ("train(task, model=MODEL, learner={'steps': -1})", "train(): learner.steps = -1: must be at least 1"),
+    ("train(task, model=MODEL, learner={'stepz': 1})", "train(): learner.stepz is not a setting"),
+    ("train(task, model=MODEL, lerner={'steps': 1})", "train(): [lerner] is not a section"),
+    ("train(task, 'no.toml', model=MODEL)", "no.toml: there is no such run file"),
+    (
+        "async def main(): train(task, model=MODEL)\nasyncio.run(main())",
+        "while an event loop is running, as in a notebook",
+    ),
+    (
+        "import concurrent.futures as f\nwith f.ThreadPoolExecutor() as pool:\n"
+        "    pool.submit(train, task, model=MODEL).result()",
+        "from the main thread only",
+    ),
+]
+
+
+def test_what_cannot_work_is_refused_with_its_remedy(script: Script) -> None:
+    """One script tries them all: each is refused before anything is started."""
+    caught = "except ConfigError as error:\n    print('refused', json.dumps(str(error)))"
+    tried = [f"try:\n{textwrap.indent(code, '    ')}\n{caught}" for code, _ in REFUSED]
+    script.write(guarded("\n".join(tried)))
     done = run(script)
     assert done.returncode == 0, done.stderr
-    assert says in done.stdout.splitlines()[-1]
+    told = [json.loads(line.partition(" ")[2]) for line in done.stdout.splitlines() if line.startswith("refused ")]
+    for (code, says), text in zip(REFUSED, told, strict=True):
+        assert says in text, code
     assert not (script.folder / "runs").exists()
 
 

@@ -21,31 +21,10 @@ from protocol.config import RunConfig, load
 from protocol.status import Status
 from tests.kit.ports import free_port
 from tests.kit.supervised import Patience, Processes, processes
+from tests.kit.warm import Warm
 
-HERE = Path(__file__).parent
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
-
-
-# The longest first, others after them. A group of tests runs in one process, and its fixtures are made once.
-GROUPS = ("test_up", "the shared server", "test_adapters", "test_engine", "test_http")
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give tests that share a server, or another thing that takes long to start, to one process of xdist's."""
-
-    def group_of(item: pytest.Item) -> str:
-        shared = "vllm_url" in getattr(item, "fixturenames", ())
-        return "the shared server" if shared else item.path.stem
-
-    ours = {item: group_of(item) for item in items if item.path.is_relative_to(HERE)}
-    for item, group in ours.items():
-        item.add_marker(pytest.mark.xdist_group(group))
-    places = [place for place, item in enumerate(items) if item in ours]
-    in_order = sorted(ours, key=lambda item: ((*GROUPS, ours[item]).index(ours[item]), ours[item]))
-    for place, item in zip(places, in_order, strict=True):
-        items[place] = item
 
 
 @pytest.fixture(scope="session")
@@ -57,10 +36,16 @@ def model_folder() -> Path:
 
 
 @pytest.fixture(scope="session")
-def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def warm() -> Iterator[Warm]:
+    with Warm() as warm:
+        yield warm
+
+
+@pytest.fixture(scope="session")
+def vllm_url(model_folder: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the real vLLM server that this process of the tests has to itself."""
     config = load(EXAMPLE / "run.toml", ["--model.path", str(model_folder), "--vllm.port", str(free_port())])
-    with processes(tmp_path_factory.mktemp("vllm")) as started:
+    with processes(tmp_path_factory.mktemp("vllm"), warm) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
@@ -153,17 +138,19 @@ def _small_run(model_folder: Path, folder: Path, started: Processes, overrides: 
 
 
 @pytest.fixture
-def small_run(vllm_url: str, model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallRun]:
+def small_run(
+    vllm_url: str, model_folder: Path, warm: Warm, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[SmallRun]:
     """Ready to start, against the shared server; overrides come from
     `@pytest.mark.parametrize("small_run", [[...]], indirect=True)`."""
     overrides = ["--vllm.servers", f'["{vllm_url}"]', *getattr(request, "param", [])]
-    with processes(tmp_path) as started:
+    with processes(tmp_path, warm) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)
 
 
 @pytest.fixture
 def run_of_its_own(model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallRun]:
-    """As `small_run`, but with a vLLM server of its own: for `slipstream up`."""
+    """As `small_run`, but with a vLLM server of its own, and started as a user starts it: for `slipstream up`."""
     overrides = ["--vllm.port", str(free_port()), *getattr(request, "param", [])]
     with processes(tmp_path) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)

@@ -3,23 +3,16 @@ and what it packs when it loads."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.kit.engine import EngineScripts
+from tests.kit.warm import Warm
 
 pytestmark = pytest.mark.e2e
 
 # Log-probs in float32, by two implementations; old keys and values are off by whole nats.
 CLOSE = 1e-4
-
-
-@pytest.fixture(scope="module")
-def scripts() -> Iterator[EngineScripts]:
-    with EngineScripts() as scripts:
-        yield scripts
 
 
 HALF_COMPUTED = """
@@ -82,9 +75,9 @@ for name, request in ended.items():
 
 
 def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_by_the_new_weights_alone(
-    scripts: EngineScripts, tmp_path: Path
+    warm: Warm, tmp_path: Path
 ) -> None:
-    printed = scripts.run(tmp_path, HALF_COMPUTED, str(tmp_path / "model"))
+    printed = warm.run(tmp_path, HALF_COMPUTED, str(tmp_path / "model"))
     off = {line.split()[1]: float(line.split()[2]) for line in printed.splitlines() if line.startswith("OFF")}
     assert off.pop("begun") > 1e-3, "its first tokens are the old weights'"
     assert off.keys() == {"half", "waits", "again"}
@@ -138,10 +131,8 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_p1_what_a_server_packs_when_it_loads_is_packed_again(
-    scripts: EngineScripts, kind: str, tmp_path: Path
-) -> None:
-    printed = scripts.run(tmp_path, RELOADED, str(tmp_path / "model"), kind)
+def test_p1_what_a_server_packs_when_it_loads_is_packed_again(warm: Warm, kind: str, tmp_path: Path) -> None:
+    printed = warm.run(tmp_path, RELOADED, str(tmp_path / "model"), kind)
     difference = float(printed.split("difference")[1])
     assert difference < 1e-4
 
@@ -329,11 +320,11 @@ AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 @pytest.mark.parametrize(("dtype", "cpu"), [("float32", {}), ("bfloat16", {}), ("bfloat16", AVX2_ALONE)])
 def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(
-    scripts: EngineScripts, dtype: str, cpu: dict[str, str], tmp_path: Path
+    warm: Warm, dtype: str, cpu: dict[str, str], tmp_path: Path
 ) -> None:
     """With log-probs alone: swaps left out at learning rates of 1e-6 and 1e-7, and 24 publications without an alarm.
     With the layers: rows exchanged, one element changed, a layer slightly off; in layers that cannot be read, too."""
-    printed = scripts.run(tmp_path, FAULTS, str(tmp_path / "model"), dtype, env=cpu)
+    printed = warm.run(tmp_path, FAULTS, str(tmp_path / "model"), dtype, env=cpu)
     assert "NOT FOUND" not in printed
     assert "ALL DONE" in printed
     assert "packed" not in printed or not cpu

@@ -4,6 +4,7 @@ machine."""
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploy.run.processes import SLIPSTREAM, Child, Children, Program
+from tests.kit.warm import Warm
 
 GRACE_S = 20.0
 # A run in which nothing at all moves for so long hangs, even on a machine that does ten other things.
@@ -37,16 +39,25 @@ class Patience:
 
 
 class Processes:
-    """Child processes by name, each with its log in `log_dir`."""
+    """Child processes by name, each with its log in `log_dir`; copies of `warm` where that is given."""
 
-    def __init__(self, children: Children, log_dir: Path) -> None:
+    def __init__(self, children: Children, log_dir: Path, warm: Warm | None = None) -> None:
         self._children = children
         self._log_dir = log_dir
+        self._warm = warm
         self.running: dict[str, Child] = {}
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
         """`env` is added to this process's."""
-        child = self._children.start(Program(name, "worker", command, env or {}), self._log_dir)
+        program = Program(name, "worker", command, env or {})
+        if self._warm is None:
+            child = self._children.start(program, self._log_dir)
+        else:
+            log = self._log_dir / f"{name}.log"
+            log.touch()
+            process = self._warm.start(command, {**os.environ, **program.env}, log)
+            child = Child(program, process, log, log.stat().st_size)  # type: ignore[arg-type]
+            self._children.living.append(child)
         self.running[name] = child
         return child
 
@@ -85,10 +96,10 @@ class Processes:
 
 
 @contextmanager
-def processes(log_dir: Path) -> Iterator[Processes]:
+def processes(log_dir: Path, warm: Warm | None = None) -> Iterator[Processes]:
     """None of them is left at the end."""
     with Children(GRACE_S) as children:
         try:
-            yield Processes(children, log_dir)
+            yield Processes(children, log_dir, warm)
         finally:
             asyncio.run(children.end(list(children.living)))

@@ -266,7 +266,7 @@ def test_i8_nothing_is_pickled(package: str) -> None:
     ("package", "source"),
     [
         ("protocol", "import torch"),
-        ("protocol", "from rollout_queue.ledger.validation import check"),
+        ("protocol", "from rollout_queue.ledger.validation import decode_group"),
         ("rollout_queue", "def f():\n    from torch import nn"),
         ("rollout_queue", "if TYPE_CHECKING:\n    import rollout_worker.task.task"),
         ("rollout_worker", "import importlib\nimportlib.import_module('torch.nn')"),

@@ -160,7 +160,7 @@ def test_trackers_the_hub_and_callbacks_are_looked_at_before_anything_starts(
     from learner.checkpoints import uploads
     from learner.report import trackers
 
-    monkeypatch.setattr(trackers, "_is_installed", lambda name: False)
+    monkeypatch.setattr(trackers.Tracker, "is_installed", lambda tracker: False)
     with pytest.raises(
         ConfigError, match=r"wandb is not installed; install it with: pip install 'slipstream-rl\[wandb\]'"
     ):

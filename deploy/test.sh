@@ -21,8 +21,9 @@ python examples/multiply/build_model.py --out examples/multiply/models/seed-0
 if [[ $# -gt 0 ]]; then
     exec pytest "${all[@]}" "$@"
 fi
-# One thread each, or they would wait for one another. Long files begin first: tests/conftest.py.
+# One thread each, or they would wait for one another; one process more than cores, as many tests wait. Long files begin
+# first: tests/conftest.py.
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" -n "$(nproc)" --dist loadfile --no-loadscope-reorder -m "not e2e"
+pytest "${all[@]}" -n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder -m "not e2e"
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
 exec pytest "${all[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5

@@ -5,8 +5,9 @@ next one starts only when the object is free again. An object that may be in a b
 `lost` and serves no other episode (I9).
 
 `EnvironmentInterface` lists what an environment can do. It is read from the class alone, under TRL's names. Slipstream
-calls `reset`, `get_reward`, `respond` and `close`. All other public methods are tools. Nothing calls names that begin
-with an underscore. A `MethodTool` is described once per class and bound to the instance of each episode.
+calls `reset`, `get_reward`, `respond` and `close`. All other public methods are tools. Neither Slipstream nor the
+policy calls names that begin with an underscore. A `MethodTool` is described once per class and bound to the instance
+of each episode.
 
 The functions at the top convert the returned values: the observation of `reset`, which is added to a row's prompt, the
 answer of `respond` to a turn, and the reward.

@@ -1,16 +1,16 @@
-"""What an environment says: `reset`'s observation, folded into a row's prompt, and `respond`'s answer to a turn.
+"""Calls one environment of the user's: `reset`, `respond`, `get_reward`, `close` and its tools.
 
-An environment's public method as a tool: described once for a class, bound to the instance of each episode.
+Invariant: an instance runs one call at a time, even after a time-out. Each call is followed to its actual end, and the
+next one starts only when the object is free again. An object that may be in a bad state, or that a call still uses, is
+`lost` and serves no other episode (I9).
 
-What the instances of an environment can do, told from their class, under TRL's names.
+`EnvironmentInterface` lists what an environment can do. It is read from the class alone, under TRL's names. Slipstream
+calls `reset`, `get_reward`, `respond` and `close`. All other public methods are tools. Neither Slipstream nor the
+policy calls names that begin with an underscore. A `MethodTool` is described once per class and bound to the instance
+of each episode.
 
-Public methods are tools. `reset`, `get_reward`, `respond` and `close` are ours to call, and names that begin with an
-underscore are nobody's.
-
-One environment of the user's, and its calls: one at a time, each followed until it has truly come back.
-
-Whatever becomes of a call's time-out, the next call begins only when the object is free again; an object that may be
-spoilt, or that something still works on, is `lost`, and serves no other episode (I9).
+The functions at the top convert the returned values: the observation of `reset`, which is added to a row's prompt, the
+answer of `respond` to a turn, and the reward.
 """
 
 from __future__ import annotations
@@ -32,16 +32,25 @@ from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, defined_at
 from rollout_worker.user_code.values import bounded, plain, type_name
 
-# Text, or messages; None where nothing is said.
+# Text or messages. None if the environment returned nothing.
 Observation: TypeAlias = str | list[Message] | None
 
-# The prompt of a row that has none: the environment's reset gives it.
+# Stands for the prompt of a row that has none. The environment's reset provides the real one.
 EMPTY_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 
 
 def observed(said: Any) -> Observation:
-    """What `reset` returned, as plain data: None, text, parts of text, which TRL takes too, or messages. It looks into
-    the user's objects, so it runs where user code runs. Raises `TypeError` and `ValueError`."""
+    """Convert the value that `reset` returned to plain data.
+
+    It reads the user's objects, so it runs where user code runs.
+
+    Args:
+        said: None, text, parts of text (which TRL takes too), or messages.
+
+    Raises:
+        TypeError: The value is none of these.
+        ValueError: A part is not text, or a message holds an object that cannot be sent.
+    """
     if said is None:
         return None
     if isinstance(said, str):
@@ -59,7 +68,15 @@ def observed(said: Any) -> Observation:
 
 
 def answered(said: Any) -> list[Message] | None:
-    """What `respond` returned, as messages of the user's role; None ends the episode. As `observed`."""
+    """Convert the value that `respond` returned to messages of the user's role. It runs where `observed` does.
+
+    Returns:
+        The messages, or None to end the episode.
+
+    Raises:
+        TypeError: As for `observed`.
+        ValueError: As for `observed`, and if a message has another role or no text.
+    """
     found = observed(said)
     if found is None or isinstance(found, str):
         return None if found is None else [{"role": "user", "content": found}]
@@ -73,7 +90,15 @@ def answered(said: Any) -> list[Message] | None:
 
 
 def rewarded(value: Any) -> float | None:
-    """What `get_reward` returned, None for no opinion. As `observed`."""
+    """Convert the value that `get_reward` returned. It runs where `observed` does.
+
+    Returns:
+        The reward, or None for no reward.
+
+    Raises:
+        TypeError: The value is not a number.
+        ValueError: The value is not a number, or not finite.
+    """
     if value is None:
         return None
     reward = float(value)
@@ -83,8 +108,14 @@ def rewarded(value: Any) -> float | None:
 
 
 def folded(prompt: Sequence[Message], observation: Observation) -> list[Message]:
-    """The prompt of one episode. Text goes on where the last user's message ends, as in TRL; messages follow the
-    row's, or stand alone where it has none."""
+    """Add the observation of `reset` to a row's prompt.
+
+    Text is appended to the last message of the user's role, as in TRL. Messages follow those of the row, or stand alone
+    if the row has no prompt.
+
+    Returns:
+        The prompt of one episode.
+    """
     messages = list(prompt)
     if observation is None:
         return messages
@@ -103,7 +134,7 @@ def folded(prompt: Sequence[Message], observation: Observation) -> list[Message]
 
 
 def _text(content: Any) -> Any:
-    """Parts of text as one text; all else as it is, for the chat format to judge."""
+    """Join parts of text into one text. Other content is returned as it is, and the chat format decides about it."""
     if isinstance(content, str):
         return bounded(content)
     return _joined(content) if isinstance(content, list) else content
@@ -118,7 +149,7 @@ def _joined(parts: list[Any]) -> str:
 
 
 class Player(Protocol):
-    """Of an instance: calls one of its methods."""
+    """Calls one method of an environment instance."""
 
     async def call(
         self,
@@ -131,8 +162,16 @@ class Player(Protocol):
 
 
 class MethodTool(FunctionTool):
-    """`method`: bound to any instance of the class `cls`, and not kept. Raises `ConfigError` where it cannot be
-    described to the policy."""
+    """Offers a public method of an environment as a tool.
+
+    Args:
+        cls: Name of the environment's class.
+        method: The method, bound to any instance of the class. The instance is not kept.
+        code: Runs user code.
+
+    Raises:
+        ConfigError: The method cannot be described to the policy.
+    """
 
     in_order = True
 
@@ -162,14 +201,19 @@ class MethodTool(FunctionTool):
 
 OURS = ("reset", "get_reward", "respond", "close")
 
-# What we give those whose arguments are always the same.
+# Methods that always get the same arguments, and their names.
 _CALLED_WITH: Mapping[str, tuple[str, ...]] = {"get_reward": (), "respond": ("messages",), "close": ()}
 
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentInterface:
-    """cls: the class's name, which its reward is counted under; methods: the class's functions by name, of which
-    `tools` are for the policy, in alphabetical order as in TRL."""
+    """Lists what the instances of an environment can do.
+
+    Attributes:
+        cls: Name of the class. Its reward is counted under this name.
+        methods: Public functions of the class, by name.
+        tools: Names of the methods that the policy may call, in alphabetical order as in TRL.
+    """
 
     cls: str
     methods: Mapping[str, Callable[..., Any]]
@@ -184,11 +228,21 @@ class EnvironmentInterface:
         return "respond" in self.methods
 
     def has(self, other: EnvironmentInterface) -> bool:
-        """Whether an instance with the interface `other` can stand in: a factory may make a class for each."""
+        """Tell whether an instance with the interface `other` has the same methods.
+
+        The classes may differ, because a factory may make a class for each instance.
+        """
         return self.methods.keys() == other.methods.keys()
 
     def reset_arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
-        """Of a row's columns those that `reset` takes. Raises `ConfigError` where it needs others."""
+        """Select the columns of a row that `reset` takes.
+
+        Args:
+            columns: Values of the row, by column.
+
+        Raises:
+            ConfigError: `reset` needs a column that the row does not have.
+        """
         parameters = list(inspect.signature(self.methods["reset"]).parameters.values())[1:]
         if any(each.kind is each.VAR_KEYWORD for each in parameters):
             return dict(columns)
@@ -202,7 +256,7 @@ class EnvironmentInterface:
 
 
 def interface_of(instance: Any) -> EnvironmentInterface:
-    """Told from the class alone, so that no property is read. It may run user code of a metaclass."""
+    """Read the interface from the class alone, so that no property is read. This may run user code of a metaclass."""
     cls = type(instance)
     found = dict(inspect.getmembers(cls, predicate=inspect.isfunction))
     methods = {name: method for name, method in found.items() if not name.startswith("_")}
@@ -210,7 +264,12 @@ def interface_of(instance: Any) -> EnvironmentInterface:
 
 
 def no_reset(given_as: str, cls: str) -> ConfigError:
-    """The class, which the task names so, has no method `reset`."""
+    """Make the error for a class without a method `reset`.
+
+    Args:
+        given_as: How the task names the environment.
+        cls: Name of the class.
+    """
     return ConfigError(
         f"{given_as}: {cls} has no method reset, which begins each episode; write one: def reset(self, **columns), "
         f"which returns None, text or messages"
@@ -236,7 +295,7 @@ def tools_of(interface: EnvironmentInterface, instance: Any) -> list[MethodTool]
 
 
 def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[str, ...]) -> None:
-    """Raises `ConfigError` if it cannot be called with those arguments, by names."""
+    """Check that a method can be called with the arguments `given`, by name. Raises `ConfigError` otherwise."""
     try:
         inspect.signature(method).bind(**dict.fromkeys(given))
     except TypeError as error:
@@ -246,15 +305,18 @@ def _check_call(cls: str, method: Callable[..., Any], name: str, given: tuple[st
         ) from None
 
 
-# A coroutine that was cancelled needs a moment to end; a thread that was given up is not waited for.
+# Seconds to wait for a call that was given up. A cancelled coroutine needs a moment to end, and a thread may need far
+# longer, so it is not waited for.
 GRACE_S = 1.0
 
 _SPOILT_BY = (reasons.TIMEOUT, "SystemExit", "KeyboardInterrupt", "GeneratorExit", "CancelledError")
 
 
 class Holder:
-    """The object, on its way to a thread where it is used last, and so freed there. Callable, so that it is no copy
-    that is handed out."""
+    """Carries an object to the thread that uses it last, and therefore frees it.
+
+    It is callable, because the boundary copies arguments that are not.
+    """
 
     def __init__(self, held: Any) -> None:
         self._held = [held]
@@ -264,8 +326,15 @@ class Holder:
 
 
 class Instance:
-    """`object`, which the factory `name` made. `lost`: it must not serve another episode; `free`: no call is at work on
-    it."""
+    """One environment instance, with its calls in order.
+
+    Attributes:
+        name: Name of the factory that made the object, or None if there is only one factory.
+        object: The user's object.
+        interface: What the object can do.
+        lost: True if the object must not serve another episode.
+        free: True if no call uses the object.
+    """
 
     def __init__(self, name: str | None, made: Any, interface: EnvironmentInterface, code: UserCode) -> None:
         self.name = name
@@ -283,7 +352,7 @@ class Instance:
         return self._last is None or self._last.back.is_set()
 
     async def until_free(self, timeout_s: float) -> bool:
-        """Whether it is free within that time."""
+        """Wait until the object is free. Returns False if it is still in use after `timeout_s` seconds."""
         if not self.free:
             assert self._last is not None
             try:
@@ -294,7 +363,7 @@ class Instance:
         return True
 
     def tools(self, box: ToolBox) -> ToolBox:
-        """The tools of `box`, in which those that are methods are this instance's."""
+        """Return the tools of `box`, with those that are methods bound to this instance."""
         if self._tools is None:
             self._tools = box.with_each(lambda tool: tool.bound(self) if isinstance(tool, MethodTool) else tool)
         return self._tools
@@ -308,8 +377,22 @@ class Instance:
         convert: Callable[[dict[str, Any]], dict[str, Any]] = dict,
         wait_s: float = GRACE_S,
     ) -> Any:
-        """`plain(self.object.method(**convert(arguments)))`, after the calls before it; `wait_s`: how long it waits for
-        one that was given up and has not come back. Raises `UserCodeError`."""
+        """Call a method of the object after the calls before it have ended.
+
+        Args:
+            method: Name of the method.
+            plain: Turns the result into plain data.
+            timeout_s: Seconds that the call may take.
+            arguments: Arguments of the method, by name.
+            convert: Converts the arguments where user code runs.
+            wait_s: Seconds to wait for an earlier call that was given up and is still running.
+
+        Returns:
+            `plain(self.object.method(**convert(arguments)))`.
+
+        Raises:
+            UserCodeError: The call failed or was late, or an earlier call is still running.
+        """
         named = self.interface.methods[method]
 
         def run(**given: Any) -> Any:
@@ -332,6 +415,6 @@ class Instance:
                 call.let_go()
 
     def emptied(self) -> Holder:
-        """The object, which this lets go of."""
+        """Hand the object over in a `Holder`. The instance no longer holds it."""
         holder, self.object, self._tools = Holder(self.object), None, None
         return holder

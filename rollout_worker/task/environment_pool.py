@@ -1,12 +1,10 @@
-"""Environments that are made as they are needed, reset between episodes, and always closed.
+"""Makes environments when they are needed, uses them for one episode after another, and closes them.
 
-An instance serves one episode at a time. One that is `lost`, or that a call is still at work on, is not used again.
-Everything of the user's, the end of an object included, runs behind the boundary (I9).
+Invariant: an instance serves one episode at a time. An instance that is `lost`, or that a call still uses, is not used
+again. All user code runs behind the boundary, and so does the deletion of the user's objects (I9).
 
-One environment in the making, which is closed also where nobody waits for it any more.
-
-A constructor in a thread cannot be stopped: it may come back long after its time-out, or after its episode has gone,
-and what it made must be closed all the same.
+`PendingInstance` is one environment that is still being made. A constructor in a thread cannot be stopped. It may
+return long after its time-out, or after its episode has gone, and the object that it made must be closed all the same.
 """
 
 from __future__ import annotations
@@ -28,8 +26,17 @@ Factory: TypeAlias = Callable[..., Any]
 
 
 class PendingInstance:
-    """One call of `factory`. unwanted(self, holder): gets, on the event loop that made this, what is made after all
-    when its caller has gone, to be closed by `closing`; name, where: of the factory, file:line."""
+    """One call of a factory, followed to its end even if nobody waits for it any more.
+
+    Args:
+        factory: Makes an environment.
+        unwanted: Called as `unwanted(self, holder)`, on the event loop that made this object, with an environment that
+            was made after its caller had gone. `closing` closes it.
+
+    Attributes:
+        name: Name of the factory.
+        where: The file:line of the factory, or None.
+    """
 
     def __init__(self, factory: Factory, unwanted: Callable[[PendingInstance, Holder], None]) -> None:
         self.name = name_of(factory)
@@ -37,18 +44,30 @@ class PendingInstance:
         self.where = defined_at(self._named)
         self._unwanted = unwanted
         self._loop = asyncio.get_running_loop()
-        # Each side writes its own before it reads the other's, so that what is made is never missed by both.
+        # The factory's thread writes `_made`, the loop writes `_given_up`. Each side writes its own before it reads the
+        # other's, so that at least one of them sees an unwanted environment.
         self._made: list[Any] = []
         self._given_up = False
         self._call = Followed(factory, self._named, self._came)
 
     @property
     def over(self) -> asyncio.Event:
-        """Set when the factory is not at work, nor ever will be, and `unwanted` has got what it is to get."""
+        """Set when the factory is not running and never will be, and `unwanted` was called if it was needed."""
         return self._call.back
 
     async def made(self, code: UserCode, timeout_s: float) -> tuple[Any, EnvironmentInterface]:
-        """What the factory gives, and what that can do. Raises `UserCodeError`."""
+        """Call the factory.
+
+        Args:
+            code: Runs user code.
+            timeout_s: Seconds that the factory may take.
+
+        Returns:
+            The environment and its interface.
+
+        Raises:
+            UserCodeError: The factory failed or was late.
+        """
         faces: list[EnvironmentInterface] = []
 
         def plain(found: Any) -> None:
@@ -66,7 +85,10 @@ class PendingInstance:
 
     @property
     def closing(self) -> Callable[[Holder], Any]:
-        """What closes the held object, which nobody has looked at, if it can be closed, and lets go of it."""
+        """A function that takes the object out of its holder and closes it if it has a `close`.
+
+        It reads the interface first, because nothing has read it before.
+        """
 
         @wraps(self._named)
         def close(holder: Holder) -> Any:
@@ -76,10 +98,10 @@ class PendingInstance:
         return close
 
     def _came(self, found: Any) -> None:
-        """Where the factory ran."""
+        """Keep the environment that the factory made. It runs where the factory ran."""
         self._made.append(found)
         if self._given_up:
-            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
                 self._loop.call_soon_threadsafe(self._discard)
 
     def _discard(self) -> None:
@@ -88,7 +110,7 @@ class PendingInstance:
 
 
 def _named(factory: Factory) -> Factory:
-    """The function behind `factory`, which errors are to name: a class's constructor, what a partial calls."""
+    """Return the function that errors name for `factory`: a class's constructor, or the function of a partial."""
     while isinstance(factory, partial):
         factory = factory.func
     if inspect.isroutine(factory):
@@ -102,10 +124,10 @@ def _named(factory: Factory) -> Factory:
 
 logger = logging.getLogger(__name__)
 
-# All that are left are closed in this time when a worker ends: less than a supervisor waits before it kills.
+# Seconds to close all remaining environments when a worker ends. A supervisor waits longer than this before it kills.
 CLOSE_S = 8.0
 
-# Takes key, text and place (file:line) of a failure of user code that nobody waits for.
+# Receives key, text and file:line of a failure in user code that nobody waits for.
 Notify = Callable[[str, str, str | None], None]
 
 
@@ -114,13 +136,18 @@ def log_notice(key: str, text: str, where: str | None) -> None:
 
 
 class Pool:
-    """Instances of `factories`, by name, made when they are needed and used again.
+    """Makes environment instances when they are needed and uses them again.
 
     Args:
-        factories: By name; the name is None where there is only one.
+        factories: Factories by name. The name is None if there is only one.
+        code: Runs user code.
         timeout_s: Seconds for a factory's call, and for a close.
-        max_alive: Number of instances from which idle ones of other names are closed for new ones.
-        notify: Called with a close that fails.
+        max_alive: Number of instances from which a new one replaces an idle one of another name, if there is any.
+        notify: Called with key, text and file:line if a close fails.
+
+    Attributes:
+        alive: Number of instances that are made or being made, and not yet closed.
+        idle: Number of instances that wait for an episode.
     """
 
     def __init__(
@@ -142,7 +169,7 @@ class Pool:
         self._interfaces: dict[str | None, EnvironmentInterface] = {}
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
-        # Those whose caller has gone.
+        # Instances that are still being made and whose caller has gone.
         self._given_up: list[PendingInstance] = []
 
     @property
@@ -150,8 +177,14 @@ class Pool:
         return sum(map(len, self._idle.values()))
 
     async def take(self, name: str | None) -> Instance:
-        """An instance that no other episode has, to be given back once. Raises `UserCodeError` where none can be
-        made."""
+        """Take an instance that no other episode uses. Give it back once.
+
+        Args:
+            name: Name of its factory.
+
+        Raises:
+            UserCodeError: No instance can be made.
+        """
         if self._idle[name]:
             instance = self._idle[name].pop()
         else:
@@ -162,8 +195,8 @@ class Pool:
         return instance
 
     def give_back(self, instance: Instance) -> None:
-        """After its episode; it is used again, or closed."""
-        if instance not in self._out:  # closed with the pool
+        """Give an instance back after its episode. It is used again or closed."""
+        if instance not in self._out:  # It was closed with the pool.
             return
         if not (instance.free or instance.lost):
             _spawn(self._settled(instance), self._settling)
@@ -175,7 +208,7 @@ class Pool:
             self._idle[instance.name].append(instance)
 
     async def close(self) -> None:
-        """Close every instance, those that are out or still being made too. Returns within `CLOSE_S`."""
+        """Close every instance, including those that are in use or still being made. Returns within `CLOSE_S`."""
         for task in self._settling:
             task.cancel()
         for instance in [*self._out, *(each for kept in self._idle.values() for each in kept)]:
@@ -219,7 +252,10 @@ class Pool:
         _spawn(self._ended(making.name, making.closing, holder), self._ends)
 
     async def _settled(self, instance: Instance) -> None:
-        """Given back while a call is at work on it, which was cancelled with its episode."""
+        """Give back an instance that a call still uses. The call was cancelled with its episode.
+
+        If the call does not end in time, the instance is lost.
+        """
         if not await instance.until_free(max(GRACE_S, self._timeout_s)):
             instance.lost = True
         self.give_back(instance)
@@ -229,7 +265,13 @@ class Pool:
         _spawn(self._ended(interface.cls, _closing(interface), instance.emptied()), self._ends)
 
     async def _ended(self, cls: str, closing: Callable[..., Any], holder: Holder) -> None:
-        """Close it, where it has a `close`, and let go of it where it was used."""
+        """Close an object and release it where user code runs. A failure is reported to `notify`.
+
+        Args:
+            cls: Name of the class, for the report.
+            closing: Takes the object out of the holder and closes it if it has a `close`.
+            holder: Holds the object.
+        """
         try:
             await self._code.call(closing, _none, self._timeout_s, Kind.CLOSE, holder=holder)
         except UserCodeError as error:
@@ -245,7 +287,7 @@ def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> N
 
 
 def _closing(interface: EnvironmentInterface) -> Callable[..., Any]:
-    """What closes the held object of this interface, if it can be closed, and lets go of it."""
+    """Return a function that takes an object out of its holder and closes it if the interface has a `close`."""
     close = interface.methods.get("close")
     if close is None:
         return lambda holder: _none(holder())
@@ -263,4 +305,4 @@ def _closing(interface: EnvironmentInterface) -> Callable[..., Any]:
 
 
 def _none(result: Any) -> None:
-    """Whatever a close returns."""
+    """Ignore the value that a close returned."""

@@ -1,8 +1,10 @@
 """Runs tools in a child process: `python -m rollout_worker.task.isolated_child path/to/file.py:task`.
 
-It reads requests and writes replies as lines of JSON, over what were its standard input and output; a reply repeats
-its request's `id`. What the user's code prints goes to standard error. Tools run in the main thread, one at a time, so
-that signals work in them. It ends, with all that it has started, when its parent is gone.
+Invariant: the process ends when its parent is gone, together with everything that it started.
+
+It reads requests and writes replies as lines of JSON, over the pipes that were its standard input and output. A reply
+repeats the `id` of its request. Output that user code prints goes to standard error. Tools run in the main thread, one
+at a time, so that signals work in them.
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(task_path: str) -> None:
+    """Load the task and answer requests until the parent is gone.
+
+    Args:
+        task_path: The task, as `path/to/file.py:task`.
+    """
     requests, replies = _pipes()
     pid = os.getpid()
     _die_with_the_parent()
@@ -42,7 +49,7 @@ def main(task_path: str) -> None:
         while True:
             request = json.loads(lines.get())
             reply = _reply(tools, request["tool"], request["arguments"], runner, pid)
-            signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the tool left is not the next one's
+            signal.setitimer(signal.ITIMER_REAL, 0)  # An alarm that this tool left must not reach the next one.
             _write(replies, {"id": request["id"], **reply})
 
 
@@ -73,7 +80,7 @@ async def _awaited(result: Any) -> Any:
 
 
 def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
-    """The task's functions by the names that the policy knows them by. Raises `ConfigError`."""
+    """Load the task's tools, by the names that the policy uses. Raises `ConfigError`."""
     from rollout_worker.task.task import load_task
     from rollout_worker.tools.function import callables
     from rollout_worker.tools.schema import leave_out_schemas
@@ -83,7 +90,11 @@ def _tools(task_path: str) -> dict[str, Callable[..., Any]]:
 
 
 def _pipes() -> tuple[TextIO, TextIO]:
-    """Standard input and output under other numbers, so that neither `input()` nor `print()` reaches them."""
+    """Move standard input and output to other file descriptors, so that `input()` and `print()` do not reach them.
+
+    Returns:
+        The stream of requests and the stream of replies.
+    """
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -94,13 +105,17 @@ def _pipes() -> tuple[TextIO, TextIO]:
 
 
 def _die_with_the_parent() -> None:
-    """On Linux even while a tool holds the interpreter lock, so that no thread sees the end of the input."""
+    """Ask Linux to kill this process when its parent dies.
+
+    The thread that reads the input also ends the process, but it cannot run while a tool holds the interpreter lock.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _read(requests: TextIO, lines: SimpleQueue[str]) -> None:
+    """Pass requests on, and kill this process and its group when the input ends, as the parent is gone then."""
     for line in requests:
         lines.put(line)
     if os.getpgrp() == os.getpid():

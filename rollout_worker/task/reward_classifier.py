@@ -1,7 +1,7 @@
-"""A reward that a classifier with one label computes, on a vLLM pooling server: `POST /classify`.
+"""Computes a reward with a one-label classifier on a vLLM pooling server: `POST /classify`.
 
-As in TRL, the classifier reads prompt and completion by its own chat template and tokenizer, and the reward is its
-logit. A conversation is one request, as the route takes one; texts go in batches.
+Invariant: as in TRL, the classifier reads prompt and completion with its own chat template and tokenizer, and the
+reward is its logit. Each conversation is one request, because the route takes only one. Texts are sent in batches.
 """
 
 from __future__ import annotations
@@ -25,24 +25,25 @@ ROUTE = "/classify"
 
 MODELS_ROUTE = "/v1/models"
 
-# Of the question before a start; the first request of a server may have to compile.
+# Seconds for the test request before a start. The first request of a server may have to compile.
 ASKED_WITHIN_S = 60.0
 
-# Of one group, at one time.
+# Maximum number of requests at once for one group.
 REQUESTS = 16
 
+# Maximum number of texts in one request.
 TEXTS = 32
 
 _MESSAGE_CHARACTERS = 500
 
 _MAX_NAMED = 8
 
-# Of aiohttp; the reward's own covers all of its requests.
+# Turns aiohttp's time-outs off, because the reward's own time-out covers all of its requests.
 _NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
 def how_to_serve(classifier: str) -> str:
-    """The remedy where a classifier has no server."""
+    """Return the remedy for a classifier that has no server."""
     return (
         f"serve it with: vllm serve {classifier} --runner pooling --port 8300, and name that in the run file: [task] "
         f'reward_servers = {{"{classifier}" = "http://127.0.0.1:8300"}}'
@@ -67,8 +68,15 @@ class _Models(msgspec.Struct):
 
 
 class ClassifierReward:
-    """`classifier`: the model's name, as its server has it; `servers`: URL by name, None where none will be asked.
-    Raises `ConfigError` if the server is not among them."""
+    """Computes the reward of a classifier.
+
+    Args:
+        classifier: Name of the model on its server.
+        servers: URL of each classifier's server, by the classifier's name. None if no server will be asked.
+
+    Raises:
+        ConfigError: `servers` has no entry for the classifier.
+    """
 
     def __init__(self, classifier: str, servers: Mapping[str, str] | None) -> None:
         self.name = classifier.rstrip("/").split("/")[-1]
@@ -84,10 +92,18 @@ class ClassifierReward:
         self._url = servers[classifier]
 
     def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
-        """It reads prompt and completion, whatever the columns are."""
+        """Accept any row, because a classifier reads only prompt and completion."""
 
     async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
-        """Have a short text scored, or a short conversation, as the run will. Raises `ConfigError`."""
+        """Test the server with a short request of the form that the run will send.
+
+        Args:
+            messages: True to score a conversation, False to score text.
+            timeout_s: Seconds that the request may take.
+
+        Raises:
+            ConfigError: The server did not return a reward.
+        """
         prompt: Any = [{"role": "user", "content": "2 by 3?"}] if messages else "2 by 3?"
         completion: Any = [{"role": "assistant", "content": "6"}] if messages else " 6"
         try:
@@ -96,7 +112,18 @@ class ClassifierReward:
             raise ConfigError(f'task.reward_servers = {{"{self._classifier}" = "{self._url}"}}: {error}') from None
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
-        """Raises `RewardError`; one that the server answers with a 4xx is not worth another try."""
+        """Score the completions of a group.
+
+        Args:
+            batch: The prompt and its `G` completions.
+            timeout_s: Seconds for all requests together.
+
+        Returns:
+            `G` logits, one per completion.
+
+        Raises:
+            RewardError: The server gave no usable answer. It is not retryable if the server answered with a 4xx.
+        """
         if not self._url:
             raise RuntimeError(f"the reward {self._classifier} was made without its server")
         try:
@@ -140,7 +167,12 @@ class ClassifierReward:
         return self._logits(answer)
 
     async def _why_not_found(self, session: aiohttp.ClientSession, said: str) -> str:
-        """The remedy for a 404: vLLM gives it for a route that a server lacks, and for a model that it lacks."""
+        """Find the remedy for a 404. vLLM sends it if the server lacks the route, and if it lacks the model.
+
+        Args:
+            session: Session for a request of the models that the server has.
+            said: Text of the 404.
+        """
         if "does not exist" not in said:
             return f"it is not a pooling server; {self._start()}"
         async with session.get(self._url + MODELS_ROUTE) as response:
@@ -175,7 +207,7 @@ class ClassifierReward:
 
 
 def _bodies(classifier: str, batch: RewardBatch) -> list[bytes]:
-    """The requests. `use_activation` false: the logit itself, not its sigmoid."""
+    """Encode the requests for a group. `use_activation` is false to get the logit itself, and not its sigmoid."""
     head = {"model": classifier, "use_activation": False, "add_special_tokens": False}
     if isinstance(batch.prompt, str):
         texts = [batch.prompt + completion for completion in batch.completions]
@@ -187,7 +219,7 @@ def _bodies(classifier: str, batch: RewardBatch) -> list[bytes]:
 
 
 def _on_the_wire(messages: Iterable[Message]) -> Iterable[Message]:
-    """As the OpenAI API writes them: calls with an id, and arguments as JSON text."""
+    """Convert messages to the OpenAI API's form: tool calls have an id, and their arguments are JSON text."""
     for message in messages:
         if not message.get("tool_calls"):
             yield message
@@ -208,7 +240,7 @@ def _text(arguments: Any) -> str:
 
 
 def _json(value: Any) -> bytes:
-    """A lone surrogate, as a policy may sample it, becomes a question mark."""
+    """Encode a value as JSON in UTF-8. A policy may sample a lone surrogate, which becomes a question mark."""
     return _encoder.encode(value).encode("utf-8", "replace")
 
 

@@ -1,4 +1,7 @@
-"""The task: what the user writes in a file of their own and names in the run file as `path/to/file.py:task`."""
+"""Defines `Task`, which users write in a file of their own and name in the run file as `path/to/file.py:task`.
+
+Invariant: a task that can be made is valid, except for data that is read later: files, the hub and iterables.
+"""
 
 from __future__ import annotations
 
@@ -29,28 +32,43 @@ _NOT_GIVEN: Sequence[Any] = ()
 
 @dataclass(frozen=True)
 class Task:
-    """What the policy is to learn.
+    """Defines what the policy learns.
 
-    dataset: rows with a `prompt` column (messages, or text) and whatever columns the rewards read. A list of mappings,
-    a `datasets.Dataset`, any sequence of mappings; an iterable that can be iterated again and again, such as a
-    `datasets.IterableDataset`, or a function that makes one; a file (.jsonl, .json, .csv, .parquet, .arrow, each also
-    with .gz), folder or glob, from the task file's folder or else the working directory; a name on the hub.
-    dataset_split, dataset_config: which part of a file, folder or hub's data set; the split is train. Files, the hub
-    and iterables are read when `rows` is used first, which a task file's import does not.
+    TRL's names may be used in place of Slipstream's: train_dataset, reward_funcs, environment_factory.
 
-    tools: sync or async functions with type hints and a Google-style docstring, or `Tool` objects. mcp_servers: URLs or
-    command lines of MCP servers, connected where the task runs. rewards: `f(completions, prompts, completion_ids,
-    **columns)` giving one float or None per rollout, sync or async, or the name of a classifier that
-    `task.reward_servers` has a server for; one or several. reward_weights: one per reward, 1 by default.
-    environment: a class, or a function that gives an instance, which an episode is played in: its `reset(**columns)`
-    begins the episode, its public methods are tools, its `get_reward()`, if it has one, rewards it (then `rewards` may
-    be left out), its `respond(messages)`, if it has one, answers turns that call nothing. Or several by name, of which
-    each row names its own in the column `environment`. With one alone the data set's prompts, or all of it, may be left
-    out. agent: a program that owns its loop, in place of tools: `agent(endpoint, **columns)`, sync or async, called
-    once an episode (docs/agents.md). eval_dataset: rows that are evaluated on and never trained on, in any of the forms
-    of dataset; eval_dataset_split: which part of it. It is read only where evaluations are on, see [eval] of the run
-    file. TRL's names may be used in place of ours: train_dataset, reward_funcs, environment_factory. Raises
-    `ConfigError`.
+    Args:
+        dataset: Rows with a `prompt` column (messages, or text) and the columns that the rewards read. One of:
+
+            - a list of mappings, a `datasets.Dataset`, or any sequence of mappings;
+            - an iterable that can be iterated again and again, such as a `datasets.IterableDataset`, or a function that
+              makes one;
+            - a file (.jsonl, .json, .csv, .parquet, .arrow, each also with .gz), folder or glob, relative to the task
+              file's folder or else the working directory;
+            - a name on the hub.
+
+            Files, the hub and iterables are read when `rows` is first used. The import of a task file does not use it.
+        rewards: One or several rewards. Each is a function `f(completions, prompts, completion_ids, **columns)`, sync
+            or async, that returns one float or None per rollout, or the name of a classifier that has a server in
+            `task.reward_servers`.
+        tools: Sync or async functions with type hints and a Google-style docstring, or `Tool` objects.
+        mcp_servers: URLs or command lines of MCP servers, which are connected where the task runs.
+        environment: A class, or a function that returns an instance, for episodes to be played in. Its
+            `reset(**columns)` begins the episode, and its other public methods are tools. Optional methods are
+            `get_reward()`, which rewards the episode, so that `rewards` may be left out, and `respond(messages)`, which
+            answers turns that call no tool. With one environment, the prompts of the data set, or all of it, may be
+            left out. Give several environments as a mapping by name. Each row then names its own in the column
+            `environment`.
+        agent: A program that owns its loop, in place of tools: `agent(endpoint, **columns)`, sync or async, called once
+            per episode (docs/agents.md).
+        reward_weights: One weight per reward, 1 by default.
+        eval_dataset: Rows for evaluation, never trained on, in any form that `dataset` takes. They are read only if
+            evaluations are on, see [eval] of the run file.
+        eval_dataset_split: Split of `eval_dataset`.
+        dataset_split: Split of a data set from a file, a folder or the hub, train by default.
+        dataset_config: Configuration of a data set from a file, a folder or the hub.
+
+    Raises:
+        ConfigError: The task cannot be run as given.
     """
 
     dataset: DataSource = _NOT_GIVEN
@@ -67,7 +85,7 @@ class Task:
     train_dataset: InitVar[DataSource | None] = None
     reward_funcs: InitVar[Callable[..., Any] | str | Sequence[Callable[..., Any] | str] | None] = None
     environment_factory: InitVar[Callable[..., Any] | Mapping[str, Callable[..., Any]] | None] = None
-    # Of the task file; `load_task` sets it.
+    # Folder of the task file. `load_task` sets it.
     folder: Path | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self, train_dataset: Any, reward_funcs: Any, environment_factory: Any) -> None:
@@ -109,7 +127,7 @@ class Task:
             )
 
     def _take(self, name: str, trls: str, value: Any, absent: Any) -> None:
-        """A value that was given by TRL's name."""
+        """Take over a value that was given by TRL's name."""
         if value is None:
             return
         if getattr(self, name) is not absent:
@@ -118,8 +136,11 @@ class Task:
 
     @cached_property
     def rows(self) -> Rows:
-        """The data set's rows, loaded when they are asked for first. Raises `ConfigError`, also for a first row that
-        no run could use."""
+        """The rows of the data set, loaded at the first use.
+
+        Raises:
+            ConfigError: The data set is missing or cannot be read, or no run could use its first row.
+        """
         if self.has_no_data and self.environment is None:
             raise ConfigError(
                 "Task(...) has no dataset; give dataset=[...], a row for each prompt, with a 'prompt' column"
@@ -129,8 +150,11 @@ class Task:
 
     @cached_property
     def eval_rows(self) -> Rows:
-        """The rows of `eval_dataset`, loaded when they are asked for first; it must be given. Raises `ConfigError` as
-        `rows` does."""
+        """The rows of `eval_dataset`, loaded at the first use. It must be given.
+
+        Raises:
+            ConfigError: As for `rows`.
+        """
         rows = open_eval_rows(
             self.eval_dataset, self.eval_dataset_split, self.dataset_config, self.dataset, self.folder
         )
@@ -140,7 +164,7 @@ class Task:
             raise named_eval(error) from None
 
     def _checked(self, rows: Rows) -> Rows:
-        """The rows, if a run could use the first."""
+        """Return the rows if a run could use the first one. Raises `ConfigError` otherwise."""
         if self.environment is not None:
             rows = environments.WithPrompts(rows)
         first = next((row for _, row in rows.sample(1)), None)
@@ -156,35 +180,51 @@ class Task:
 
     @property
     def has_no_data(self) -> bool:
-        """Whether no data set was given: an environment's reset then says what there is to do."""
+        """True if no data set was given. The environment's `reset` then provides the prompt."""
         return self.dataset is _NOT_GIVEN
 
     @property
     def own_rewards(self) -> Sequence[str] | None:
-        """The rewards that episodes may bring themselves; None where an environment's class says later which."""
+        """Names of the rewards that episodes may bring themselves.
+
+        None if the environment's class determines them later.
+        """
         if self.agent is not None:
             return (OWN_REWARD,)
         return () if self.environment is None else None
 
     @property
     def may_isolate(self) -> bool:
-        """Whether worker.tool_isolation = "process" is taken with it: for tools alone, that are functions."""
+        """True if the task works with worker.tool_isolation = "process".
+
+        It does if it has no agent and no environment, and all its tools are functions.
+        """
         return self.agent is None and self.environment is None and not any(map(is_tool, self.tools))
 
     def _checked_rewards(self) -> RewardFunctions:
         return RewardFunctions(self.rewards, self.reward_weights, own=self.own_rewards)
 
     def row_for(self, index: int, seed: int, shuffle: bool = True) -> Row:
-        """The row of a ticket's running `index`, the same on every worker; `shuffle`: a new order for each epoch."""
+        """Return the row of a ticket. It is the same on every worker.
+
+        Args:
+            index: Running index of the ticket.
+            seed: Seed of the order.
+            shuffle: True for a new order in each epoch.
+        """
         return self.rows.row_for(index, seed, shuffle)
 
     def place_of(self, index: int, seed: int, shuffle: bool = True) -> RowPosition:
-        """The epoch of a ticket's running `index`, and the row's place in the data set."""
+        """Return the epoch of a ticket and the position of its row in the data set. Args are those of `row_for`."""
         return self.rows.place_of(index, seed, shuffle)
 
 
 def load_task(task_file: TaskSection) -> Task:
-    """The task object that `task_file` names; raises `ConfigError`."""
+    """Load the task object that `task_file` names.
+
+    Raises:
+        ConfigError: The file does not define a `Task` of that name.
+    """
     module = import_for(task_file.path, "task.path")
     if not hasattr(module, task_file.object_name):
         tasks = [name for name, value in vars(module).items() if isinstance(value, Task)]
@@ -194,7 +234,7 @@ def load_task(task_file: TaskSection) -> Task:
             f"define it there or name another object after the colon"
         )
     task = getattr(module, task_file.object_name)
-    task = getattr(task, "task", task)  # a trainer, as slipstream.trl makes one, holds its task
+    task = getattr(task, "task", task)  # A trainer made by slipstream.trl holds its task.
     if not isinstance(task, Task):
         raise ConfigError(
             f"task.path = {task_file.path}: {task_file.object_name} is a {type(task).__name__}, not a Task; "

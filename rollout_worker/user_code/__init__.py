@@ -1,4 +1,4 @@
-"""The one boundary around the user's code: tools, environments, rewards, data sets (I9)."""
+"""Runs user code (tools, environments, rewards, data sets) behind one boundary: none can end or block a worker (I9)."""
 
 from rollout_worker.user_code.boundary import Kind, UserCode, in_thread
 from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at, failure_of

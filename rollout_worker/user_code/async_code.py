@@ -1,20 +1,18 @@
-"""One event loop for async user code, in a daemon thread of its own. Nothing that runs on it ends it.
+"""Runs async user code on an event loop in a daemon thread, apart from the caller's loop.
 
-The threads of `asyncio.to_thread` and `loop.run_in_executor(None, ...)` in async user code.
+Invariant: no user code that runs on the loop can end it, and no call waits longer than its time-out.
 
-asyncio's own executor has few threads, gives none back that hangs, and keeps the process from ending. Here a job that
-nobody waits for any more, because its coroutine was given up, is counted in `hung` until it comes back, and another
-thread takes its place. The threads are daemons.
+All async code shares one event loop, so that objects bound to a loop (a session, a lock) work from call to call. While
+a function blocks that loop, calls that have not started go to a spare loop, and an alarm names the function. When the
+function returns control, the first loop is used again. All decisions are made on the caller's event loop.
 
-Which step of an event loop blocks it. A loop may also be slow because the machine is starved: then each of many
-steps takes long, and none of them is to blame.
+A loop can be slow without being blocked, because the machine is starved. Then many steps each take long, none of them
+is to blame, and the loop keeps its calls.
 
-Where async user code runs, and what becomes of a call that is late or blocks the others.
-
-All async code shares one event loop, so that what is bound to a loop (a session, a lock) works from call to call. While
-a function blocks that loop, calls that have not begun go to a spare one, and an alarm names the function; once it lets
-go, the first loop is used again. A loop that is only slow keeps its calls. Decisions are taken on the event loop of the
-caller.
+`DaemonExecutor` provides the threads for `asyncio.to_thread` and `loop.run_in_executor(None, ...)` in async user code.
+asyncio's own executor has few threads, never replaces one that hangs, and keeps the process from ending. Here, when a
+coroutine is given up, its job counts in `hung` until it returns, and another thread takes its place. The threads are
+daemons.
 """
 
 from __future__ import annotations
@@ -63,7 +61,13 @@ class _Job(Future[Any]):
         self._abandoned = abandoned
 
     def cancel(self) -> bool:
-        """As asyncio asks when who awaits the job is cancelled. One at work goes on, and nobody waits for it."""
+        """Cancel the job. asyncio calls this when the task that awaits the job is cancelled.
+
+        A running job cannot be cancelled. It continues, and nobody waits for it.
+
+        Returns:
+            True if the job was cancelled, False if it continues.
+        """
         cancelled = super().cancel()
         if not cancelled:
             self._abandoned(self)
@@ -71,11 +75,20 @@ class _Job(Future[Any]):
 
 
 class DaemonExecutor(ThreadPoolExecutor):
-    """`limit`: jobs at work at one time; `hung`: jobs given up that have not come back; `on_hung` is called at each new
-    one, in any thread. Any thread may submit. It is a `ThreadPoolExecutor` because asyncio takes no other."""
+    """Runs jobs in daemon threads and replaces a thread whose job hangs.
+
+    Any thread may submit. The base class is `ThreadPoolExecutor` because asyncio accepts no other.
+
+    Args:
+        limit: Maximum number of jobs that run at once, hung ones not counted.
+        on_hung: Called in any thread each time a job starts to count as hung.
+
+    Attributes:
+        hung: Number of jobs that were given up and are still running.
+    """
 
     def __init__(self, limit: int, on_hung: Callable[[], None] = lambda: None) -> None:
-        super().__init__(limit)  # which starts no thread before its own `submit`
+        super().__init__(limit)  # It starts no thread: only its own `submit` does, which is replaced here.
         self.hung = 0
         self._limit = limit
         self._on_hung = on_hung
@@ -86,7 +99,11 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._waiting: deque[_Job] = deque()
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """Raises `RuntimeError` where too many hang, or the machine gives no more threads."""
+        """Run `function` in a thread as soon as one is free.
+
+        Raises:
+            RuntimeError: Too many jobs hang, or the machine provides no more threads.
+        """
         job = _Job(lambda: function(*arguments, **named), self._abandoned)
         with self._lock:
             if self.hung >= HUNG_PER_THREAD * self._limit:
@@ -101,17 +118,17 @@ class DaemonExecutor(ThreadPoolExecutor):
         return job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing: event loops that close do not own it. See `close`."""
+        """Do nothing, because event loops call this when they close, and they do not own the executor. See `close`."""
 
     def close(self) -> None:
-        """Let idle threads end; those at work end with their jobs."""
+        """End idle threads. Busy threads end when their jobs do."""
         with self._lock:
             self._closed = True
             while self._free:
                 self._free.pop().put(None)
 
     def _begin(self, job: _Job) -> None:
-        """Under the lock."""
+        """Start the job in an idle thread or a new one. The caller holds the lock."""
         if self._free:
             self._free.pop().put(job)
         else:
@@ -132,7 +149,12 @@ class DaemonExecutor(ThreadPoolExecutor):
         self._on_hung()
 
     def came_back(self, job: _Job, jobs: _Jobs) -> None:
-        """`jobs`: of the thread that it ran in, which is free now."""
+        """Record that a job ended and give its thread the next one.
+
+        Args:
+            job: The job that ended.
+            jobs: Queue of the thread that ran it, which is free now.
+        """
         with self._lock:
             job.at_work = False
             if job.hung:
@@ -150,13 +172,13 @@ class DaemonExecutor(ThreadPoolExecutor):
             job = self._waiting.popleft()
             try:
                 self._begin(job)
-            except RuntimeError as error:  # no more threads
+            except RuntimeError as error:  # The machine provides no more threads.
                 if job.set_running_or_notify_cancel():
                     job.set_exception(error)
 
 
 def _serve(jobs: _Jobs, executor: DaemonExecutor, pid: int) -> None:
-    """A thread's life, in the process `pid`."""
+    """Run jobs in this thread until it receives None. `pid` is the process that started the thread."""
     while (job := jobs.get()) is not None:
         _run(job, executor, jobs, pid)
         del job
@@ -177,22 +199,28 @@ def _run(job: _Job, executor: DaemonExecutor, jobs: _Jobs, pid: int) -> None:
         executor.came_back(job, jobs)
 
 
-# Looks without a sign of life at which something waited or computed, after which it is to blame. Looks, not seconds: a
-# process that was stopped for a while has blocked nothing.
+# A step is to blame if it waited or computed at this many looks while the loop did not respond. The unit is looks and
+# not seconds, because a process that was stopped for a while has blocked nothing.
 LOOKS = 8
 
-# Looks at one step after which it is to blame in any case: it waits in many places (a loop of short sleeps).
+# After this many looks a step is to blame in any case, because it may wait in many places (a loop of short sleeps).
 MAX_LOOKS = 16 * LOOKS
 
-# Of the time between looks: the CPU time of a thread that computes is above the one, of one that waits below the other.
-# One that wants to compute and has no CPU is between them.
+# Fractions of the time between looks. A thread that computes uses more CPU time than the first, and a thread that waits
+# uses less than the second. A thread that wants to compute but gets no CPU is between them.
 _COMPUTES, _WAITS = 0.5, 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Sighting:
-    """A loop's thread at one moment. `step`: the callback that it runs, the same object for as long as it does; None
-    if it is not seen; `place`: the instruction that it is at; `cpu_s`: seconds of CPU time that the thread has used."""
+    """Records what a loop's thread was doing at one moment.
+
+    Attributes:
+        step: The callback that the loop was running, or None if none was seen. It is the same object for as long as the
+            callback runs.
+        place: The instruction that the thread was at.
+        cpu_s: CPU time that the thread had used, in seconds.
+    """
 
     step: object | None
     place: object
@@ -200,7 +228,12 @@ class Sighting:
 
 
 def sample_stack(thread: int | None, clock: int | None) -> Sighting:
-    """Of the thread of that number. clock: of its CPU time; None where there is none."""
+    """Look once at what a thread is doing.
+
+    Args:
+        thread: Identifier of the thread.
+        clock: Clock of the thread's CPU time, from `cpu_clock`, or None if the system has none.
+    """
     frame = innermost = sys._current_frames().get(thread or 0)
     while frame is not None and not _is_a_step(frame):
         frame = frame.f_back
@@ -209,7 +242,15 @@ def sample_stack(thread: int | None, clock: int | None) -> Sighting:
 
 
 def code_in(thread: int | None, files: Set[str | None]) -> tuple[str, str] | None:
-    """Name and file:line of what the step of that thread runs: in one of `files`, if it is there."""
+    """Find the code that the current step of a thread runs.
+
+    Args:
+        thread: Identifier of the thread.
+        files: Files whose code is preferred: the outermost frame in one of them is reported, if there is any.
+
+    Returns:
+        The name and file:line of the code, or None if the thread runs no step.
+    """
     found: FrameType | None = None
     frame = sys._current_frames().get(thread or 0)
     outermost = frame
@@ -224,15 +265,21 @@ def code_in(thread: int | None, files: Set[str | None]) -> tuple[str, str] | Non
 
 
 def cpu_clock(thread: int) -> int | None:
-    """The clock of a running thread's CPU time; None where the system has none (macOS). Once the thread has ended it
-    can still be asked."""
+    """Return the clock of a running thread's CPU time, or None if the system has none (macOS).
+
+    The clock may still be read after the thread has ended.
+    """
     made = getattr(time, "pthread_getcpuclockid", None)
     return None if made is None else made(thread)
 
 
 def blocks(seen: Sequence[Sighting], look_s: float) -> bool:
-    """Whether the step seen last blocks its loop: calls had better go elsewhere. seen: at looks `look_s` seconds apart
-    at a loop that gives no sign of life, oldest first."""
+    """Decide whether the step seen last blocks its loop, so that calls should go to another loop.
+
+    Args:
+        seen: Sightings of a loop that does not respond, oldest first.
+        look_s: Seconds between two sightings.
+    """
     looks = 0
     for each in reversed(seen):
         if each.step is not seen[-1].step:
@@ -246,14 +293,21 @@ def blocks(seen: Sequence[Sighting], look_s: float) -> bool:
 
 
 def holds_up(seen: Sequence[Sighting], look_s: float) -> bool:
-    """Whether the step seen last is to blame that there is no sign of life: it blocks the loop, or is one of many that
-    each wait for a while where they should await. seen: as of `blocks`."""
+    """Decide whether the step seen last is to blame that the loop does not respond.
+
+    It is to blame if it blocks the loop, or if it is one of many steps that each wait for a while where they should
+    await.
+
+    Args:
+        seen: Sightings as for `blocks`.
+        look_s: Seconds between two sightings.
+    """
     waits_now = _waits(seen[-2:], look_s) == 1
     return blocks(seen, look_s) or (waits_now and _waits(seen, look_s) >= LOOKS - 1)
 
 
 def _waits(seen: Sequence[Sighting], look_s: float) -> int:
-    """How often one step was at the same instruction at two looks, and used no CPU between them."""
+    """Count consecutive sightings of one step at the same instruction that used no CPU between them."""
     return sum(
         one.step is not None
         and one.step is other.step
@@ -270,31 +324,36 @@ def _is_a_step(frame: FrameType) -> bool:
 def _cpu_s(clock: int | None) -> float:
     try:
         return 0.0 if clock is None else time.clock_gettime(clock)
-    except OSError:  # the thread has ended
+    except OSError:  # The thread has ended.
         return 0.0
 
 
-# Items of an async generator that are collected.
+# Maximum number of items that are collected from an async generator.
 MAX_ITEMS = 100_000
 
 _CLOSE_S = 1.0
 
 
 class Awaited(ABC):
-    """What has to be awaited, and is told where nobody will."""
+    """An awaitable that is informed if nobody is going to await it."""
 
     @abstractmethod
     def __await__(self) -> Generator[Any, Any, Any]: ...
 
     @abstractmethod
     def close(self) -> None:
-        """Called at most once, in any thread, in place of awaiting it."""
+        """Release the awaitable. Called at most once, in any thread, and only if it is never awaited."""
 
 
 class PendingValue:
-    """A value of the user's on its way from thread to thread: it is taken out where it is used, and so freed there.
-    A coroutine that is never taken out, as its caller has gone meanwhile, is closed. `began`: when the call that gave
-    it did, in seconds, monotonic."""
+    """Carries a user's value from thread to thread.
+
+    The value is taken out in the thread that uses it, and therefore freed there. A coroutine is closed if it is never
+    taken out, for example because its caller has gone in the meantime.
+
+    Attributes:
+        began: Monotonic time in seconds when the call that returned the value began.
+    """
 
     def __init__(self, value: Any, began: float = 0.0) -> None:
         self.began = began
@@ -312,8 +371,11 @@ class PendingValue:
 
 
 def close_unawaited(value: Any) -> None:
-    """A coroutine that has not begun, and now never will: nothing of the user's runs in its close, and Python warns of
-    one that is dropped without."""
+    """Close `value` if it is a coroutine that has not started, or an `Awaited`. Ignore any other value.
+
+    Python warns about a coroutine that is dropped without being awaited or closed. No user code runs when a coroutine
+    is closed before it started.
+    """
     if inspect.iscoroutine(value):
         waits = inspect.getcoroutinestate(value) == inspect.CORO_CREATED
     else:
@@ -324,11 +386,23 @@ def close_unawaited(value: Any) -> None:
 
 @dataclass(slots=True, eq=False)
 class AsyncCall:
-    """A call of async code. start: makes the awaitable, or the async generator; plain: what the result becomes.
+    """One call of async user code.
 
-    `outcome`: the plain result of a simple value, else the value itself, `Held`; `error`: what went wrong. `came_back`
-    is called on the caller's `loop` when the coroutine has ended. `home`: the loop that has begun it; it may be offered
-    to several, and the one that takes its `only` entry does.
+    Attributes:
+        loop: The caller's event loop.
+        future: Set on `loop` when the call has ended or is late.
+        function: The user's function, named in errors.
+        start: Makes the awaitable or the async generator. None once it was called.
+        plain: Turns the result into plain data.
+        came_back: Called on `loop` when the coroutine has ended.
+        only: One entry. A call may be offered to several loops, and the loop that takes the entry runs it.
+        home: The loop that runs the call, or None before it starts.
+        task: The running task on `home`, or None.
+        given_up: True if nobody waits for the call any more.
+        hung: True if the call was given up and counts as hung.
+        ended: True if the coroutine has ended.
+        outcome: `plain` of the result if it is a simple value, otherwise the result in a `PendingValue`.
+        error: The failure of the call, or None.
     """
 
     loop: asyncio.AbstractEventLoop
@@ -347,8 +421,13 @@ class AsyncCall:
     error: UserCodeError | None = None
 
     async def run(self, pid: int) -> None:
-        """On the loop of user code, in the process `pid`. asyncio lets a SystemExit or KeyboardInterrupt end the whole
-        loop."""
+        """Run the call on the loop of user code, and record its outcome or error.
+
+        Every exception is caught, because asyncio lets a SystemExit or KeyboardInterrupt end the whole loop.
+
+        Args:
+            pid: The worker's process. A copy made with `os.fork` ends here.
+        """
         assert self.start is not None
         try:
             result = self.start()
@@ -369,8 +448,13 @@ class AsyncCall:
 
 @dataclass(frozen=True, slots=True)
 class Culprit:
-    """`name`: of what runs; `where`: the file:line that it is at; `function`: the one that was called, None for code in
-    a task that it began."""
+    """The code that occupies an event loop.
+
+    Attributes:
+        name: Name of the code.
+        where: The file:line that it is at, or None if unknown.
+        function: The user function that was called, or None if the code runs in a task that a user function started.
+    """
 
     name: str
     where: str | None
@@ -378,9 +462,17 @@ class Culprit:
 
 
 class EventLoop:
-    """The loop and its thread. Methods are for the caller's thread. `executor`: for what the user's code runs in
-    threads; `look_s`: seconds between two looks at it. `held_up`: whether what runs on it waits where it should
-    await; `blocked`: whether it does not let go at all."""
+    """An event loop for user code, with its thread. Public methods are for the caller's thread.
+
+    Args:
+        executor: Runs the jobs that user code puts in threads.
+        look_s: Seconds between two looks at the loop.
+
+    Attributes:
+        held_up: True if code on the loop waits where it should await.
+        blocked: True if code on the loop does not return control at all.
+        told: True once the caller was alerted to the code that holds up the loop.
+    """
 
     def __init__(self, executor: DaemonExecutor, look_s: float) -> None:
         self.blocked = self.held_up = self.told = False
@@ -391,7 +483,7 @@ class EventLoop:
         self._calls: dict[asyncio.Task[Any], AsyncCall] = {}
         self._closing = False
         self._pid = os.getpid()
-        # Each is written by one thread only.
+        # Needs no lock: the caller's thread writes one of the two, and the loop's thread the other.
         self._asked = self._answered = 0
         self._seen: list[Sighting] = []
         self._clock: int | None = None
@@ -399,7 +491,7 @@ class EventLoop:
         self._thread.start()
 
     def look(self) -> None:
-        """Ask for a sign of life; where none has come, see what the loop is at."""
+        """Ask the loop to respond. If it has not responded to the last look, record what it is doing."""
         if self._answered == self._asked:
             self.blocked = self.held_up = self.told = False
             self._seen.clear()
@@ -412,7 +504,7 @@ class EventLoop:
         self.held_up = self.held_up or holds_up(self._seen, self._look_s)
 
     def begin(self, call: AsyncCall) -> None:
-        """Run it, unless another loop has begun it by then."""
+        """Run the call, unless another loop has started it by then."""
         self._soon(self._start, call)
 
     def cancel(self, call: AsyncCall) -> None:
@@ -420,7 +512,7 @@ class EventLoop:
         self._soon(self._cancel, call)
 
     def culprit(self) -> Culprit | None:
-        """What runs at this moment; None if nothing of the user's does."""
+        """Return the user code that runs at this moment, or None if none does."""
         task = asyncio.current_task(self._loop)
         if task is None:
             return None
@@ -428,24 +520,24 @@ class EventLoop:
         if call is not None:
             return Culprit(name_of(call.function), place_in(call.function, self._thread.ident), call.function)
         files = {file_of(other.function) for other in list(self._calls.values())}
-        found = code_in(self._thread.ident, files)  # of a task that the user's code began
+        found = code_in(self._thread.ident, files)  # The task is not a call: user code started it.
         return None if found is None else Culprit(*found)
 
     def close(self) -> None:
-        """Cancel what runs, and end; what blocks it ends with the process."""
+        """Cancel running calls and end the loop. Code that blocks the loop ends with the process."""
         self._soon(self._end)
 
     def _soon(self, callback: Callable[..., Any], *arguments: Any) -> None:
-        with contextlib.suppress(RuntimeError):  # it is closed
+        with contextlib.suppress(RuntimeError):  # The loop is closed.
             self._loop.call_soon_threadsafe(callback, *arguments)
 
-    # What follows runs in the loop's own thread.
+    # The methods below run in the loop's own thread.
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._clock = cpu_clock(threading.get_ident())
         while not self._closing:
-            # A SystemExit in a task that the user's code began ends run_forever, and so does its loop.stop().
+            # A SystemExit in a task that user code started ends run_forever. So does a call of loop.stop().
             with contextlib.suppress(BaseException):
                 self._loop.run_forever()
             end_if_copy(self._pid)
@@ -454,6 +546,7 @@ class EventLoop:
         self._loop.close()
 
     async def _finish(self) -> None:
+        """Cancel all tasks, wait for them for at most `_CLOSE_S` seconds, and close async generators."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()
@@ -486,7 +579,8 @@ class EventLoop:
                 await call.run(self._pid)
         finally:
             del self._calls[call.task]
-            call.task = call.start = None  # what was not begun is freed here, and not with the error's frames
+            # A call that was not started is freed here. Otherwise it would live as long as the error's frames.
+            call.task = call.start = None
             self._ended(call)
 
     def _cancel(self, call: AsyncCall) -> None:
@@ -494,12 +588,16 @@ class EventLoop:
             call.task.cancel()
 
     def _ended(self, call: AsyncCall) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop may be gone by now
+        with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
             call.loop.call_soon_threadsafe(call.came_back, call)
 
 
 async def collected(items: Any) -> list[Any]:
-    """The items of an async generator. Raises `ValueError` where they do not end."""
+    """Return the items of an async generator as a list.
+
+    Raises:
+        ValueError: The generator gives more than `MAX_ITEMS` items.
+    """
     found: list[Any] = []
     async for item in items:
         if len(found) == MAX_ITEMS:
@@ -513,11 +611,19 @@ MAX_LOOPS = 4
 
 @dataclass(eq=False)
 class Loops:
-    """`threads`: the most jobs of async code in threads at one time. `hung`: calls given up that have not come back;
-    `came_back`: calls that have ended, hung or not; `longest_s`: the longest time-out. `on_hung` is called at each new
-    hung one, and at each job that hangs in a thread. `on_blocked` gets the name of a function that blocks its loop, and
-    the file:line that it is at. `look_s`: seconds between two looks at a loop, which tell whether it is blocked (see
-    `steps`); `LOOKS` of them after its cancellation, a coroutine is hung. `remedy`: what to do where calls hang."""
+    """Runs async calls on one event loop, and on spare ones while that loop is blocked.
+
+    Attributes:
+        threads: Maximum number of jobs of async code that run in threads at once.
+        on_hung: Called each time a call, or a job in a thread, starts to count as hung.
+        on_blocked: Called with the name of a function that blocks its loop, and the file:line that it is at.
+        look_s: Seconds between two looks at a loop. Looks decide whether it is blocked (see `blocks`). A coroutine
+            counts as hung if it is still running `LOOKS` looks after it was cancelled.
+        remedy: Advice to the user if calls hang.
+        hung: Number of calls that were given up and are still running.
+        came_back: Number of calls that have ended, hung or not.
+        longest_s: The longest time-out of any call, in seconds.
+    """
 
     threads: int = 64
     on_hung: Callable[[], None] = lambda: None
@@ -537,16 +643,16 @@ class Loops:
 
     @property
     def all_hung(self) -> int:
-        """`hung`, and jobs in threads that nobody waits for any more."""
+        """Number of hung calls, plus hung jobs of async code in threads."""
         return self.hung + self._executor.hung
 
     @property
     def full(self) -> bool:
-        """Whether every loop is blocked."""
+        """True if there are `MAX_LOOPS` loops and every one is blocked."""
         return len(self._loops) == MAX_LOOPS and all(loop.blocked for loop in self._loops)
 
     def hanging(self) -> str:
-        """The functions that block the loops, and where."""
+        """Describe the functions that block the loops, with file:line."""
         culprits = [culprit for loop in self._loops if (culprit := loop.culprit()) is not None]
         told = dict.fromkeys(f"{culprit.name} ({culprit.where})" for culprit in culprits)
         return f"all {MAX_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
@@ -559,9 +665,23 @@ class Loops:
         timeout_s: float,
         told_s: float | None = None,
     ) -> Any:
-        """`plain` of what `start()` gives, awaited, or collected where it is an async generator; `Held`, where it is
-        not a simple value, as `plain` may block then. `function` is the user's, for the errors; `told_s`: the
-        time-out as it was set, where a part of it is spent. Raises `UserCodeError`."""
+        """Call `start` on a loop of user code and await its result. An async generator is collected into a list.
+
+        Args:
+            function: The user's function, named in errors.
+            start: Makes the awaitable or the async generator.
+            plain: Turns the result into plain data.
+            timeout_s: Seconds that the call may take.
+            told_s: The time-out as the user set it, in seconds, if part of it is already spent. Errors name it.
+
+        Returns:
+            `plain(result)` if the result is a simple value. Otherwise the result in a `PendingValue`, because `plain`
+            may block on it.
+
+        Raises:
+            UserCodeError: The call failed or was late.
+            NotCalled: Every event loop is blocked.
+        """
         self.longest_s = max(self.longest_s, told_s or timeout_s)
         home = self._responsive()
         if home is None:
@@ -595,7 +715,10 @@ class Loops:
         self.close()
 
     def _responsive(self) -> EventLoop | None:
-        """The first loop that is not blocked; a new one where all are; None where there are enough."""
+        """Return the first loop that is not blocked.
+
+        If all are blocked, return a new loop, or None if there are `MAX_LOOPS` already.
+        """
         found = next((loop for loop in self._loops if not loop.blocked), None)
         if found is None and len(self._loops) < MAX_LOOPS:
             found = EventLoop(self._executor, self.look_s)
@@ -632,12 +755,12 @@ class Loops:
             self.on_hung()
 
     def _a_job_hangs(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the caller's loop may be gone by now
+        with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
             if self._caller is not None:
                 self._caller.call_soon_threadsafe(self.on_hung)
 
     def _look(self, caller: asyncio.AbstractEventLoop) -> None:
-        """At each loop, while there are calls; a blocked one is told once."""
+        """Look at each loop, and repeat this while there are calls. Alert the user once to each block."""
         self._watch = None
         for loop in list(self._loops):
             could = not loop.blocked
@@ -652,7 +775,7 @@ class Loops:
             self._watch = caller.call_later(self.look_s, partial(self._look, caller))
 
     def _move_on(self) -> None:
-        """Calls that no loop has begun go to one that can."""
+        """Offer the calls that no loop has started to a loop that responds."""
         home = self._responsive()
         for call in self._in_flight:
             if home is not None and call.home is None:

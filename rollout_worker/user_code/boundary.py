@@ -1,7 +1,8 @@
-"""The one place where the user's functions are called.
+"""Calls the user's functions. No other module does.
 
-Sync code runs in threads, async code on an event loop of its own, and never on the caller's: its arguments are copied,
-its result is turned into plain data, and its errors into text, where it runs. Tools may run in child processes.
+Invariant: user code never runs on the caller's event loop. Sync code runs in threads, and async code on an event loop
+of its own. The code that runs there also copies the arguments, turns the result into plain data and turns errors into
+text. Tools may run in child processes.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from rollout_worker.user_code.isolation import Processes
 from rollout_worker.user_code.threads import HUNG_PER_THREAD, ShutOff, Threads
 from rollout_worker.user_code.values import copied
 
-# What ends a process that does not expect them.
+# These signals end a process that does not handle them.
 _TIMERS = (signal.SIGALRM, signal.SIGVTALRM, signal.SIGPROF)
 
-# What a sync agent has to end in, once its episode is over, before it counts as hung.
+# Seconds that a sync agent may still run after its episode is over. Then it counts as hung.
 _AGENT_ENDS_S = 5.0
 
 _ISOLATE = 'set worker.tool_isolation = "process", where a tool that hangs is killed'
@@ -38,8 +39,11 @@ Alarm = Callable[[str, str, str | None], None]
 
 
 class Kind(StrEnum):
-    """What a sync function is of the task: the calls of each kind have threads of their own, so that tools that hang
-    take none from rewards and the data set, and environments that hang none from those that close."""
+    """Names the part of the task that a sync function belongs to.
+
+    Each kind has threads of its own. Tools that hang take none from rewards and the data set, and environments that
+    hang take none from those that close.
+    """
 
     TOOL = "tools"
     ENVIRONMENT = "environments"
@@ -51,14 +55,22 @@ class Kind(StrEnum):
 
 
 class UserCode:
-    """Where user code runs. `threads`: the most sync calls of one kind at one time, and the most child processes;
-    `environment_threads`: of environments, if there are to be more; `agents`: of agents, likewise; `isolated`: the task
-    file whose tools `call_isolated` runs; `may_isolate`: whether the run file may ask for that; `look_s`: seconds
-    between two looks at the loop of async code.
+    """Runs user code in threads, on event loops and in child processes.
 
-    `alarm(key, text, where)` is told of what a person should mend: calls that do not come back, a blocked event loop;
-    `shut_off(text)` of why code of one kind can run no more in this process. Use it as a context manager, on one event
-    loop.
+    Use it as a context manager, on one event loop.
+
+    Args:
+        threads: Maximum number of sync calls of one kind that run at once, and of child processes.
+        isolated: The task file whose tools `call_isolated` runs, or None.
+        look_s: Seconds between two looks at the loop of async code.
+        environment_threads: Maximum number of environment calls at once, if larger than `threads`.
+        agents: Maximum number of agents at once, if larger than `threads`.
+        may_isolate: True if the run file may set worker.tool_isolation = "process".
+
+    Attributes:
+        alarm: Called as `alarm(key, text, where)` with problems that a person should fix: hung calls, a blocked event
+            loop.
+        shut_off: Called as `shut_off(text)` with the cause if code of one kind cannot run any more in this process.
     """
 
     def __init__(
@@ -74,7 +86,7 @@ class UserCode:
         self.alarm: Alarm = lambda key, text, where: None
         self.shut_off: Callable[[str], None] = lambda text: None
         self._shut_off = ShutOff(lambda text: self.shut_off(text))
-        # Advised only where it is not refused, and for what it isolates.
+        # Advise isolation only if the run file may ask for it and has not done so yet. It isolates tools only.
         self._of_tools = f"{_ISOLATE}, or {_OWN_TIME_OUT}" if may_isolate and isolated is None else _OWN_TIME_OUT
         most = dict.fromkeys(Kind, threads) | {Kind.ENVIRONMENT: max(threads, environment_threads)}
         self._threads = {
@@ -86,7 +98,7 @@ class UserCode:
             )
             for kind in Kind
         }
-        # An agent works for as long as its episode takes, and its time-out is its caller's.
+        # An agent may run for as long as its episode does, and its caller sets the time-out.
         self._threads[Kind.AGENT] = Threads(
             max(threads, agents),
             partial(self._a_thread_hangs, Kind.AGENT),
@@ -100,11 +112,11 @@ class UserCode:
 
     @property
     def hung(self) -> int:
-        """Calls that were given up and have not come back."""
+        """Number of calls that were given up and are still running."""
         return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
 
     def max_at_once(self, kind: Kind) -> int:
-        """Sync calls of one kind that have a thread."""
+        """Maximum number of sync calls of one kind that run at once."""
         return self._threads[kind].limit
 
     async def __aenter__(self) -> Self:
@@ -137,9 +149,23 @@ class UserCode:
         /,
         **arguments: Any,
     ) -> Any:
-        """`plain(function(**arguments))`, awaited where it is awaitable; `waiting` is entered while it waits for a
-        thread. Raises `UserCodeError` if either raises anything, or it is not done in time; `NotCalled`, where too many
-        of its kind hang."""
+        """Call `function(**arguments)`, await the result if it is awaitable, and turn it into plain data.
+
+        Args:
+            function: The user's function, sync or async.
+            plain: Turns the result into plain data.
+            timeout_s: Seconds that the call may take.
+            kind: Selects the threads of a sync function.
+            waiting: Context that is entered while the call waits for a thread.
+            **arguments: Arguments of the function, which gets copies.
+
+        Returns:
+            `plain(result)`.
+
+        Raises:
+            UserCodeError: `function` or `plain` raised an exception, or did not finish in time.
+            NotCalled: Too many calls of this kind hang.
+        """
         threads = self._threads[kind]
         start = partial(_started, function, arguments)
         if is_async(function):
@@ -151,15 +177,27 @@ class UserCode:
                 try:
                     result = await self._loops.run(function, held.take, plain, left_s, told_s=timeout_s)
                 finally:
-                    held.close()  # it may not have begun
+                    held.close()  # The coroutine may not have been started.
         if isinstance(result, PendingValue):
-            # Its text may take as long as it likes, or never end.
+            # `plain` may take any time on a user's object, or never end.
             result = await threads.run(function, partial(_plain, result, plain), timeout_s)
         return result
 
     async def call_isolated(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """What the task file's tool of that name gives, as text, in a child process, which is killed if it is not done
-        in time. Raises `UserCodeError`, and `ValueError` if this was not made for isolated tools."""
+        """Call a tool of the task file in a child process, which is killed if the call is late.
+
+        Args:
+            tool: Name of the tool.
+            arguments: Arguments of the tool, by name.
+            timeout_s: Seconds that the call may take.
+
+        Returns:
+            The result as text.
+
+        Raises:
+            UserCodeError: The tool failed or was late.
+            ValueError: `UserCode` was made without a task file to isolate.
+        """
         if self._processes is None:
             raise ValueError('UserCode was made without a task file: worker.tool_isolation is not "process"')
         return await self._processes.call(tool, arguments, timeout_s)
@@ -173,7 +211,8 @@ class UserCode:
         self._tell_of_hung("async code", self._loops.all_hung, self.threads, self._loops.remedy)
 
     def _tell_of_hung(self, whose: str, hung: int, threads: int, remedy: str) -> None:
-        """At the first, when as many hang as there are threads, and when no more threads are given."""
+        """Raise an alarm at the first hung call, when as many hang as there are threads, and when no more threads are
+        given."""
         stages = {1: "", threads: "", HUNG_PER_THREAD * threads: "; no more threads are given"}
         if (more := stages.get(hung)) is not None:
             calls = f"1 call of {whose} has" if hung == 1 else f"{hung} calls of {whose} have"
@@ -197,8 +236,10 @@ class UserCode:
 
 
 async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
-    """What `function(**arguments)` returns or raises, run in a thread: for code of our own that takes a while. If
-    cancelled, the thread goes on alone."""
+    """Run `function(**arguments)` in a thread, and return or raise what it does.
+
+    This is for Slipstream's own slow code. If the caller is cancelled, the thread continues on its own.
+    """
     return await asyncio.get_running_loop().run_in_executor(None, partial(function, **arguments))
 
 
@@ -207,7 +248,7 @@ def _started(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
 
 
 def _done(start: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
-    """In a thread. What must be awaited comes back `Held`."""
+    """Call `start` in a thread. An awaitable result is returned in a `PendingValue`, any other as plain data."""
     began = time.monotonic()
     result = start()
     return PendingValue(result, began) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)

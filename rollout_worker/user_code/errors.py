@@ -1,9 +1,10 @@
-"""What user code did wrong, as text: the error, the line in the user's file, and what to do where that is known.
+"""Describes failures of user code as text: the error, the line in the user's file, and the remedy if one is known.
 
-What becomes of copies of a process that user code makes with `os.fork`.
+Invariant: describing an error runs no code of the error except its text, and that may fail.
 
-A copy that runs user code may do so to the end of the call, as `fork` is meant to be used; then it must not go on as
-another worker, or as another child that answers.
+`end_if_copy` ends copies of the process that user code makes with `os.fork`. A copy may run user code to the end of the
+call, as `fork` is meant to be used. After that it must not continue as a second worker, or as a second child that
+answers.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from typing import Any
 
 from rollout_worker.user_code.values import encodable, type_name
 
-# Of one error's text: an exception may hold a whole page.
+# Maximum length of one error's text, because an exception may hold a whole page.
 MAX_CHARACTERS = 2000
 
-# As asyncio says it of futures, and of locks, events and queues.
+# The words in asyncio's errors for futures, and for locks, events and queues.
 _OF_ANOTHER_LOOP = ("different loop", "different event loop")
 
 
 class UserCodeError(Exception):
-    """The user's function failed, or did not answer in time; the text says how. `kind`: the type of the error, or
-    `reasons.TIMEOUT`; `where`: file:line in the user's file, None if it has none. All three can be sent as they are.
-    `waited_s`: seconds that the call waited for a thread, which are none of its own."""
+    """The user's function failed or did not answer in time. The text describes the failure.
+
+    Text, `kind` and `where` can be sent as they are.
+
+    Attributes:
+        kind: Type of the error, or `reasons.TIMEOUT`.
+        where: The file:line in the user's file, or None if there is none.
+        waited_s: Seconds that the call waited for a thread. They do not count as time of the call itself.
+    """
 
     waited_s = 0.0
 
@@ -39,12 +46,22 @@ class UserCodeError(Exception):
 
 
 class NotCalled(UserCodeError):
-    """The function was not called, as too many calls before it hang: it says nothing of this call's function."""
+    """The function was not called, because too many earlier calls hang.
+
+    The error gives no evidence against the function itself.
+    """
 
 
 def failure_of(error: BaseException, file: str | None, otherwise: str | None = None) -> UserCodeError:
-    """`error` as text, raised at the innermost line of the user's `file`; `otherwise`, if it was not raised there. Of
-    the error's own code only its text is run, and that may fail."""
+    """Describe `error` as a `UserCodeError` with the innermost line of the user's `file`.
+
+    Of the error's own code only its text is run, and that may fail.
+
+    Args:
+        error: The exception.
+        file: The user's file, or None if unknown.
+        otherwise: The file:line to name if the error was not raised in `file`.
+    """
     kind = type_name(error)
     trace = BaseException.__dict__["__traceback__"].__get__(error)
     lines = [line for frame, line in traceback.walk_tb(trace) if frame.f_code.co_filename == file]
@@ -58,9 +75,11 @@ def failure_of(error: BaseException, file: str | None, otherwise: str | None = N
 
 
 def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeError:
-    """`error`, raised by `function` or by what works on its result. A `UserCodeError` is given back as it is, without
-    the frames that would keep the user's objects alive."""
-    if issubclass(type(error), UserCodeError):  # not isinstance, which asks the error for its class
+    """Describe an error that `function`, or the code that works on its result, raised.
+
+    A `UserCodeError` is returned as it is, without the frames that would keep the user's objects alive.
+    """
+    if issubclass(type(error), UserCodeError):  # Not isinstance, which would ask the error for its class.
         assert isinstance(error, UserCodeError)
         error.__cause__ = error.__context__ = None
         return error.with_traceback(None)
@@ -69,19 +88,29 @@ def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeEr
 
 
 def defined_at(function: Callable[..., Any]) -> str | None:
-    """file:line of a function, method, partial or callable object; None of one that is not written in Python."""
+    """Return the file:line where a function, method, partial or callable object is defined.
+
+    The result is None if the function is not written in Python.
+    """
     code = _code(function)
     return None if code is None else encodable(f"{code.co_filename}:{code.co_firstlineno}")
 
 
 def file_of(function: Callable[..., Any]) -> str | None:
-    """The file that it is defined in, as `defined_at`."""
+    """Return the file where a function is defined, or None, as for `defined_at`."""
     code = _code(function)
     return None if code is None else code.co_filename
 
 
 def place_in(function: Callable[..., Any], thread: int | None) -> str | None:
-    """file:line that `function` is at in the thread of that number; where it is defined, if it is not seen there."""
+    """Return the file:line that `function` is at in a thread.
+
+    If the function is not seen there, return the place where it is defined.
+
+    Args:
+        function: The user's function.
+        thread: Identifier of the thread.
+    """
     file, frame = file_of(function), sys._current_frames().get(thread or 0)
     while frame is not None and frame.f_code.co_filename != file:
         frame = frame.f_back
@@ -89,20 +118,24 @@ def place_in(function: Callable[..., Any], thread: int | None) -> str | None:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """Its name, as a person wrote it."""
+    """Return the function's name as its author wrote it."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine or an async generator: functions, methods, partials, callable objects."""
+    """Tell whether a call returns a coroutine or an async generator.
+
+    Args:
+        function: A function, method, partial or callable object.
+    """
     called = _called(function)
     return inspect.iscoroutinefunction(called) or inspect.isasyncgenfunction(called)
 
 
 def gives_items(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a generator, plain or async: of the same as `is_async`."""
+    """Tell whether a call returns a generator, plain or async. It takes the same objects as `is_async`."""
     called = _called(function)
     return inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called)
 
@@ -136,8 +169,14 @@ def _code(function: Callable[..., Any]) -> Any:
 
 
 def end_if_copy(pid: int, error: BaseException | None = None) -> None:
-    """End at once, writing nothing, if this is not the process `pid`: with the code of a `SystemExit`, with 1 after
-    another `error`."""
+    """End at once, without writing anything, if this is not the process `pid`.
+
+    The exit status is the code of a `SystemExit`, 1 after any other error, and 0 without an error.
+
+    Args:
+        pid: Identifier of the original process.
+        error: The exception that ended the user's function, or None.
+    """
     if os.getpid() == pid:
         return
     code = 1 if error is not None else 0

@@ -1,9 +1,13 @@
-"""Kills what isolated tools have started when their worker is killed outright.
+"""Kills the processes that isolated tools started if their worker is killed outright.
 
-A worker ends its children's process groups itself, but not after SIGKILL, and the children get no chance then: the
-kernel kills them, so that even one that holds the interpreter lock ends. So one small process for a worker is told of
-each group, and kills those that are left when the worker is gone. It does not reach a process that made a session or
-a group of its own. Run as a program, with nothing but the standard library.
+Invariant: when the worker is gone, every process group that it added and did not remove is killed.
+
+A worker ends the process groups of its children itself, but it cannot after SIGKILL. The children cannot either: the
+kernel kills them, so that even one that holds the interpreter lock ends. Each worker therefore has one small guard
+process. The worker reports each group to it, and the guard kills the groups that are left when the worker is gone. It
+does not reach a process that made a session or a group of its own.
+
+The file runs as a program and uses nothing but the standard library.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ import threading
 
 
 class GroupGuard:
-    """The guard, as its worker sees it. It is started with the first group. Any thread may call."""
+    """Controls the guard process from the worker. The process starts with the first group. Any thread may call."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -27,7 +31,7 @@ class GroupGuard:
     def add(self, group: int) -> None:
         with self._lock:
             if self._process is None:
-                # In a session of its own, so that what is sent to the worker's group does not end it first.
+                # In a session of its own, so that a signal to the worker's group does not end the guard first.
                 self._process = subprocess.Popen(
                     [sys.executable, "-I", "-S", __file__, str(os.getpid())],
                     stdin=subprocess.PIPE,
@@ -38,12 +42,12 @@ class GroupGuard:
             self._tell(b"+%d\n" % group)
 
     def remove(self, group: int) -> None:
-        """It was killed: its number may be another's soon."""
+        """Forget a group that was killed, because the system may soon give its number to another group."""
         with self._lock:
             self._tell(b"-%d\n" % group)
 
     def close(self) -> None:
-        """End it, and the groups that were not removed."""
+        """End the guard, which kills the groups that were not removed."""
         with self._lock:
             process, self._process = self._process, None
         if process is not None:
@@ -54,14 +58,20 @@ class GroupGuard:
     def _tell(self, line: bytes) -> None:
         if self._process is not None:
             assert self._process.stdin is not None
-            with contextlib.suppress(OSError):  # somebody killed it
+            with contextlib.suppress(OSError):  # Somebody killed the guard.
                 os.write(self._process.stdin.fileno(), line)
 
 
 def main(worker: int) -> None:
-    """Until the input ends, or the process `worker` does, of which a copy may hold the input open."""
+    """Collect groups until the input or the worker ends, then kill the groups that are left.
+
+    The worker is watched too, because a copy of it may hold the input open.
+
+    Args:
+        worker: Process identifier of the worker.
+    """
     watched = []
-    with contextlib.suppress(OSError, AttributeError):  # Linux alone has it
+    with contextlib.suppress(OSError, AttributeError):  # Only Linux has pidfd_open.
         watched.append(os.pidfd_open(worker))
     groups: set[int] = set()
     rest = b""

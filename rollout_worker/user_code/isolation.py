@@ -1,11 +1,11 @@
-"""One child process that tools run in, as its parent sees it: start, ask, kill.
+"""Runs tools that may hang in child processes, which are started when needed, used again, and killed when late.
 
-Requests and replies are lines of JSON over pipes, nothing else (I8); a reply names its request, and any other line is
-dropped. The child has a process group of its own, which is
-killed as a whole; it ends by itself when its parent is gone (`child.py`), and then the guard ends its group. All but
-`kill` may block: call them in a thread.
+Invariant: only lines of JSON pass between parent and child, over pipes (I8). A reply names its request, and any other
+line is dropped.
 
-Child processes for tools that may not come back: started where needed, used again, killed when late.
+`ChildProcess` is the parent's side of one child. The child has a process group of its own, which is killed as a whole.
+The child ends by itself when its parent is gone (`task/isolated_child.py`), and then the guard ends its group.
+`Processes` owns the children and assigns calls to them.
 """
 
 from __future__ import annotations
@@ -32,18 +32,29 @@ from rollout_worker.user_code.threads import Threads
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-# A reply is longer than its text by what JSON escapes: up to twelve times.
+# JSON escapes can make a reply up to twelve times as long as its text.
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
 
-# While one reply is awaited, lines that are not it: a few may come from a copy that a tool made of the child.
+# Maximum number of other lines to drop while one reply is awaited. A copy that a tool made of the child may write some.
 MAX_STRAY_LINES = 100
 
 DIED = "died"
 
 
 class ChildProcess:
-    """A child for the task file `task_path`. `ready`: it waits for a request, and no thread is at work on it; its owner
-    clears it before a thread is asked to `ask`, which sets it when it is done. `places`: file:line of its tools."""
+    """Starts one child process, asks it and kills it.
+
+    All methods except `kill` may block, so call them in a thread.
+
+    Args:
+        task_path: The task, as `path/to/file.py:task`.
+        guard: Kills the child's group if the worker is killed.
+
+    Attributes:
+        ready: True while the child waits for a request and no thread uses it. The owner clears it before a thread calls
+            `ask`, which sets it when it is done.
+        places: The file:line of each tool, by name.
+    """
 
     def __init__(self, task_path: str, guard: GroupGuard) -> None:
         self.ready = False
@@ -56,7 +67,11 @@ class ChildProcess:
         self._lock = threading.Lock()
 
     def start(self) -> None:
-        """Returns when the child has imported the task file. Raises `UserCodeError`."""
+        """Start the child and wait until it has imported the task file.
+
+        Raises:
+            UserCodeError: The child was killed, ended, or cannot load the task.
+        """
         path = os.pathsep.join(filter(None, [str(_PACKAGE_ROOT), os.environ.get("PYTHONPATH")]))
         with self._lock:
             if self._killed:
@@ -77,8 +92,11 @@ class ChildProcess:
         self.ready = True
 
     def ask(self, tool: str, arguments: dict[str, Any]) -> str:
-        """The tool's result as text; one call at a time. Raises `UserCodeError`; if the child is not `ready` then, it
-        is of no more use."""
+        """Call a tool and return its result as text. Make one call at a time.
+
+        Raises:
+            UserCodeError: The call failed. If the child is not `ready` afterwards, it cannot be used again.
+        """
         assert self._process is not None
         assert self._process.stdin is not None
         number = next(self._numbers)
@@ -88,7 +106,7 @@ class ChildProcess:
             self.ready = True
             text = f"its arguments cannot be sent to a process as JSON: {error}"
             raise UserCodeError(text, type(error).__name__, self.places.get(tool)) from None
-        with contextlib.suppress(OSError):  # it died: reading says how
+        with contextlib.suppress(OSError):  # The child died. The read below reports how.
             self._process.stdin.write(line)
             self._process.stdin.flush()
         reply = self._read(number, self.places.get(tool))
@@ -98,7 +116,7 @@ class ChildProcess:
         return str(reply["result"])
 
     def kill(self) -> None:
-        """End it, and what it has started."""
+        """Kill the child and everything that it started."""
         with self._lock:
             if self._process is not None and not self._killed:
                 if self._process.returncode is None:
@@ -108,18 +126,27 @@ class ChildProcess:
             self.ready, self._killed = False, True
 
     def reap(self) -> None:
-        """Wait until it has ended, after `kill`."""
+        """Wait until the child has ended. Call it after `kill`."""
         if self._process is not None:
             self._process.wait()
 
     def _read(self, number: int, where: str | None) -> dict[str, Any]:
-        """The reply to the request of that number; 0 is what it says when it has started."""
+        """Return the reply to a request.
+
+        Args:
+            number: Number of the request. 0 is the message that the child sends when it has started.
+            where: The file:line of the tool, named in errors.
+
+        Raises:
+            UserCodeError: The child ended, or was killed because it wrote too many other lines.
+        """
         assert self._process is not None
         assert self._process.stdout is not None
         for _ in range(1 + MAX_STRAY_LINES):
             line = self._process.stdout.readline(_MAX_REPLY_BYTES)
             if not line.endswith(b"\n"):
-                # Before it is reaped: what it has started is in its group, whose number is free after that.
+                # Kill the group before the child is reaped, because the group's number is free after that. The group
+                # holds what the child started.
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(self._process.pid, signal.SIGKILL)
                 raise UserCodeError(f"its process ended {_how(self._process.wait())}", DIED, where)
@@ -135,7 +162,7 @@ class ChildProcess:
 
 
 def _reply(line: bytes, number: int) -> dict[str, Any] | None:
-    """What the line says, None if it is not the reply to the request of that number."""
+    """Parse a line. Returns None if it is not the reply to the request of that number."""
     try:
         reply = json.loads(line)
     except (ValueError, RecursionError):
@@ -151,14 +178,21 @@ def _how(status: int) -> str:
     return f"by signal {-status}"
 
 
-# Importing the task file may take a while, above all beside others.
+# Seconds for a start: importing the task file may take a while, above all while other children start.
 START_S = 120.0
 
 
 class Processes:
-    """At most `limit` children, as many as calls run at once; each is a fresh interpreter that imports the task file. A
-    child serves one call at a time. `on_full` is called with the text where a call has waited for a child for as
-    long as its time-out."""
+    """Owns the child processes and gives each call one of them.
+
+    There are as many children as calls that run at once. Each is a fresh interpreter that imports the task file, and
+    serves one call at a time.
+
+    Args:
+        limit: Maximum number of children.
+        task_file: The task file whose tools the children run.
+        on_full: Called with a text if a call has waited for a child for as long as its time-out.
+    """
 
     def __init__(self, limit: int, task_file: TaskSection, on_full: Callable[[str], None] = lambda text: None) -> None:
         self.limit = limit
@@ -172,7 +206,16 @@ class Processes:
         self._all: set[ChildProcess] = set()
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
-        """The tool's result as text; the time-out counts from when a child is ready. Raises `UserCodeError`."""
+        """Call a tool in a child and return its result as text.
+
+        Args:
+            tool: Name of the tool.
+            arguments: Arguments of the tool, by name.
+            timeout_s: Seconds that the call may take, counted from when a child is ready.
+
+        Raises:
+            UserCodeError: The tool failed or was late, or its child did not start or ended.
+        """
         text = f"no process was free within {timeout_s:g} s: all {self.limit} are at work; raise worker.user_threads"
         waits_long = asyncio.get_running_loop().call_later(timeout_s, self._on_full, text)
         try:
@@ -181,7 +224,8 @@ class Processes:
             waits_long.cancel()
         try:
             child = self._idle.pop() if self._idle else await self._started()
-            # Here and not in the thread, which comes later: a call that is cancelled until then has a busy child.
+            # Clear this here and not in the thread, which runs later: if the call is cancelled before then, its child
+            # must already count as busy.
             child.ready = False
             try:
                 ask = partial(child.ask, tool, arguments)
@@ -195,7 +239,7 @@ class Processes:
             self._slots.release()
 
     def close(self) -> None:
-        """Kill them all."""
+        """Kill all children."""
         children = list(self._all)
         for child in children:
             child.kill()
@@ -208,19 +252,22 @@ class Processes:
 
     async def _started(self) -> ChildProcess:
         async with self._starts:
-            if self._idle:  # one came free while others were started
+            if self._idle:  # A child became free while others were started.
                 return self._idle.pop()
             child = ChildProcess(self._task_path, self._guard)
             self._all.add(child)
             try:
                 await self._threads.run(child.start, child.start, START_S)
             except BaseException:
-                self._give_back(child)  # it may be ready where the call was cancelled
+                self._give_back(child)  # If the call was cancelled, the child may still be ready.
                 raise
             return child
 
     def _give_back(self, child: ChildProcess) -> None:
-        """A child that is not ready may have a thread at work on it, or before it: it serves no other call."""
+        """Keep a child that is ready, and end any other.
+
+        A child that is not ready may be in use by a thread, or be about to be, so it must not serve another call.
+        """
         if child.ready:
             self._idle.append(child)
         else:

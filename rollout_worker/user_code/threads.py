@@ -1,15 +1,15 @@
-"""Threads for sync code: at most so many at work, each call given up after its time-out.
+"""Runs sync user code in a limited number of threads, and gives each call up after its time-out.
 
-Every decision is taken on the event loop of the caller; a thread only works and reports back. A thread whose call was
-given up is counted in `hung` until it comes back, and another takes its place, so that calls that never return take no
-room from others: up to `HUNG_PER_THREAD` times as many, after which calls fail at once. A call waits for a thread as
-long as it takes: each one at work comes back, or is given up. The threads are daemons: none keeps the process from
-ending.
+Invariant: all decisions are made on the caller's event loop. A thread only runs the call and reports back.
 
-When user code is shut off for good: so many calls hang that no more are begun, and none of them comes back.
+A call that was given up counts in `hung` until it returns, and another thread takes the place of its own. So calls that
+never return take no threads from others. When `HUNG_PER_THREAD` times as many calls hang as there are threads, new
+calls fail at once. A call waits for a thread as long as necessary, because each running call returns or is given up.
+The threads are daemons: none keeps the process from ending.
 
-Code that is slow comes back, and makes room; only code that hangs does not. What decides is whether any has come back,
-not for how long calls were refused.
+`ShutOff` shuts user code off for good when so many calls hang that no new ones are started, and none of them returns.
+Slow code returns and frees its thread, and only hung code does not. The decision therefore depends on whether any call
+has returned, and not on how long calls were refused.
 """
 
 from __future__ import annotations
@@ -43,8 +43,24 @@ _Jobs: TypeAlias = "SimpleQueue[_Call | None]"
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """`step` is what the thread does; it is dropped there, so that what it holds is not freed on the loop. `came_back`
-    is called on the loop afterwards. begun: set once its wait for a thread is over, None if it had none."""
+    """One call that a thread runs.
+
+    Attributes:
+        came_back: Called on `loop` after the thread has run the call.
+        loop: The caller's event loop.
+        future: Set on `loop` when the call has ended or is late.
+        function: The user's function, named in errors.
+        step: The work of the thread. The thread drops it, so that the objects it holds are not freed on the loop.
+        timeout_s: Seconds that the call may take once it has a thread.
+        asked_at: Time of the loop's clock when the call was requested, in seconds.
+        begun: Set when the wait for a thread is over. None if the call did not wait.
+        waited_s: Seconds that the call waited for a thread.
+        thread: Identifier of the thread that runs the call, or None before that.
+        timer: Gives the call up after its time-out. While the call waits, it reports a long wait.
+        given_up: True if the call was late.
+        failed: True if `outcome` is an error.
+        outcome: Result of `step`, or its error.
+    """
 
     came_back: Callable[[_Jobs, _Call], None]
     loop: asyncio.AbstractEventLoop
@@ -62,7 +78,11 @@ class _Call:
     outcome: Any = None
 
     def work(self, pid: int) -> None:
-        """`pid`: of the process that the thread was started in."""
+        """Run `step` in this thread and record its outcome.
+
+        Args:
+            pid: Process that started the thread. A copy made with `os.fork` ends here.
+        """
         assert self.step is not None
         self.thread = threading.get_ident()
         try:
@@ -90,7 +110,13 @@ class _Call:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Start:
-    """A thread to be started for `call`; `failed` is called on the loop where the machine gives no more."""
+    """Requests a new thread for `call`.
+
+    Attributes:
+        jobs: Queue of the new thread.
+        call: First call of the new thread.
+        failed: Called on the loop if the machine provides no more threads.
+    """
 
     jobs: _Jobs
     call: _Call
@@ -98,10 +124,23 @@ class _Start:
 
 
 class Threads:
-    """`limit`: threads at work at one time; `hung`: calls given up that have not come back; `came_back`: those that
-    have; `longest_s`: the longest time-out. `on_hung` is called at each new hung one, `on_full` with the text where a
-    call has waited for a thread as long as its time-out; `remedy`: what to do where calls hang. `after_cancel_s`: what
-    a call may still take whose caller has gone, None: all of its time-out. Any event loop may call, one at a time."""
+    """Runs sync calls in daemon threads.
+
+    Any event loop may call, one at a time.
+
+    Args:
+        limit: Maximum number of running calls, hung ones not counted.
+        on_hung: Called each time a call starts to count as hung.
+        on_full: Called with a text if a call has waited for a thread as long as its time-out.
+        remedy: Advice to the user if calls hang.
+        after_cancel_s: Seconds that a running call may still take when its caller has gone. None allows it the rest of
+            its time-out.
+
+    Attributes:
+        hung: Number of calls that were given up and are still running.
+        came_back: Number of calls that were given up and have returned since.
+        longest_s: The longest time-out of any call, in seconds.
+    """
 
     def __init__(
         self,
@@ -131,11 +170,11 @@ class Threads:
 
     @property
     def full(self) -> bool:
-        """Whether so many hang that no more are begun."""
+        """True if so many calls hang that no new calls are started."""
         return self.hung >= self._most_hung
 
     def hanging(self) -> str:
-        """The function that hangs most, and where it is."""
+        """Describe the function with the most hung calls, with file:line. At least one call must hang."""
         calls: dict[str, list[_Call]] = {}
         for call in self._hung:
             calls.setdefault(name_of(call.function), []).append(call)
@@ -151,8 +190,18 @@ class Threads:
         timeout_s: float,
         waiting: AbstractContextManager[None] | None = None,
     ) -> Any:
-        """What `step()` gives, in a thread; `function` is the user's, for the errors. Its time-out counts from when it
-        has a thread; `waiting` is entered while it waits for one. Raises `UserCodeError`."""
+        """Run `step` in a thread and return its result.
+
+        Args:
+            function: The user's function, named in errors.
+            step: The work to do.
+            timeout_s: Seconds that the call may take, counted from when it has a thread.
+            waiting: Context that is entered while the call waits for a thread.
+
+        Raises:
+            UserCodeError: The call failed or was late.
+            NotCalled: Too many calls hang.
+        """
         loop = asyncio.get_running_loop()
         call = _Call(self._came_back, loop, loop.create_future(), function, step, timeout_s, loop.time())
         self.longest_s = max(self.longest_s, timeout_s)
@@ -175,10 +224,10 @@ class Threads:
             self._cancelled(call)
             raise
         finally:
-            call.outcome = None  # else it would live as long as the frames of the error
+            call.outcome = None  # Otherwise it would live as long as the frames of the error.
 
     def close(self) -> None:
-        """Let idle threads end; those at work end with their calls."""
+        """End idle threads. Busy threads end when their calls do."""
         self.limit = 0
         if self._starter is not None:
             self._starter.put(None)
@@ -228,7 +277,7 @@ class Threads:
             call = self._waiting.popleft()
             if call.timer is not None:
                 call.timer.cancel()
-            if call.future.done():  # who asked for it is gone
+            if call.future.done():  # The caller has gone.
                 continue
             call.waited_s = call.loop.time() - call.asked_at
             if call.begun is not None:
@@ -269,14 +318,17 @@ class Threads:
 
 
 def _start_all(starts: SimpleQueue[_Start | None]) -> None:
-    """The life of the thread that starts the others: `start` waits until the new thread runs, which takes long where
-    many compete for the interpreter lock, and the loop must not wait for it."""
+    """Start threads on request, in a thread of its own, until it receives None.
+
+    `Thread.start` waits until the new thread runs. This takes long if many threads compete for the interpreter lock,
+    and the event loop must not wait for it.
+    """
     while (wanted := starts.get()) is not None:
         wanted.jobs.put(wanted.call)
         try:
             _start(_serve, wanted.jobs)
         except RuntimeError as error:
-            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
                 wanted.call.loop.call_soon_threadsafe(wanted.failed, wanted.call, str(error))
         del wanted
 
@@ -286,24 +338,35 @@ def _start(target: Callable[[Any], None], jobs: SimpleQueue[Any]) -> None:
 
 
 def _serve(jobs: _Jobs) -> None:
-    """A thread's life. While it is idle it holds nothing but its queue, so that forgotten threads can be ended."""
+    """Run calls in this thread until it receives None.
+
+    An idle thread holds nothing but its queue, so that the threads of a forgotten `Threads` can be ended.
+    """
     pid = os.getpid()
     while (call := jobs.get()) is not None:
         call.work(pid)
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+        with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
             call.loop.call_soon_threadsafe(call.came_back, jobs, call)
         del call
 
 
-# None has come back for so long: this many times the longest time-out, and seconds at least.
+# User code is shut off if no call has returned for this many times the longest time-out.
 TIMEOUTS = 4
 
+# Minimum of that wait, in seconds.
 AT_MIN_S = 60.0
 
 
 class CallPool(Protocol):
-    """Where calls hang. `full`: so many that no more are begun; `came_back`: how many that hung ever did; `longest_s`:
-    the longest time-out; `hanging`: which functions, and where; `remedy`: what to do about it."""
+    """A pool of calls that may hang, as `ShutOff` sees it: `Threads`, or `Loops` of async code.
+
+    Attributes:
+        longest_s: The longest time-out of any call, in seconds.
+        remedy: Advice to the user if calls hang.
+        full: True if so many calls hang that no new calls are started.
+        came_back: Number of calls that have returned. It grows whenever a hung call returns.
+        hanging: Describes the functions that hang, with file:line.
+    """
 
     longest_s: float
     remedy: str
@@ -316,14 +379,18 @@ class CallPool(Protocol):
 
 
 class ShutOff:
-    """Watches sources that are full; `told` gets why user code is shut off, when it is for good."""
+    """Watches full pools and decides when user code is shut off for good.
+
+    Args:
+        told: Called with the cause when user code is shut off.
+    """
 
     def __init__(self, told: Callable[[str], None]) -> None:
         self._told = told
         self._watched: dict[CallPool, asyncio.TimerHandle] = {}
 
     def look(self, source: CallPool) -> None:
-        """To be called at each call that begins to hang, on the event loop."""
+        """Watch the pool if it is full. Call this on the event loop each time a call starts to hang."""
         if source.full and source not in self._watched:
             self._wait(source)
 

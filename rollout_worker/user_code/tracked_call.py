@@ -1,7 +1,9 @@
-"""A call of user code that is followed to its true end, which may be long after its time-out.
+"""Follows a call of user code to its actual end, which may be long after its time-out.
 
-A thread cannot be stopped: a call that was given up may still be at work on an object. Whoever hands that object out
-has to know when it is free.
+Invariant: `Followed.back` is set only when the call is not running and never will be.
+
+A thread cannot be stopped, so a call that was given up may still use an object. The owner of the object must know when
+it is free.
 """
 
 from __future__ import annotations
@@ -18,11 +20,20 @@ from rollout_worker.user_code.errors import is_async
 
 
 class Followed:
-    """One call of `run`, to be handed to `UserCode.call` as `self.function`. `named`: the user's own function behind
-    it, for the errors, and async where `run` gives what must be awaited. `began`: whether it was ever called; `back`:
-    set, on the event loop that made this, when it is not at work, nor ever will be. `came` gets what it gave, where it
-    ran and before `back` is set, also where nobody waits for that. Call `let_go` when nobody waits for it any longer: a
-    call that has not begun by then never does."""
+    """Follows one call of `run`. Pass `function` to `UserCode.call`.
+
+    Call `let_go` when nobody waits for the call any more. A call that has not started by then never does.
+
+    Args:
+        run: The call to follow.
+        named: The user's function behind `run`, named in errors. It is async if `run` returns an awaitable.
+        came: Called with the result where the call ran, before `back` is set, even if nobody waits for the result.
+
+    Attributes:
+        function: The function to pass to `UserCode.call`.
+        began: True if the call was ever started.
+        back: Set, on the event loop that made this object, when the call is not running and never will be.
+    """
 
     def __init__(
         self, run: Callable[..., Any], named: Callable[..., Any], came: Callable[[Any], None] = lambda gave: None
@@ -32,7 +43,7 @@ class Followed:
         self._run = run
         self._came = came
         self._loop = asyncio.get_running_loop()
-        # Taken by the call that begins, or by `let_go`.
+        # Either the call takes this entry when it starts, or `let_go` does. Only one of them can.
         self._only: list[None] = [None]
         self.function = self._asynchronous(named) if is_async(named) else self._synchronous(named)
 
@@ -73,17 +84,27 @@ class Followed:
         return followed
 
     def _begin(self) -> None:
-        """Where user code runs. Raises `IndexError` where it was let go before."""
+        """Mark the call as started. It runs where user code runs.
+
+        Raises:
+            IndexError: `let_go` was called before.
+        """
         self._only.pop()
         self.began = True
 
     def _tell(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+        with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
             self._loop.call_soon_threadsafe(self.back.set)
 
 
 class _Followed(Awaited):
-    """What a call gave that has to be awaited. `came` gets what that gives; `tell` is called when it has ended."""
+    """Follows the awaitable that a call returned.
+
+    Args:
+        result: The awaitable or async generator.
+        came: Called with the final result.
+        tell: Called when the awaitable has ended, or was closed without being awaited.
+    """
 
     def __init__(self, result: Any, came: Callable[[Any], None], tell: Callable[[], None]) -> None:
         self._result = result

@@ -1,14 +1,14 @@
-"""Copies of what is handed to user code, so that nothing it changes is seen by anyone else (I9).
+"""Converts values that pass to and from user code: copies, plain data and text that can be sent.
 
-Dicts, lists, tuples and sets are copied to the bottom, each place on its own: the eight prompts of a group are eight
-lists. Other objects are deep-copied once for a call, where that works; functions and what cannot be copied are handed
-out as they are.
+Invariant: no change that user code makes to its arguments is visible to anyone else (I9), and chat templates and
+transcripts receive no object of the user's.
 
-Values of the user's as plain data: a chat template and a transcript meet no object of theirs.
+Arguments are copied. Dicts, lists, tuples and sets are copied at every depth, each occurrence on its own: the eight
+prompts of a group are eight lists. Other objects are deep-copied once per call if they can be. Functions, and objects
+that cannot be copied, are passed as they are.
 
-Text of the user's made fit to be sent: bounded, and of what UTF-8 can write.
-
-Text is cut before anything copies it, so that a gigabyte of it costs no more than what is kept.
+Results become plain data. Text is limited in length and encodable as UTF-8. It is cut before anything copies it, so
+that a gigabyte of text costs no more than the part that is kept.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-# Values that cannot be changed.
+# Types of values that cannot be changed, and so need no copy.
 ATOMS = frozenset({str, int, float, bool, complex, bytes, type(None)})
 
 
 def copied(value: Any) -> Any:
-    """A copy. It may run user code (`__deepcopy__`), so it is called behind the boundary."""
+    """Copy a value. This may run user code (`__deepcopy__`), so call it behind the boundary."""
     try:
         return _copied(value, {})
-    except RecursionError:  # it holds itself: deepcopy knows what it has seen
+    except RecursionError:  # The value contains itself. deepcopy remembers the objects it has seen.
         return copy.deepcopy(value)
 
 
@@ -38,13 +38,13 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if kind is dict:
         return {key: entry if type(entry) is str else _copied(entry, memo) for key, entry in value.items()}
     if kind is list:
-        if ATOMS.issuperset(map(type, value)):  # token ids are many
+        if ATOMS.issuperset(map(type, value)):  # A fast path, because lists of token ids are long.
             return value.copy()
         return [_copied(entry, memo) for entry in value]
     if kind is tuple:
         return tuple([_copied(entry, memo) for entry in value])
     if kind is set:
-        return value.copy()  # what is in it is hashable, and so taken not to change
+        return value.copy()  # The entries are hashable, and so are assumed not to change.
     if callable(value):
         return value
     try:
@@ -54,13 +54,20 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def plain(value: Any, place: str) -> Any:
-    """`value`, all the way down, as JSON has it. It may run user code. Raises `ValueError`, with the place, for what
-    messages do not hold."""
+    """Convert a value, at every depth, to the types of JSON. This may run user code.
+
+    Args:
+        value: A value of the user's.
+        place: Name of the value in errors.
+
+    Raises:
+        ValueError: The value contains an object that messages cannot hold. The text names its place.
+    """
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, np.generic | np.ndarray):
         return plain(value.tolist(), place)
-    if isinstance(value, str):  # of a class of the user's, such as an enum
+    if isinstance(value, str):  # An instance of a user's class, such as an enum.
         return str.__str__(value)
     if isinstance(value, int):
         return int.__int__(value)
@@ -75,23 +82,25 @@ def plain(value: Any, place: str) -> Any:
     )
 
 
-# Of a tool's result, behind the boundary; the worker cuts it further, by tokens.
+# Maximum length of a tool's result behind the boundary. The worker cuts it further, by tokens.
 MAX_CHARACTERS = 1024 * 1024
 
 
 def encodable(text: str) -> str:
-    """`text` as a plain str; what UTF-8 cannot write, a lone surrogate, is replaced: no message takes it, and no
-    tokenizer."""
+    """Return `text` as a plain str that UTF-8 can encode.
+
+    Lone surrogates are replaced, because neither messages nor tokenizers accept them.
+    """
     return str.encode(text, "utf-8", "replace").decode("utf-8")
 
 
 def bounded(text: str, most: int = MAX_CHARACTERS) -> str:
-    """`text` as a plain str, encodable; of more than `most` characters the middle is left out, with a note."""
+    """Return `text` as a plain, encodable str. If it has more than `most` characters, a note replaces the middle."""
     return encodable(without_middle(text, most))
 
 
 def without_middle(text: str, most: int) -> str:
-    """`text`, of which the characters in the middle are left out, with a note, where there are more than `most`."""
+    """Return `text`. If it has more than `most` characters, a note replaces the middle."""
     size = str.__len__(text)
     if size <= most:
         return text
@@ -101,6 +110,9 @@ def without_middle(text: str, most: int) -> str:
 
 
 def type_name(value: object) -> str:
-    """The name of its type, without running the type's own code: a metaclass may answer for `__name__`."""
+    """Return the name of a value's type without running the type's own code.
+
+    A plain read of `__name__` may run the code of a metaclass.
+    """
     name: str = type.__dict__["__name__"].__get__(type(value))
     return bounded(name, 200)

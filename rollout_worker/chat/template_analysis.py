@@ -201,8 +201,7 @@ def _turns_before(messages: Sequence[Message]) -> list[tuple[Message, str]]:
 def _call(answer: Message, number: int) -> dict[str, Any]:
     return {
         "type": "function",
-        "id": answer.get("tool_call_id")
-        or call_id(number + 2),  # `Rendering` gives the same id to messages without one
+        "id": answer.get("tool_call_id") or call_id(number + 2),  # must match the id that `Rendering` makes
         "function": {"name": answer.get("name") or "tool", "arguments": {}},
     }
 

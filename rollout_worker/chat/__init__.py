@@ -1,1 +1,1 @@
-"""Chat formats: between messages and token ids."""
+"""Translates between messages and token ids."""

@@ -1,7 +1,7 @@
-"""The interface of chat formats, and the check of a conversation before a format renders it.
+"""Defines the interface of chat formats, and checks a conversation before a format renders it.
 
-One object turns messages into token ids, tells the ids between two turns, and turns a turn's ids into a message, for
-one model and one set of tools, so that the three cannot disagree.
+A chat format belongs to one model and one set of tools. One object does all three translations: messages to token ids,
+messages between two turns to the ids between them, and a turn's ids to a message. So the three cannot disagree.
 """
 
 from __future__ import annotations
@@ -13,59 +13,73 @@ from rollout_worker.chat.parsers.base import Message, ParsedTurn
 
 
 class PromptError(Exception):
-    """A prompt that the format cannot render; the text says why."""
+    """Raised for a prompt that the format cannot render. The text says why."""
 
 
 class ChatFormat(Protocol):
-    """Translates between messages and token ids. Sampled ids are never rendered or tokenised again."""
+    """Translates between messages and token ids. It never renders or tokenises sampled ids again."""
 
     @property
     def tokenizer(self) -> Any:
-        """The model's transformers tokenizer; it and its template are part of the worker's fingerprint."""
+        """Return the model's transformers tokenizer. It and its template are part of the worker's fingerprint."""
 
     @property
     def stop_token_ids(self) -> list[int]:
-        """Ids that end a turn."""
+        """Return the ids that end a turn."""
 
     @property
     def parses_by_user_code(self) -> bool:
-        """Whether `parse` runs the user's code, and so has to be called behind the boundary (I9)."""
+        """Return whether `parse` runs the user's code. If so, call it behind the boundary around user code (I9)."""
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Return the ids of a conversation up to where the policy speaks.
+        """Return the ids of a conversation up to the point where the policy speaks.
 
-        Text is taken as it is. A conversation that ends in an assistant's message is continued in that message. Used
-        for an episode's first prompt, and for the whole conversation where `suffix_ids` gave None. Raises
-        `PromptError`.
+        The worker calls this for an episode's first prompt. It also calls it for the whole conversation where
+        `suffix_ids` returned None.
+
+        Args:
+            prompt: Text, which is used as it is, or messages. If the last message is the assistant's, the policy
+                continues that message.
+
+        Returns:
+            The prompt's token ids.
+
+        Raises:
+            PromptError: The format cannot render the prompt.
         """
 
     def shown(self, prompt: str | Sequence[Message]) -> str | Sequence[Message]:
-        """Return the prompt with what the run file puts before it, for people to read."""
+        """Return the prompt for people to read, with any system prompt that the run file puts before it."""
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:
-        """Return the ids from the end of a turn to the start of the next one, as the policy sees `messages` there.
+        """Return the ids from the end of a turn to the start of the next one: `messages` as the policy sees them.
 
         Args:
-            prompt_ids: All ids before the turn.
-            turn_ids: The turn, as it was sampled.
+            prompt_ids: All token ids before the turn.
+            turn_ids: The token ids of the turn, as sampled.
             messages: The messages between the two turns.
 
-        Returns: The ids, or None where the format cannot tell them. The episode then goes on in a new segment, whose
-            prompt is the whole conversation rendered anew and does not train.
+        Returns:
+            The ids, or None if the format does not know them. After None the episode continues in a new segment. The
+            prompt of that segment is the whole conversation, rendered anew, and does not train.
         """
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        """Render a whole conversation, for the checks at the start only. Raises `PromptError`."""
+        """Render a whole conversation. Episodes never call this; the start checks do.
+
+        Raises:
+            PromptError: The format cannot render the conversation.
+        """
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
-        """Parse the turn `turn_ids`, which was sampled after `prompt_ids`. Any ids can be parsed."""
+        """Parse the turn `turn_ids`, which was sampled after `prompt_ids`. It accepts any ids."""
 
 
 _OPENING = ("system", "developer")
 
-# Roles of OpenAI's API, and others that TRL's templates and renderers know.
+# Data sets use the roles of OpenAI's API and others that TRL's templates and renderers know.
 ROLES = frozenset(
     [
         *(*_OPENING, "user", "assistant", "tool", "function"),
@@ -83,14 +97,18 @@ def _nothing(role: str) -> bool:
 def checked(
     messages: Sequence[Message], parts: Sequence[str] = ("text",), knows: Callable[[str], bool] = _nothing
 ) -> list[Message]:
-    """Check a conversation, and leave out the empty fields that a data set's columns give each message.
+    """Check a conversation, and remove the empty fields that a data set's columns give each message.
 
     Args:
-        parts: Types of content parts that the format takes.
-        knows: Whether the format has a role besides `ROLES`.
+        messages: The conversation.
+        parts: Types of content parts that the format accepts.
+        knows: Returns whether the format accepts a role that is not in `ROLES`.
+
+    Returns:
+        The messages without their empty fields.
 
     Raises:
-        PromptError: A template would leave something out, or write it as Python does.
+        PromptError: A template would leave something out, or write it in Python's notation.
     """
     conversation = [_message(number, message, parts, knows) for number, message in enumerate(messages)]
     first = next((message for message in conversation if message["role"] not in _OPENING), None)
@@ -100,7 +118,7 @@ def checked(
 
 
 def text_of(parts: Sequence[Mapping[str, Any]]) -> str:
-    """Join parts of text."""
+    """Join the texts of content parts."""
     return "".join(part["text"] for part in parts)
 
 
@@ -121,7 +139,7 @@ def _message(number: int, message: Any, parts: Sequence[str], knows: Callable[[s
     kept = {key: value for key, value in message.items() if value is not None}
     if role != "assistant":
         return {"content": "", **kept}
-    # Some templates recognise a turn that only calls tools by its null content.
+    # Keep null content: some templates recognise a turn that only calls tools by it.
     return {**kept, "content": None} if "content" in message and content is None else kept
 
 

@@ -1,5 +1,7 @@
-"""Builds the chat format that `chat.format` chooses, with `chat.system_prompt`, and checks that the model can use
-it."""
+"""Builds the chat format that `chat.format` chooses, with `chat.system_prompt`.
+
+It returns a format only if the model can use it. With tools or answers, the format check must pass.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,7 @@ _SYSTEM_ROLES = ("system", "developer")
 
 
 class WithSystemPrompt:
-    """A chat format that puts a system message before conversations without one. A prompt that is text stays as it
-    is."""
+    """Puts a system message before conversations that have none. It leaves a text prompt as it is."""
 
     def __init__(self, chat: ChatFormat, text: str) -> None:
         self._chat = chat
@@ -80,12 +81,16 @@ def build_chat_format(
     """Build the format that `chat.format` names.
 
     Args:
+        config: The run's config.
         tools: JSON schemas of the tools.
         answers: Whether users' messages follow turns.
-        tokenizer: The tokenizer of another format of the run, which is then not loaded again.
+        tokenizer: The tokenizer of another format of the run. If given, it is not loaded again.
+
+    Returns:
+        The format, with the system prompt if the config has one.
 
     Raises:
-        ConfigError: The model cannot use it: with tools or answers, the format check must pass.
+        ConfigError: The model cannot use the format. With tools or answers, the format check must pass.
     """
     chat = _chosen(config, tools, tokenizer)
     if config.chat.system_prompt is not None:
@@ -119,6 +124,6 @@ def _check_answers(config: RunConfig, chat: ChatFormat) -> None:
 
 
 def _proven(proof: Coroutine[Any, Any, _Proof]) -> _Proof:
-    """Run a check on a loop of its own in a thread, as the caller's loop may be running."""
+    """Run a check in a thread with its own event loop, because the caller's loop may be running."""
     with ThreadPoolExecutor(max_workers=1) as thread:
         return thread.submit(asyncio.run, proof).result()

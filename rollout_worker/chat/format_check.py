@@ -1,13 +1,13 @@
-"""The start check: does a chat format show the tools, read its own calls back, and append exactly?
+"""Checks at the start that a chat format fits the run's tools and an environment's answers.
 
-It renders made-up conversations, cuts them where the policy would have spoken, and asks the format for what it would
-have put there. What is never asked of a format at work, `render_ids`, is what the rest is compared with.
+With tools, a format must show the tools, read its own calls back, and append exactly. Where an environment answers
+turns, the ids it appends after a turn, for the user's messages, must be the ids that the template would write.
 
-The start check where an environment answers turns: is what is appended after a turn, with messages of the user's,
-what the template would write?
+Both checks render made-up conversations, cut them where the policy would have spoken, and compare the format's own
+ids with the rendered ones. The reference is `render_ids`, which episodes never call.
 
-As in `proof`, on made-up conversations. A format may know no suffix, as many do that leave out earlier reasoning: then
-each answer opens a new segment, which is right, and costs a prompt.
+A format may know no suffix. Many formats that leave out earlier reasoning know none. Each answer then opens a new
+segment. That is correct, and costs a prompt.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REASONING = "slipstream reasoning"
 
 _EMPTY_THOUGHT = re.compile(r"\s*(?:<[^<>]+>|\[[A-Z_]+\])\w*\s*(?:<[^<>]+>|\[/[A-Z_]+\])\s*")
 
-# What breaks notations: quotes of both kinds, a line break, an apostrophe, a value within a value, other alphabets.
+# These values break notations: quotes of both kinds, a line break, an apostrophe, nested values, other alphabets.
 ARGUMENTS: dict[str, Any] = {
     "slipstream_number": 7,
     "slipstream_text": 'It\'s "so", she said:\n{1: [2]} <3',
@@ -48,17 +48,23 @@ ARGUMENTS: dict[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class ToolFormatCheck:
-    """What was found on made-up conversations; None: not tried, because something before it failed.
+    """Holds the findings of the tool check on made-up conversations.
 
-    schemas_shown: a tool's name, description and parameters stand in a prompt; call_parses_back: a rendered call with
-    integers, text and nested values is read as it was, where a value that comes back as text counts if it reads as the
-    one that was written; suffix_exact: prompt, turn and suffix are what the format makes of the whole conversation;
-    parallel_calls: two calls in one turn, likewise; several_rounds: a second turn of calls and answers, likewise;
-    reasoning: it is told from content, None where the format writes none. `problems`: each failure, with what to set.
+    None means not tried, because an earlier check failed.
 
-    What the format writes where it asks for a turn, such as an empty thought, stays in the conversation even where the
-    whole conversation rendered anew would leave it out. A turn with reasoning that would be left out opens a new
-    segment, and nothing of it is appended to.
+    The format may write something where it asks for a turn, such as an empty thought. That stays in the conversation,
+    even where the whole conversation, rendered anew, would leave it out. A turn opens a new segment if its reasoning
+    would be left out. Nothing is appended to such a turn.
+
+    Attributes:
+        schemas_shown: A prompt shows each tool's name, description and parameters.
+        call_parses_back: A rendered call with integers, text and nested values is read back unchanged. A value that
+            comes back as text counts if it reads as the value that was written.
+        suffix_exact: Prompt, turn and suffix together equal the whole conversation as the format renders it.
+        parallel_calls: Two calls in one turn pass both checks.
+        several_rounds: A second turn of calls and answers passes both checks.
+        reasoning: The format separates reasoning from content. None also where the format writes no reasoning.
+        problems: Each failure, with the setting that fixes it.
     """
 
     schemas_shown: bool | None = None
@@ -75,13 +81,21 @@ class ToolFormatCheck:
 
 
 async def check_tool_format(chat: ChatFormat, schemas: Sequence[dict[str, Any]]) -> ToolFormatCheck:
-    """What `chat`, made for tools with these schemas, can do. Without schemas there is nothing to prove."""
+    """Check how well a format handles tools. Without schemas there is nothing to check.
+
+    Args:
+        chat: The format, built for these tools.
+        schemas: JSON schemas of the tools.
+
+    Returns:
+        The findings. All are None without schemas.
+    """
     if not schemas:
         return ToolFormatCheck()
     name = schemas[0]["function"]["name"]
     problems: list[str] = []
     schemas_shown = await _schemas_shown(chat, schemas, problems)
-    # A call's id is nine letters and digits to some, and its name and place in the turn to others.
+    # Some formats want a call id of nine letters and digits. Others want the tool's name and the call's position.
     for ids in ("slipcall{place}", "functions.{name}:{place}"):
         tried: list[str] = []
         first = await _check_tool_round(chat, [_Exchange(name, 1, ids)], tried)
@@ -113,7 +127,14 @@ async def check_tool_format(chat: ChatFormat, schemas: Sequence[dict[str, Any]])
 
 @dataclass(frozen=True, slots=True)
 class _Exchange:
-    """A turn with `calls` of a tool, and the answers. reasoning: what the turn thinks."""
+    """Describes a turn that calls a tool, and the answers to it.
+
+    Attributes:
+        name: The tool's name.
+        calls: Number of calls in the turn.
+        ids: Pattern of the calls' ids, with the fields `name` and `place`.
+        reasoning: The turn's reasoning, or None.
+    """
 
     name: str
     calls: int
@@ -146,7 +167,13 @@ class _Exchange:
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """turns: the turn's text as the format wrote it, without reasoning and with it."""
+    """Holds the findings on one exchange. None means not tried.
+
+    Attributes:
+        parsed: The calls were read back as written.
+        exact: The suffix equals the rest of the whole conversation.
+        turns: Texts of the turn as the format wrote it, without reasoning and with it.
+    """
 
     parsed: bool | None = None
     exact: bool | None = None
@@ -156,14 +183,17 @@ class _Found:
 async def _check_tool_round(
     chat: ChatFormat, exchanges: list[_Exchange], problems: list[str], where: str = ""
 ) -> _Found:
-    """The last of the exchanges, without reasoning or with it: as the format's prompt asks for."""
+    """Check the last of the exchanges, without reasoning and with it. Keep the better result.
+
+    The format's prompt may fit only one of the two.
+    """
     found: list[_Found] = []
     told: list[list[str]] = []
     for way in (exchanges, [exchange.thinking() for exchange in exchanges]):
         mine: list[str] = []
         found.append(await _exchange(chat, way, mine))
         told.append(mine)
-    # A prompt that opens a thought, or closes an empty one, is followed by one of the two alone.
+    # If the prompt opens a thought, or closes an empty one, only one of the two can follow it.
     best = max(range(2), key=lambda way: (bool(found[way].exact), bool(found[way].parsed)))
     if not (found[best].exact and found[best].parsed):
         problems += [where + problem for problem in told[best]]
@@ -206,14 +236,26 @@ async def _exchange(chat: ChatFormat, exchanges: list[_Exchange], problems: list
 
 
 def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> int | None:
-    """Where the turn begins in the whole conversation; None where that does not begin with the prompt."""
+    """Find where a turn begins in the whole conversation.
+
+    Args:
+        chat: The format that rendered the ids.
+        prompt: Ids of the conversation before the turn, with the generation prompt.
+        bare: Ids of the conversation before the turn, without the generation prompt.
+        whole: Ids of the conversation with the turn and the messages after it.
+
+    Returns:
+        The index of the turn's first id in `whole`. None if `whole` does not begin with the prompt. An empty thought
+        at the end of the prompt may be missing in `whole`.
+    """
     shared = next(
         (place for place, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), min(len(prompt), len(whole))
     )
     if shared == len(prompt):
         return shared
-    # An empty thought with which the prompt asks for a turn is left out later: sampled turns keep it. But not an open
-    # one, of which the policy's own words would be left out with it. The two may share the first character of a tag.
+    # A template may later leave out the empty thought with which the prompt asks for a turn. Sampled turns keep it.
+    # An open thought does not qualify: the template would leave out the policy's own words with it.
+    # Prompt and conversation may still share the first character of a tag, so the search goes back from `shared`.
     for begin in range(shared, len(bare) - 1, -1):
         if _EMPTY_THOUGHT.fullmatch(str(chat.tokenizer.decode(prompt[begin:]))) is not None:
             return begin
@@ -221,7 +263,7 @@ def turn_begins(chat: ChatFormat, prompt: list[int], bare: list[int], whole: lis
 
 
 def turn_ends(chat: ChatFormat, whole: Sequence[int], begin: int) -> int | None:
-    """Where what follows a turn begins: behind the first stop id from `begin` on; None if there is no stop id."""
+    """Return the index after the first stop id from `begin` on, where the turn ends. None if there is no stop id."""
     return next((place + 1 for place in range(begin, len(whole)) if whole[place] in chat.stop_token_ids), None)
 
 
@@ -264,7 +306,7 @@ async def _schemas_shown(chat: ChatFormat, schemas: Sequence[dict[str, Any]], pr
 
 
 def _words(function: dict[str, Any]) -> Iterator[str]:
-    """What of a function's schema must stand in a prompt, however it is quoted there."""
+    """Yield the words of a function's schema that a prompt must contain, however it quotes them."""
     yield function["name"]
     yield from function.get("parameters", {}).get("properties", {})
     yield from re.findall(r"[a-zA-Z0-9]+", function.get("description", ""))
@@ -288,15 +330,20 @@ _WORDS = ("slipstream question", "slipstream answer", "slipstream reply", "slips
 
 @dataclass(frozen=True, slots=True)
 class AnswersProof:
-    """appended: the suffix is what the whole conversation has there, in the first round and in the second; None where
-    the format knows none, or none can be compared. problems: what is wrong, with what to set."""
+    """Holds the findings of the check of answers on made-up conversations.
+
+    Attributes:
+        appended: The suffix equals the ids of the whole conversation there, in the first round and in the second.
+            None if the format knows no suffix, or none can be compared.
+        problems: Each failure, with the setting that fixes it.
+    """
 
     appended: bool | None = None
     problems: list[str] = field(default_factory=list)
 
 
 async def check_answer_format(chat: ChatFormat) -> AnswersProof:
-    """What `chat` makes of users' messages after a turn without calls."""
+    """Check that `chat` appends users' messages exactly after a turn without calls."""
     problems: list[str] = []
     rounds = [await _check_answer_round(chat, size, problems) for size in (1, 2)]
     found = False if False in rounds else None if None in rounds else True
@@ -304,7 +351,13 @@ async def check_answer_format(chat: ChatFormat) -> AnswersProof:
 
 
 async def _check_answer_round(chat: ChatFormat, size: int, problems: list[str]) -> bool | None:
-    """The last of `size` turns and answers, as they are and with reasoning: the format's prompt asks for one."""
+    """Check the last of `size` turns and answers, without reasoning and with it.
+
+    The format's prompt may fit only one of the two.
+
+    Returns:
+        False if either suffix is wrong. True if at least one is right. None if none can be compared.
+    """
     plain = [{"role": ("user", "assistant")[place % 2], "content": word} for place, word in enumerate(_WORDS)]
     conversation = plain[: 2 * size + 1]
     thinking = [

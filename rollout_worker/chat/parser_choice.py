@@ -1,6 +1,6 @@
-"""Which parser reads a template's calls: the one that reads back what the template itself wrote.
+"""Chooses the parser for a template's tool calls: the one that reads back a call that the template itself wrote.
 
-When a value that was read back is the one that was written.
+`same_value` decides whether a value that was read back is the value that was written.
 """
 
 from __future__ import annotations
@@ -23,8 +23,11 @@ _LITERALS = Literals()
 
 
 def same_value(written: Any, read: Any) -> bool:
-    """Is it so? Notations that write every value as text give text back: it is the same value if it reads as it in
-    JSON, or as Python writes it. The tools' schemas say then what is meant."""
+    """Return whether the value that was read is the value that was written.
+
+    Notations that write every value as text give text back. Such text is the same value if it reads as that value in
+    JSON or in Python's notation. The tools' schemas then decide which type is meant.
+    """
     if isinstance(written, dict) and isinstance(read, dict):
         return written.keys() == read.keys() and all(same_value(written[key], read[key]) for key in written)
     if isinstance(read, str) and not isinstance(written, str):
@@ -43,7 +46,7 @@ def _readings(text: str) -> list[Any]:
     return readings
 
 
-# A call's id is nine letters and digits to some, and its name and place in the turn to others.
+# Some templates want a call id of nine letters and digits. Others want the tool's name and the call's position.
 _IDS = ("slip7f3a9", "functions.slipstream_tool:0")
 
 ARGUMENTS: dict[str, Any] = {"number": 7, "text": "plain words"}
@@ -51,7 +54,14 @@ ARGUMENTS: dict[str, Any] = {"number": 7, "text": "plain words"}
 
 @dataclass(frozen=True, slots=True)
 class ParserMatch:
-    """shows_ids: the template writes the ids of calls, or asks for them."""
+    """Holds the chosen parser and the rendering whose calls it reads.
+
+    Attributes:
+        name: The parser's name, for messages.
+        parser: The parser.
+        rendering: The rendering, with arguments in the form that the template accepts.
+        shows_ids: The template writes the ids of calls, or asks for them.
+    """
 
     name: str
     parser: Parser
@@ -60,8 +70,23 @@ class ParserMatch:
 
 
 def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thought: Thought, end: str) -> ParserMatch:
-    """The parser that `setting`, a name of `chat.parser`, stands for. Raises `ConfigError` if there is none such, and
-    `Unfit` if `auto` finds none that reads the template's calls."""
+    """Choose the parser that `setting` names, or with `auto` the first that reads the template's calls back.
+
+    Args:
+        setting: The value of `chat.parser`.
+        rendering: The template's rendering.
+        stops: Texts of the tokens that end a turn.
+        thought: How the template writes reasoning.
+        end: Text of the token that ends a turn, for the tokenizer's own response template.
+
+    Returns:
+        The parser and the rendering whose calls it reads. A parser that the user named is returned even if it does not
+        read a call back.
+
+    Raises:
+        ConfigError: There is no parser of that name.
+        Unfit: `auto` finds no parser that reads the template's calls.
+    """
     shows_ids = _shows_ids(rendering)
     candidates = list(_candidates(setting, rendering, thought, end))
     others = rendering.but(arguments_as_text=not rendering.arguments_as_text)
@@ -72,7 +97,7 @@ def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thou
         for name, parser in candidates:
             if _reads_back(parser, *written):
                 return ParserMatch(name, parser, tried, shows_ids)
-    if setting != "auto":  # named by somebody who may know better: the start check says what it cannot do
+    if setting != "auto":  # the user may know better; the start check reports failures
         (name, parser), *_ = candidates
         return ParserMatch(name, parser, rendering, shows_ids)
     if _written_call(rendering, stops, _IDS[0]) is None:
@@ -109,13 +134,13 @@ def _conversation(an_id: str) -> list[Message]:
 
 
 def _written_call(rendering: Rendering, stops: Sequence[str], an_id: str) -> tuple[str, Before] | None:
-    """A turn with a call as the template writes it, and the prompt before it; None where it writes none."""
+    """Return a turn with a call, as the template writes it, and the prompt before it. None if it writes no call."""
     try:
         text, prompt = rendering(_conversation(an_id)), rendering([USER])
     except REFUSALS:
         return None
     shared = next((place for place, (a, b) in enumerate(zip(text, prompt, strict=False)) if a != b), len(prompt))
-    if shared < len(prompt):  # at an empty thought that is left out: the two may share the beginning of their tags
+    if shared < len(prompt):  # an empty thought was left out, and the tags may begin alike
         shared = max(prompt.rfind(tag, 0, shared + 1) for tag in "<[")
     turn = text[shared:]
     at = turn.find("slipstream_tool")
@@ -133,7 +158,10 @@ def _reads_back(parser: Parser, turn: str, before: Before) -> bool:
 
 
 def _shows_ids(rendering: Rendering) -> bool:
-    """A template that refuses calls without ids is found by the ids that `Rendering` gives them all."""
+    """Return whether the template writes the ids of calls.
+
+    `Rendering` gives every call an id. So this also finds templates that refuse calls without ids.
+    """
     try:
         return _IDS[0] in rendering(_conversation(_IDS[0]))
     except REFUSALS:

@@ -1,9 +1,9 @@
-"""The `renderers` library as a chat format: it knows a model family's notation on the level of ids.
+"""Uses the `renderers` library as a chat format. The library knows a model family's notation at the level of ids.
 
-What was sampled is never rendered: the library appends to it, or refuses. A special token is told by its id, so a tag
-that the policy or a tool only wrote as text is no call.
+Sampled ids are never rendered: the library appends to them, or refuses. It recognises a special token by its id. So a
+tag that the policy or a tool only wrote as text is not a call.
 
-A transformers tokenizer as the `renderers` library wants one, without the detours of transformers' own calls.
+`RendererTokenizer` gives the library a transformers tokenizer without the detours of transformers' own calls.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ if TYPE_CHECKING:
     from renderers import ParsedResponse, ParsedToolCall
 
 
-# Longer texts go through the one function of the backend that lets go of the interpreter lock; one of this length takes
-# about 1 ms.
+# Longer texts would block the event loop: a text of this length takes about 1 ms. They go through the one function of
+# the backend that releases the interpreter lock.
 INLINE_CHARACTERS = 2048
 
 
 class RendererTokenizer:
-    """`renderers.base.Tokenizer` over a fast tokenizer's backend: a third of the time, and safe in several threads. A
-    slow tokenizer is used as it is.
+    """Implements `renderers.base.Tokenizer` on a fast tokenizer's backend.
 
-    name: the model's, by which some renderers tell variants of a family apart.
+    The backend takes a third of the time and is safe in several threads. A slow tokenizer is used as it is.
+
+    Args:
+        tokenizer: A transformers tokenizer.
+        name: The model's name. Some renderers tell variants of a family apart by it.
     """
 
     def __init__(self, tokenizer: Any, name: str) -> None:
@@ -61,11 +64,11 @@ class RendererTokenizer:
 
 _Result = TypeVar("_Result")
 
-# What a template may put behind a message's text, in tokens: the ids that close it.
+# A template may put up to this many tokens after a message's text to close the message.
 _MAX_CLOSING = 16
 
-# Renderers of renderers 0.1.12 that leave out the line end after a sampled </assistant>; where the turn's close is left
-# to them, they write both.
+# These renderers of renderers 0.1.12 leave out the line end after a sampled </assistant>. They write both if the turn
+# comes to them without its end.
 _CLOSES_ITSELF = ("laguna-xs.2", "laguna-m.1")
 
 _PARTS = ("text", "thinking")
@@ -87,10 +90,16 @@ _END_OF_THOUGHT = "</think"
 
 
 class RendererFormat:
-    """One renderer, for one tokenizer and tools with these JSON schemas. Raises what the library raises where they do
-    not go together.
+    """Uses one renderer for one tokenizer and one set of tools.
 
-    renderer_config: one of `renderers.RendererConfig`; name: the model's, which tells variants of a family apart.
+    Args:
+        tokenizer: A transformers tokenizer.
+        renderer_config: One of `renderers.RendererConfig`.
+        tools: JSON schemas of the tools.
+        name: The model's name. Some renderers tell variants of a family apart by it.
+
+    Raises:
+        Exception: The library's own, where renderer, tokenizer and tools do not fit together.
     """
 
     def __init__(self, tokenizer: Any, renderer_config: Any, tools: Sequence[dict[str, Any]], name: str = "") -> None:
@@ -108,7 +117,7 @@ class RendererFormat:
         self._tags = self._thinks_in_tags()
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Messages through the renderer; text as it is, with the tokenizer's special tokens."""
+        """Render messages with the renderer, or encode text as it is, with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return await self._run(len(prompt), partial(self._ids.encode, prompt, add_special_tokens=True))
         messages = self._checked(prompt)
@@ -126,19 +135,25 @@ class RendererFormat:
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:
-        """None where the library cannot prove what would follow: a turn that stopped inside its reasoning, say."""
+        """Return the ids between two turns, or None if the library cannot prove them.
+
+        One such case is a turn that stopped inside its reasoning.
+        """
         bridge = partial(self._bridge, list(prompt_ids), list(turn_ids), list(messages))
         return await self._run(_size(messages), bridge)
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
-        """The prompt tells reasoning that it opened from content. A call that cannot be read stays in the content, and
-        without tools none can; one inside the reasoning is none."""
+        """Parse a turn into reasoning, content and calls.
+
+        The prompt shows whether it opened the reasoning, and so where content begins. A call that cannot be read stays
+        in the content. Without tools no call can be read. A call inside the reasoning is not a call.
+        """
         ids = list(turn_ids)
         text = self._ids.decode(ids[:-1] if ids and ids[-1] in self._stops else ids)
         try:
             turn = self._renderer.parse_response(ids, tools=self._tools, prompt_ids=list(prompt_ids))
             thought = self._thought(ids, turn) if self._tags and turn.reasoning_content is not None else []
-        except Exception as error:  # on hostile text it raises whatever the JSON parser does
+        except Exception as error:  # on hostile text it raises the JSON parser's exceptions
             reason = f"the turn cannot be read ({type(error).__name__})"
             return ParsedTurn(text, text, [MalformedCall(reason)] if self._tools else [])
         spoken = turn.tool_calls[len(thought) :]
@@ -155,8 +170,14 @@ class RendererFormat:
         return ParsedTurn(text, content, attempts, reasoning)
 
     def _thought(self, ids: list[int], turn: ParsedResponse) -> list[MalformedCall | None]:
-        """What becomes of the first calls, those inside the reasoning, which some renderers let a call end. None: the
-        reasoning went on, so the policy only thought of it."""
+        """Judge the first calls of a turn, those that stand inside the reasoning.
+
+        Some renderers let a call end the reasoning.
+
+        Returns:
+            One entry per call inside the reasoning. None means that the reasoning continued after the call, so the
+            policy only thought of it. Otherwise the entry says that the reasoning is not closed.
+        """
         fates: list[MalformedCall | None] = []
         for call in turn.tool_calls:
             if call.token_span is None:
@@ -176,26 +197,34 @@ class RendererFormat:
             return False
 
     async def _run(self, characters: int, work: Callable[[], _Result]) -> _Result:
-        """In a thread, if it is of many characters: it would stop the loop. Raises what `work` raises."""
+        """Run `work`, in a thread if it handles many characters, because it would block the event loop.
+
+        Args:
+            characters: Approximate number of characters to tokenise.
+            work: The function to run. Its exceptions propagate.
+
+        Returns:
+            The result of `work`.
+        """
         if characters < INLINE_CHARACTERS:
             return work()
         result: _Result = await user_code.in_thread(work)
         return result
 
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
-        # A renderer of the user's own may have roles of its own.
+        # The user's own renderer may have its own roles.
         conversation = checked(messages, _PARTS, knows=lambda role: self.parses_by_user_code)
         return [{**message, "content": message.get("content") or ""} for message in conversation]
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
         try:
             ids = self._renderer.render_ids(list(messages), tools=self._tools, add_generation_prompt=generation_prompt)
-        except Exception as error:  # of many types, by what the messages hold
+        except Exception as error:  # the type depends on the content of the messages
             raise PromptError(f"{type(error).__name__}: {error}") from error
         return list(ids)
 
     def _continued(self, messages: Sequence[Message]) -> list[int]:
-        """A conversation that ends inside its last message, an assistant's: without the ids that close that."""
+        """Render a conversation that ends inside its last message, an assistant's, without the ids that close it."""
         begun = _text(messages[-1].get("content"))
         if messages[-1].get("tool_calls"):
             raise PromptError("it ends in an assistant's message with tool calls, which cannot be continued")
@@ -203,14 +232,18 @@ class RendererFormat:
             return self._render(messages[:-1], True)
         ids = self._render(messages, False)
         window = len(begun.encode("utf-8", "replace")) + _MAX_CLOSING
-        for said in (begun, begun.rstrip()):  # many templates strip it
+        for said in (begun, begun.rstrip()):  # many templates strip the text
             for end in range(len(ids), max(0, len(ids) - _MAX_CLOSING), -1):
                 if self._ids.decode(ids[max(0, end - window) : end]).endswith(said):
                     return self._going_on(ids[:end], said)
         raise PromptError(f"{_cannot_continue(begun)} in a way that cannot be cut where the message ends")
 
     def _going_on(self, ids: list[int], said: str) -> list[int]:
-        """`ids`, if what is sampled after them is read as the message's content. Raises `PromptError`."""
+        """Return `ids` if text sampled after them is read as the message's content.
+
+        Raises:
+            PromptError: The text would be read as reasoning.
+        """
         turn = self.parse(ids, [*self._ids.encode(_PROBE), self.stop_token_ids[0]])
         if turn.content.strip() != _PROBE:
             raise PromptError(f"{_cannot_continue(said)}, and would read on as reasoning; switch thinking off")
@@ -224,14 +257,14 @@ class RendererFormat:
         for turn in turns:
             try:
                 bridged: Any = self._renderer.bridge_to_next_turn(prompt_ids, turn, messages, tools=self._tools)
-            except Exception:  # of many types, by what was sampled: what would follow is not known then
+            except Exception:  # the type depends on the sampled ids; the suffix is then unknown
                 return None
             if bridged is not None and bridged.token_ids[: len(before)] == before:
                 return bridged.token_ids[len(before) :]  # type: ignore[no-any-return]
         return None
 
     def _written(self, ids: list[int], call: ParsedToolCall) -> str:
-        """A call as the policy wrote it, tags included where the library says where they are."""
+        """Return a call as the policy wrote it. The text includes the tags if the library gives their position."""
         if call.token_span is None:
             return str(call.raw)
         start, end = call.token_span
@@ -243,8 +276,11 @@ def _cannot_continue(said: str) -> str:
 
 
 def _read(call: ParsedToolCall) -> ToolCall | MalformedCall:
-    """Arguments that are no JSON go on as text: the tools read what can be read. A name that is not known does too:
-    the tools say which there are."""
+    """Read one of the library's calls.
+
+    Arguments that are not JSON are passed on as text, because the tools read as much of it as they can. An unknown
+    name is passed on too, because the tools answer with the names that exist.
+    """
     readable = call.status not in _REASONS or (call.status == "invalid_json" and call.arguments)
     if readable and call.name and isinstance(call.name, str):
         return ToolCall(call.name, _arguments(call.arguments), call.id)
@@ -265,5 +301,5 @@ def _text(content: Any) -> str:
 
 
 def _size(messages: Sequence[Message]) -> int:
-    """About how many characters there are to tokenise."""
+    """Estimate the number of characters to tokenise."""
     return sum(len(str(message.get("content", ""))) + len(str(message.get("tool_calls", ""))) for message in messages)

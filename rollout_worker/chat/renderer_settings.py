@@ -1,4 +1,4 @@
-"""Which renderer the run file asks for, and its options: read off `chat.*` and the library's own tables."""
+"""Finds the renderer that the run file asks for, and its options, from `chat.*` and the library's own tables."""
 
 from __future__ import annotations
 
@@ -11,24 +11,31 @@ from protocol.config.checks import template_settings
 from rollout_worker.chat.renderer import RendererFormat
 from rollout_worker.chat.tokenizer import load_tokenizer
 
-# Of the library's configurations those that are no notation: the choice by name, and the tokenizer's own template,
-# which `chat.format = "template"` does better.
+# These configurations of the library are not notations. `auto` chooses by name. `default` is the tokenizer's own
+# template, which `chat.format = "template"` handles better.
 _NOT_NAMED = ("auto", "default")
 
-# Options that are the library's own business.
+# The library sets these options itself, so messages do not list them.
 _HIDDEN_FIELDS = ("name",)
 
 
 def renderer_name(config: RunConfig) -> str | None:
-    """The renderer that `chat.renderer` names, or the one that the library knows for `model.path`; None: a template is
-    to be used. Raises `ConfigError` for a name that is not known, and for a renderer's options where there is none."""
+    """Find the name of the run's renderer.
+
+    Returns:
+        The renderer that `chat.renderer` names, or the one that the library knows for `model.path`. None means that
+        the run uses a template.
+
+    Raises:
+        ConfigError: The name is unknown, or the run file gives a renderer's options and no renderer is known.
+    """
     chat, path = config.chat, config.model.path
     if chat.format == "template":
         return None
     if chat.renderer is not None:
         return _checked(chat.renderer)
     if template_settings(chat):
-        # Whoever gives a template or a parser does not want the notation that the model came with.
+        # A user who gives a template or a parser does not want the model's original notation.
         return None
     known = _known(path)
     if known is None and chat.format == "renderer":
@@ -47,14 +54,26 @@ def renderer_name(config: RunConfig) -> str | None:
 def load_renderer(
     config: RunConfig, name: str, tools: Sequence[dict[str, Any]], tokenizer: Any = None
 ) -> RendererFormat:
-    """The renderer `name` for the run's tokenizer, loaded if it is not given, with its options. Raises
-    `ConfigError`."""
+    """Build the renderer `name`, with its options, for the run's tokenizer.
+
+    Args:
+        config: The run's config.
+        name: The renderer's name.
+        tools: JSON schemas of the tools.
+        tokenizer: The run's tokenizer. It is loaded if not given.
+
+    Returns:
+        The chat format.
+
+    Raises:
+        ConfigError: An option is wrong, or the renderer cannot be built with this tokenizer.
+    """
     options = renderer_config(config.chat, name)
     path = config.model.path
     tokenizer = tokenizer or load_tokenizer(config.model)
     try:
         return RendererFormat(tokenizer, options, tools, path)
-    except Exception as error:  # of many types, by what the tokenizer lacks, or cannot be fetched
+    except Exception as error:  # the type depends on what the tokenizer lacks or what cannot be fetched
         first = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"model.path = {path}: the renderer {name!r} cannot be made with its tokenizer ({type(error).__name__}: "
@@ -63,8 +82,12 @@ def load_renderer(
 
 
 def renderer_config(chat: ChatSection, name: str) -> Any:
-    """The library's configuration `name`, with `chat.renderer_options` and those of `chat.chat_template_kwargs` that it
-    has a field for. Raises `ConfigError`."""
+    """Build the library's configuration `name` from `chat.renderer_options` and `chat.chat_template_kwargs`.
+
+    Raises:
+        ConfigError: The renderer has no field for a key of `chat.chat_template_kwargs`, both settings give the same
+            key, a value is wrong, or the user's own renderer cannot be built.
+    """
     from pydantic import ValidationError
     from renderers import template_field_names
 
@@ -90,12 +113,12 @@ def renderer_config(chat: ChatSection, name: str) -> Any:
             f"chat.renderer_options or chat.chat_template_kwargs: {setting} = {first['input']!r}: {first['msg']}; the "
             f"fields of the renderer {name!r} are {_listed(set(kind.model_fields).difference(_HIDDEN_FIELDS))}"
         ) from None
-    except (ImportError, OSError, TypeError, ValueError, AttributeError) as error:  # a renderer of the user's own
+    except (ImportError, OSError, TypeError, ValueError, AttributeError) as error:  # the user's own renderer
         raise ConfigError(f"chat.renderer_options: the renderer {name!r} cannot be made ({error})") from error
 
 
 def _known(path: str) -> str | None:
-    if Path(path).is_dir():  # no name of the hub: the library, which takes a second to import, is not asked
+    if Path(path).is_dir():  # not a hub name, so skip the library: its import takes a second
         return None
     from renderers.base import MODEL_RENDERER_MAP
 
@@ -104,7 +127,7 @@ def _known(path: str) -> str | None:
 
 
 def _configurations() -> dict[str, Any]:
-    """The classes of the library's configurations by name."""
+    """Return the classes of the library's configurations by name."""
     from renderers import RendererConfig
 
     classes = get_args(get_args(RendererConfig)[0])

@@ -1,10 +1,11 @@
-"""The tokenizer's own chat template, or a file's, with a parser of tool calls.
+"""Uses the tokenizer's own chat template, or a file's, as a chat format, with a parser of tool calls.
 
-Only two things are tokenised: a prompt, and what the template puts between the end of a turn and the next one. The
-latter is found in a made-up conversation, so that no sampled token is rendered or tokenised again. Where the template
-would change what came before, as those that drop reasoning do, there is no such suffix and a new segment opens.
+It tokenises only two things: a prompt, and the text that the template puts between the end of a turn and the next
+turn. It finds that text in a made-up conversation, so it never renders or tokenises a sampled token again. Templates
+that drop reasoning would change earlier text. Then there is no such suffix, and a new segment opens.
 
-`chat.chat_template_kwargs`: which variables a template reads, so that a misspelt one is not passed in vain.
+`check_variables` finds the variables that a template reads, so that a misspelt key of `chat.chat_template_kwargs` is
+an error and not ignored.
 """
 
 from __future__ import annotations
@@ -36,15 +37,22 @@ _FUNCTIONS = {"raise_exception", "strftime_now"}
 
 
 def check_variables(variables: dict[str, Any], source: str | None, given: Iterable[str] = ()) -> None:
-    """Raises `ConfigError` for a variable that the template `source` does not read.
+    """Check that the template reads every variable that the run file sets.
 
-    given: what else rendering gives to a template, such as the special tokens, which need not be told of.
+    Args:
+        variables: `chat.chat_template_kwargs`.
+        source: The template's source, or None if there is no template.
+        given: Other names that rendering gives to a template, such as the special tokens. The error does not list
+            them.
+
+    Raises:
+        ConfigError: The template does not read one of the variables.
     """
     if not variables or source is None:
         return
     try:
         read = read_by(source)
-    except jinja2.TemplateSyntaxError:  # which is told where the template is used
+    except jinja2.TemplateSyntaxError:  # reported where the template is used
         return
     if unread := sorted(set(variables) - read):
         others = sorted(read - RESERVED - _FUNCTIONS - {"documents"} - set(given))
@@ -55,13 +63,17 @@ def check_variables(variables: dict[str, Any], source: str | None, given: Iterab
 
 
 def read_by(source: str) -> set[str]:
-    """Names that a template reads and may get from outside. Raises `jinja2.TemplateSyntaxError`."""
+    """Return the names that a template reads and may get from outside.
+
+    Raises:
+        jinja2.TemplateSyntaxError: The template has a syntax error.
+    """
     environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols", _GenerationBlock])
     return find_undeclared_variables(environment.parse(source))
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}`, with which transformers marks what the assistant wrote."""
+    """Parses `{% generation %}`, with which transformers marks the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -75,16 +87,23 @@ _NO_TEMPLATE = (
     "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
 )
 
-# The end of a prompt that is looked at to tell what of a turn the prompt has written.
+# A prompt may have written the start of a turn. The search looks at this many ids at its end first, to save decoding.
 _TAIL_IDS = 32
 
 
 class TemplateFormat:
-    """One model's chat template, tokenizer and notation of calls. Raises `ConfigError` for tools that the template
-    cannot be used with, and for a parser that there is not.
+    """Combines one model's chat template, tokenizer and notation of calls.
 
-    tools: JSON schemas; origin: where the template is from, for messages; parser, variables: `chat.parser` and
-    `chat.chat_template_kwargs`.
+    Args:
+        tokenizer: A transformers tokenizer, with its chat template if it has one.
+        stop_token_ids: Ids that end a turn.
+        tools: JSON schemas of the tools.
+        origin: The setting that the template is from, for error messages.
+        parser: `chat.parser`.
+        variables: `chat.chat_template_kwargs`.
+
+    Raises:
+        ConfigError: The template cannot be used with tools, it has a syntax error, or there is no such parser.
     """
 
     def __init__(
@@ -133,8 +152,19 @@ class TemplateFormat:
 
     @classmethod
     def load(cls, config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any = None) -> TemplateFormat:
-        """That of the run's model, for tools with these schemas; `tokenizer`: the run's, loaded if it is not given.
-        Raises `ConfigError`."""
+        """Build the format of the run's model.
+
+        Args:
+            config: The run's config.
+            tools: JSON schemas of the tools.
+            tokenizer: The run's tokenizer. It is loaded if not given.
+
+        Returns:
+            The format.
+
+        Raises:
+            ConfigError: A setting is wrong, or tokenizer or template cannot be loaded or used.
+        """
         tokenizer = tokenizer or load_tokenizer(config.model)
         origin = f"model.path = {config.model.path}"
         if config.chat.template is not None:
@@ -152,7 +182,7 @@ class TemplateFormat:
         )
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
-        """Messages through the template; text as it is, with the tokenizer's special tokens."""
+        """Render messages with the template, or encode text as it is, with the tokenizer's special tokens."""
         if isinstance(prompt, str):
             return await self._codec.encode(prompt, special_tokens=True)
         messages = self._checked(prompt)
@@ -174,7 +204,10 @@ class TemplateFormat:
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
     ) -> list[int] | None:
-        """What the template writes after a turn, with the token that ends it where the turn was cut off before."""
+        """Return the ids that the template writes after a turn.
+
+        They begin with the token that ends the turn if the turn was cut off before it.
+        """
         if not self.tokenizer.chat_template or self._drops_reasoning(prompt_ids, turn_ids, messages):
             return None
         following = template_analysis.following(self._following, self._stop_texts, messages)
@@ -186,7 +219,10 @@ class TemplateFormat:
         return ids[1:] if turn_ids and turn_ids[-1] == ids[0] else ids
 
     def parse(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> ParsedTurn:
-        """Special tokens stay in the text, apart from the one that ended the turn: calls may be made of them."""
+        """Parse a turn. Special tokens stay in its text, because calls may consist of them.
+
+        Only the token that ended the turn is removed.
+        """
         ended = bool(turn_ids) and turn_ids[-1] in self._stops
         text = self._codec.decode(turn_ids[:-1] if ended else turn_ids)
         if self._parser is None:
@@ -220,7 +256,7 @@ class TemplateFormat:
         return max((at + len(place) for place in self._places if (at := tail.rfind(place)) >= 0), default=-1)
 
     def _drops_reasoning(self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]) -> bool:
-        """Would the template leave out reasoning that was sampled, if these messages follow?"""
+        """Return whether the template would leave out sampled reasoning if these messages follow."""
         thought = self.reasoning.thought
         if not thought.told:
             return False
@@ -229,7 +265,7 @@ class TemplateFormat:
         return not self.reasoning.across and self._thinks(prompt_ids, turn_ids)
 
     def _thinks(self, prompt_ids: Sequence[int], turn_ids: Sequence[int]) -> bool:
-        """Is there a thought that is not empty, in this turn or an earlier one?"""
+        """Return whether this turn or an earlier one has a thought that is not empty."""
         thought = self.reasoning.thought
         _, *parts = (self._codec.decode(prompt_ids) + self._codec.decode(turn_ids)).split(thought.opening)
         return any(part.partition(thought.closing)[0].strip() for part in parts)
@@ -244,8 +280,10 @@ class TemplateFormat:
         self._asks_for_ids = choice.shows_ids
 
     def _same_without_tools(self) -> bool:
-        """Is what follows a turn the same where the template is not given the tools? They are long, and rendered anew
-        for each turn."""
+        """Return whether the template writes the same text after a turn when it does not get the tools.
+
+        The tools are long, and the template would render them again for each turn.
+        """
         messages = [{"role": "tool", "name": "tool", "content": "result", "tool_call_id": call_id(2)}]
         bare = self._rendering.but(tools=None)
         return all(
@@ -256,7 +294,15 @@ class TemplateFormat:
 
 
 def _with_ids(turn: ParsedTurn, length: int) -> ParsedTurn:
-    """The turn, whose calls that have no id get one that no earlier turn's have: `length` is that of the prompt."""
+    """Give each call without an id one that no earlier turn's calls have.
+
+    Args:
+        turn: The turn.
+        length: Length of the prompt in tokens. It makes the ids unique.
+
+    Returns:
+        The turn with ids of nine digits.
+    """
     calls = [
         ToolCall(call.name, call.arguments, f"{length % 10_000_000:07d}{place % 100:02d}")
         if isinstance(call, ToolCall) and call.id is None
@@ -282,4 +328,4 @@ def _check_syntax(rendering: Rendering, origin: str) -> None:
             f"or name another with chat.template = file.jinja"
         ) from None
     except template_analysis.REFUSALS:
-        return  # it may refuse this conversation
+        return  # the template may refuse this conversation and still accept others

@@ -1,12 +1,13 @@
-"""How a chat template writes a turn: what ends it, what follows it, where the policy speaks, how it thinks.
+"""Finds out how a chat template writes a turn, and renders messages in the form that the template accepts.
 
-All of it is told from made-up conversations, as a template says nothing about itself. The made-up turn holds real tool
-calls, one for each tool message that follows: templates take a tool's name and a call's id from there.
+It finds the token that ends a turn, the text that follows it, the place where the policy speaks, and the form of
+reasoning. A template says nothing about itself, so every answer comes from made-up conversations. The made-up turn
+holds real tool calls, one for each tool message that follows, because templates take a tool's name and a call's id
+from there.
 
-A tokenizer's chat template as a function of messages, which are put as the template wants them.
-
-Templates differ in what they take: arguments as an object or as JSON text, reasoning under one of three names, calls
-with ids or without. Messages here are OpenAI's, with `reasoning_content`; what a template asks for is told by trying.
+Templates differ in the input that they accept: arguments as an object or as JSON text, reasoning under one of three
+names, calls with ids or without. Messages here are OpenAI's, with `reasoning_content`. `Rendering` converts them. The
+form that a template needs is found by trying.
 """
 
 from __future__ import annotations
@@ -25,9 +26,17 @@ from rollout_worker.chat.parsers.base import OPENS_THOUGHT, REASONING_FIELDS, Me
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """content_as_parts: text, which parts are joined to, is a list of one part, as templates of models that see want
-    it; arguments_as_text: a call's arguments are JSON text; reasoning_field: what the template reads reasoning from,
-    None where it reads none; variables: the run file's, for the template."""
+    """Renders messages with a tokenizer's chat template, in the form that the template accepts.
+
+    Attributes:
+        tokenizer: A transformers tokenizer with a chat template.
+        tools: JSON schemas of the tools, or None.
+        variables: The run file's variables for the template.
+        content_as_parts: Give text as a list of one part, as templates of vision models want it. Several text parts
+            are always joined first.
+        arguments_as_text: Give a call's arguments as JSON text.
+        reasoning_field: Field from which the template reads reasoning. None if it reads none.
+    """
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]] | None = None
@@ -39,8 +48,20 @@ class Rendering:
     def __call__(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False
     ) -> str:
-        """The conversation's text. Raises what a template raises: jinja2's `TemplateError`, `TypeError`, `ValueError`,
-        `KeyError`, `AttributeError`."""
+        """Render a conversation.
+
+        Args:
+            messages: The conversation.
+            generation_prompt: Whether to ask for a turn at the end.
+            continue_final_message: Whether to leave the last message open. No generation prompt is added then.
+
+        Returns:
+            The conversation's text.
+
+        Raises:
+            TemplateError, TypeError, ValueError, KeyError, AttributeError: The template refuses the messages. The
+                first of these is jinja2's.
+        """
         return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             self._as_wanted(messages),
             tools=self.tools,
@@ -55,7 +76,7 @@ class Rendering:
 
     def _as_wanted(self, messages: Sequence[Message]) -> list[Message]:
         wanted = []
-        open_ids: list[str] = []  # of calls that no message has answered yet
+        open_ids: list[str] = []  # ids of calls that no message has answered yet
         for number, message in enumerate(messages):
             if not isinstance(message, dict):
                 raise ValueError(f"a message is a dict with a role and content, not {message!r:.80}")
@@ -97,12 +118,12 @@ class Rendering:
 
 
 def call_id(number: int, place: int = 0) -> str:
-    """An id of nine letters and digits, as Mistral's templates demand, for a call that has none."""
+    """Make an id for a call that has none. It has nine letters and digits, as Mistral's templates demand."""
     return f"call{number % 1000:03d}{place % 100:02d}"
 
 
 def _as_object(arguments: str) -> Any:
-    """Text that is no object stays text: the template may write it as it is."""
+    """Parse JSON arguments. Text that is not an object stays text, because the template may write it as it is."""
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -110,10 +131,10 @@ def _as_object(arguments: str) -> Any:
     return value if isinstance(value, dict) else arguments
 
 
-# What a template may raise of messages that it does not take.
+# A template may raise any of these for messages that it does not accept.
 REFUSALS = (TemplateError, TypeError, ValueError, KeyError, AttributeError, IndexError)
 
-# Words that stand in no template, and that trimming and quoting leave as they are.
+# No template contains these words, and neither trimming nor quoting changes them.
 _ASKED, _SAID, _ARGUED, _ANSWERED, _THOUGHT = (
     f"slipstream{word}7f3a" for word in ("asked", "said", "argued", "answered", "thought")
 )
@@ -126,20 +147,33 @@ _CLOSES = re.compile(r"\s*(<[^<>\s]+>|\[/?[A-Z_]+\])")
 
 
 class Unfit(Exception):
-    """A template that cannot be used with tools; the text says why."""
+    """Raised for a template that cannot be used with tools. The text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Following:
-    """What follows a turn's text: `text` begins with the token that ends the turn, whose text is `end`."""
+    """Holds the text that follows a turn.
+
+    Attributes:
+        text: The text. It begins with the token that ends the turn.
+        end: Text of that token.
+    """
 
     text: str
     end: str
 
 
 def following(rendering: Rendering, stops: Sequence[str], messages: Sequence[Message]) -> Following | None:
-    """What the template writes from the end of a turn on, when these messages follow it. None where it ends a turn with
-    none of the `stops`, or refuses the messages."""
+    """Find the text that the template writes from the end of a turn on.
+
+    Args:
+        rendering: The template's rendering.
+        stops: Texts of the tokens that end a turn.
+        messages: The messages that follow the turn.
+
+    Returns:
+        The text, or None if the template ends a turn with none of the `stops` or refuses the messages.
+    """
     for turn, last_word in _turns_before(messages):
         try:
             text = rendering([USER, turn, *messages])
@@ -152,7 +186,7 @@ def following(rendering: Rendering, stops: Sequence[str], messages: Sequence[Mes
 
 
 def _turns_before(messages: Sequence[Message]) -> list[tuple[Message, str]]:
-    """Turns that may come before the messages, best first, each with the last word in it."""
+    """Return made-up turns that may come before the messages, best first, each with the last word in it."""
     plain = ({"role": "assistant", "content": _SAID}, _SAID)
     answers = [message for message in messages if message.get("role") == "tool"]
     if not answers:
@@ -167,7 +201,7 @@ def _turns_before(messages: Sequence[Message]) -> list[tuple[Message, str]]:
 def _call(answer: Message, number: int) -> dict[str, Any]:
     return {
         "type": "function",
-        "id": answer.get("tool_call_id") or call_id(number + 2),  # as `Rendering` numbers what has none
+        "id": answer.get("tool_call_id") or call_id(number + 2),  # must match the id that `Rendering` makes
         "function": {"name": answer.get("name") or "tool", "arguments": {}},
     }
 
@@ -178,15 +212,25 @@ def _from_stop(text: str, at: int, stops: Sequence[str]) -> Following | None:
 
 
 def taking_text(rendering: Rendering) -> Rendering:
-    """The rendering, with text as the template takes it: as it is, or as a part."""
+    """Return the rendering with text in the form that the template accepts: as it is, or as a part."""
     parts = rendering.but(content_as_parts=True)
     shown = (_ASKED in _rendered(each, [USER]) for each in (rendering, parts))
     return parts if list(shown) == [False, True] else rendering
 
 
 def checked_rendering(rendering: Rendering, stops: Sequence[str]) -> Rendering:
-    """The rendering, with arguments as the template takes them. Raises `Unfit` if it takes no tool messages, or leaves
-    them out."""
+    """Return the rendering with arguments in the form that the template accepts.
+
+    Args:
+        rendering: The template's rendering.
+        stops: Texts of the tokens that end a turn.
+
+    Returns:
+        The rendering that shows a tool message after a turn with a call.
+
+    Raises:
+        Unfit: The template refuses tool messages, leaves them out, or ends a turn with none of the `stops`.
+    """
     answer: Message = {"role": "tool", "name": "tool", "content": _ANSWERED}
     turns = _turns_before([answer])
     why = ""
@@ -214,8 +258,14 @@ def checked_rendering(rendering: Rendering, stops: Sequence[str]) -> Rendering:
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """field: under which name the template takes it, None if it takes none; thought: how it is written; in_cycle: it
-    stays where tool messages follow; across: it stays where a user's message follows."""
+    """Describes how a template handles reasoning.
+
+    Attributes:
+        field: Field from which the template reads reasoning. None if it reads none.
+        thought: The form in which reasoning is written.
+        in_cycle: Reasoning stays where tool messages follow.
+        across: Reasoning stays where a user's message follows.
+    """
 
     field: str | None
     thought: Thought
@@ -224,13 +274,21 @@ class Reasoning:
 
 
 def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
-    """How the template writes reasoning. `with_calls`: it takes tools."""
+    """Find out how the template writes reasoning.
+
+    Args:
+        rendering: The template's rendering.
+        with_calls: Whether the template gets tools. Some templates write reasoning only beside calls.
+
+    Returns:
+        The findings.
+    """
     opened = opened_by_prompt(rendering)
     for name in REASONING_FIELDS:
         turn = {"role": "assistant", "content": _SAID, name: _THOUGHT}
         tried = rendering.but(reasoning_field=name)
         text = _rendered(tried, [USER, turn], generation_prompt=False)
-        if _THOUGHT not in text and with_calls:  # some write it only beside calls
+        if _THOUGHT not in text and with_calls:  # some templates write it only beside calls
             text = _rendered(tried, _cycle(name))
         if _THOUGHT not in text:
             continue
@@ -242,7 +300,7 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
 
 
 def opened_by_prompt(rendering: Rendering, opening: str = OPENS_THOUGHT) -> bool:
-    """Does the template open a thought where it asks the policy to speak?"""
+    """Return whether the template opens a thought where it asks the policy to speak."""
     return _rendered(rendering, [USER]).rstrip().endswith(opening)
 
 
@@ -261,7 +319,10 @@ def _thought(text: str) -> Thought:
 
 
 def places_to_speak(rendering: Rendering, opening: str) -> list[str]:
-    """What stands right before a turn, after a user's message and after a tool's, without a thought that it opens."""
+    """Return the texts right before a turn, after a user's message and after a tool's.
+
+    A thought that the template opens there is left out.
+    """
     answer: Message = {"role": "tool", "name": "tool", "content": _ANSWERED}
     ends = []
     for messages, word in (([USER], _ASKED), ([USER, _turns_before([answer])[0][0], answer], _ANSWERED)):
@@ -273,7 +334,7 @@ def places_to_speak(rendering: Rendering, opening: str) -> list[str]:
 
 
 def _rendered(rendering: Rendering, messages: Sequence[Message], generation_prompt: bool = True) -> str:
-    """The text, empty where the template refuses the messages."""
+    """Render the text. It is empty if the template refuses the messages."""
     try:
         return rendering(messages, generation_prompt)
     except REFUSALS:

@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, finds the ids that end a turn, and encodes long texts beside the event loop."""
+"""Loads a model's tokenizer, finds the ids that end a turn, and encodes long texts outside the event loop."""
 
 from __future__ import annotations
 
@@ -13,32 +13,42 @@ from transformers.utils import cached_file
 from protocol.config import ConfigError, ModelSection
 from rollout_worker import user_code
 
-# Longer texts are tokenised in a thread; one of this length takes about 1 ms.
+# Longer texts are tokenised in a thread, because a text of this length already takes about 1 ms.
 _INLINE_CHARACTERS = 2048
 
 
 def load_tokenizer(model: ModelSection) -> Any:
     """Load the tokenizer of `model.tokenizer`, or else of `model.path`, at `model.revision`.
 
-    It does not use AutoTokenizer, which imports torch and so costs a worker seconds and memory. Only a tokenizer
-    without tokenizer.json that is the model's own code, allowed with `model.trust_remote_code`, is loaded with it.
+    It avoids AutoTokenizer, which imports torch and so costs a worker seconds and memory. AutoTokenizer loads only
+    tokenizers that have no tokenizer.json and are the model's own code. `model.trust_remote_code` must allow that.
+
+    Returns:
+        The transformers tokenizer.
 
     Raises:
-        ConfigError: It cannot be loaded.
+        ConfigError: The tokenizer cannot be loaded.
     """
     path = model.tokenizer or model.path
-    # The revision belongs to the model's repository, not to another one with the tokenizer.
+    # The revision belongs to the model's repository. A separate tokenizer repository does not have it.
     revision = {} if model.revision is None or model.tokenizer else {"revision": model.revision}
     try:
         return PreTrainedTokenizerFast.from_pretrained(path, **revision)
-    except Exception as error:  # of many types, by what is missing or broken
+    except Exception as error:  # the type depends on what is missing or broken
         if model.trust_remote_code:
             return _own_code(path, revision)
         raise _not_loaded(model, error) from error
 
 
 def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
-    """Return the ids that end a turn: the tokenizer's and those of generation_config.json. Raises `ConfigError`."""
+    """Return the ids that end a turn.
+
+    Returns:
+        The tokenizer's id and those of generation_config.json, sorted.
+
+    Raises:
+        ConfigError: Neither of the two has an eos token.
+    """
     ids = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     revision = {} if model.revision is None else {"revision": model.revision}
     found = cached_file(
@@ -58,26 +68,37 @@ def stop_ids(model: ModelSection, tokenizer: Any) -> list[int]:
 
 
 class Codec:
-    """A tokenizer's two directions. A fast one's own `__call__` would set truncation on it, which no two threads may:
-    its backend is used."""
+    """Encodes and decodes with a tokenizer, safely in several threads.
+
+    A fast tokenizer is used through its backend. Its own `__call__` would set truncation on it, which two threads must
+    not do.
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        # Changed only where they are on: another thread may be encoding at this moment.
+        # Another thread may be encoding at this moment, so change a setting only if it is on.
         if self._backend is not None and self._backend.truncation is not None:
             self._backend.no_truncation()
         if self._backend is not None and self._backend.padding is not None:
             self._backend.no_padding()
 
     async def encode(self, text: str, special_tokens: bool = False) -> list[int]:
-        """Encode a text. `special_tokens`: with those that the tokenizer puts around a text."""
+        """Encode a text, in a thread if it is long.
+
+        Args:
+            text: The text.
+            special_tokens: Whether to add the special tokens that the tokenizer puts around a text.
+
+        Returns:
+            The token ids.
+        """
         if len(text) < _INLINE_CHARACTERS:
             return self.encode_now(text, special_tokens)
         if self._backend is None:
             ids: list[int] = await user_code.in_thread(self.encode_now, text=text, special_tokens=special_tokens)
             return ids
-        # The only function of the backend that releases the interpreter lock; `encode` would block the loop.
+        # Only this function of the backend releases the interpreter lock; `encode` would block the event loop.
         (encoding,) = await user_code.in_thread(
             self._backend.encode_batch_fast, input=[text], add_special_tokens=special_tokens
         )
@@ -89,7 +110,7 @@ class Codec:
         return self._backend.encode(text, add_special_tokens=special_tokens).ids  # type: ignore[no-any-return]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids' text, special tokens included."""
+        """Decode ids to text, special tokens included."""
         if self._backend is None:
             return self._tokenizer.decode(list(ids), skip_special_tokens=False)  # type: ignore[no-any-return]
         return self._backend.decode(ids, skip_special_tokens=False)  # type: ignore[no-any-return]
@@ -100,7 +121,7 @@ def _own_code(path: str, revision: dict[str, str]) -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=True, **revision)
-    except Exception as error:  # the model's own code: anything
+    except Exception as error:  # the model's own code may raise anything
         raise ConfigError(
             f"{path}: its tokenizer could not be loaded, neither from a tokenizer.json nor with the model's own code "
             f"({type(error).__name__}: {_first_line(error)})"

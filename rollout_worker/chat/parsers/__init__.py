@@ -1,7 +1,7 @@
-"""How tool calls are written in a turn's text: one file for each notation.
+"""Registers the notations of tool calls in a turn's text, by name.
 
-Adding one is a file with a `NOTATION`, or with a `parse` for a notation of whole turns, and a line here. `auto` tries
-them in this order on a call that the template wrote.
+To add one, write a `Notation`, or a `Parser` for a notation of whole turns, in a file of this folder and add a line
+here. `auto` tries the notations in this order on a call that the template wrote.
 """
 
 from rollout_worker.chat.parsers import json_calls, literal_calls, tagged_calls
@@ -31,9 +31,19 @@ NAMES = (*NOTATIONS, *WHOLE_TURNS)
 
 
 def by_name(name: str, thought: Thought) -> Parser:
-    """The parser of that name, for a model that thinks so. Raises `KeyError`.
+    """Return the parser of that name.
 
-    Where its template does not show how, a notation that is of one family with its tags of thought knows."""
+    Args:
+        name: One of `NAMES`.
+        thought: The form in which the model's template writes reasoning. If the template does not show it, a notation
+            that belongs to one model family supplies that family's tags.
+
+    Returns:
+        The parser.
+
+    Raises:
+        KeyError: There is no parser of that name.
+    """
     if name in WHOLE_TURNS:
         return WHOLE_TURNS[name]
     return Scan(NOTATIONS[name], thought if thought.told else _THOUGHTS.get(name, thought))

@@ -1,12 +1,14 @@
-"""What reads a turn's text: a parser. Most are a notation, which says how one call is written, and the scan around it.
+"""Reads a turn's text as reasoning, content and calls: the part that all notations share.
 
-Sampled text is hostile: whatever it is, it is read in time linear in its length, and nothing raises. A notation moves
-forward only, and looks ahead through `Source.find`, which never searches the same stretch twice.
+A parser reads a turn's text. Most parsers consist of a notation, which says how one call is written, and `Scan` around
+it.
 
-A turn's text as reasoning, content and calls: what is common to all notations.
+Sampled text is hostile. A parser reads any text in time linear in its length and never raises. So a notation only
+moves forward, and looks ahead through `CallFinder.find`, which never searches the same stretch twice.
 
-What the policy only thought of is not a call. In a thought that is never closed, whether the policy or the prompt
-opened it, it is an attempt that cannot be run. And a tag of thought inside a call's arguments is an argument.
+A call inside closed reasoning is not a call, because the policy only thought of it. A call inside reasoning that is
+never closed is an attempt that cannot be run, whether the policy or the prompt opened the reasoning. A reasoning tag
+inside a call's arguments is part of the argument.
 """
 
 from __future__ import annotations
@@ -22,8 +24,14 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """arguments: an object, or the text that the policy wrote where no object could be read from it: the tools read
-    what can be read. id: the policy's, or as the notation asks for one; None where it knows none."""
+    """Holds one tool call that could be read.
+
+    Attributes:
+        name: The tool's name.
+        arguments: An object. If no object could be read, the text that the policy wrote; the tools read as much of it
+            as they can.
+        id: The policy's id, or one in the form that the notation asks for. None if the notation has none.
+    """
 
     name: str
     arguments: dict[str, Any] | str
@@ -32,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """An attempted call that cannot be read; the policy is told the reason."""
+    """Holds the reason why an attempted call cannot be read. The policy is told it."""
 
     reason: str
 
@@ -42,9 +50,14 @@ UNCLOSED_THOUGHT = MalformedCall("the tool call stands inside reasoning that is 
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """text: the turn without the token that ended it; content: the text without the calls that could be read and
-    without the reasoning; calls: in the order of the text, empty where none was attempted; reasoning: None where the
-    notation has none, or leaves it in the content."""
+    """Holds a turn's text and its parts.
+
+    Attributes:
+        text: The turn without the token that ended it.
+        content: The text without the reasoning and without the calls that could be read.
+        calls: The calls in the order of the text. Empty if none was attempted.
+        reasoning: None if the notation has none, or leaves it in the content.
+    """
 
     text: str
     content: str
@@ -52,7 +65,7 @@ class ParsedTurn:
     reasoning: str | None = None
 
     def message(self) -> Message:
-        """The turn as an assistant's message."""
+        """Return the turn as an assistant's message."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning is not None:
             message["reasoning_content"] = self.reasoning
@@ -72,7 +85,7 @@ class ParsedTurn:
 
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 
-# A turn with more of them is no use to anybody: no more are read.
+# A turn with more calls is of no use, so the rest are not read.
 MAX_CALLS = 256
 
 Call = ToolCall | MalformedCall
@@ -82,29 +95,41 @@ Calls = list[Call]
 
 @dataclass(frozen=True, slots=True)
 class Before:
-    """What stands before a turn. tail: the end of the prompt; said: what of the turn is in the prompt already, such as
-    the opening of a thought."""
+    """Holds the text before a turn.
+
+    Attributes:
+        tail: The end of the prompt.
+        said: The part of the turn that the prompt already contains, such as the opening of a thought.
+    """
 
     tail: str = ""
     said: str = ""
 
 
 class Parser(Protocol):
-    """Reads a turn's text, without the token that ended it. Raises nothing, whatever the text is."""
+    """Reads a turn's text, without the token that ended it. It never raises, whatever the text is."""
 
     def __call__(self, text: str, before: Before) -> ParsedTurn: ...
 
 
 @dataclass(slots=True)
 class CallFinder:
-    """A text that is searched from ever later positions, each stretch once for each pattern."""
+    """Searches a text from ever later positions. It searches each stretch once for each pattern."""
 
     text: str
     _found: dict[re.Pattern[str], tuple[int, re.Match[str] | None]] = field(default_factory=dict)
 
     def find(self, pattern: re.Pattern[str], at: int) -> re.Match[str] | None:
-        """The first match from `at` on; `at` may not be before that of an earlier search for the pattern by more than
-        the match that was found."""
+        """Find the first match from `at` on.
+
+        Args:
+            pattern: The pattern to search for.
+            at: Character position. It may not be before that of an earlier search for the pattern by more than the
+                match that was found.
+
+        Returns:
+            The match, or None.
+        """
         if (known := self._found.get(pattern)) is not None:
             since, match = known
             if since <= at and (match is None or match.start() >= at):
@@ -115,26 +140,41 @@ class CallFinder:
 
 
 class Notation(Protocol):
-    """How one call, or one block of calls, is written."""
+    """Describes how one call, or one block of calls, is written."""
 
     @property
     def opening(self) -> re.Pattern[str]:
-        """Where one may begin."""
+        """Return the pattern of the places where a call or block may begin."""
 
     def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
-        """The calls of the block that `opened` begins, and where it ends, after the opening. No calls: it was none.
-        A malformed call's text stays in the content."""
+        """Read the block of calls that `opened` begins.
+
+        Args:
+            source: The turn's text.
+            opened: The match of `opening`.
+
+        Returns:
+            The calls, and the character position where the block ends, which is after the opening. An empty list
+            means that this was no call. The text of a malformed call stays in the content.
+        """
 
 
 def no_more(calls: Calls) -> Calls:
-    """The calls, cut to those that are run, with what the policy is told of the others."""
+    """Cut the calls to the first `MAX_CALLS`, which are run.
+
+    A malformed call at the end tells the policy that the others were not run.
+    """
     if len(calls) <= MAX_CALLS:
         return calls
     return [*calls[:MAX_CALLS], MalformedCall(f"a turn may make {MAX_CALLS} tool calls; the others were not run")]
 
 
 class Unreadable(ValueError):
-    """The text says why; `at`: how far it could be read. What was read is not searched for calls again."""
+    """Raised for text that cannot be read. The message says why.
+
+    Attributes:
+        at: Character position up to which the text could be read. That part is not searched for calls again.
+    """
 
     def __init__(self, text: str, at: int) -> None:
         super().__init__(text)
@@ -145,7 +185,14 @@ _JSON = json.JSONDecoder()
 
 
 def read_json(text: str, at: int) -> tuple[Any, int]:
-    """The JSON value that begins at `at`, after white space, and where it ends. Raises `Unreadable`."""
+    """Read the JSON value that begins at `at`, after white space.
+
+    Returns:
+        The value and the character position where it ends.
+
+    Raises:
+        Unreadable: There is no JSON value there.
+    """
     at = skip_space(text, at)
     try:
         value, end = _JSON.raw_decode(text, at)
@@ -153,15 +200,15 @@ def read_json(text: str, at: int) -> tuple[Any, int]:
         raise Unreadable(f"{error.msg} at character {error.pos - at}", error.pos) from None
     except RecursionError:
         raise Unreadable("it is nested too deeply", len(text)) from None
-    except ValueError as error:  # a number of thousands of digits
+    except ValueError as error:  # a number with thousands of digits
         raise Unreadable(str(error), len(text)) from None
-    if "\\u" in text[at:end]:  # half of a surrogate pair, which no tokenizer takes
+    if "\\u" in text[at:end]:  # it may be half of a surrogate pair, which no tokenizer accepts
         value = json.loads(encodable(json.dumps(value, ensure_ascii=False)))
     return value, end
 
 
 def encodable(text: str) -> str:
-    """`text` with what UTF-8 cannot write, half of a surrogate pair, replaced."""
+    """Replace each half of a surrogate pair in `text`, because UTF-8 cannot write it."""
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
 
 
@@ -174,7 +221,16 @@ def skip_space(text: str, at: int) -> int:
 
 
 def call_of(value: Any, arguments: tuple[str, ...] = ("arguments", "parameters"), name: str = "name") -> Call:
-    """A call from the JSON object `{name: ..., arguments: ...}`."""
+    """Make a call from the JSON object `{name: ..., arguments: ...}`.
+
+    Args:
+        value: The value that was read.
+        arguments: Keys under which the arguments may be.
+        name: Key of the tool's name.
+
+    Returns:
+        The call, or a malformed call if `value` has another form.
+    """
     if not isinstance(value, Mapping) or not isinstance(value.get(name), str):
         return MalformedCall(f'a tool call is a JSON object with "{name}" and "{arguments[0]}"')
     key = next((key for key in arguments if key in value), None)
@@ -186,8 +242,18 @@ def call_of(value: Any, arguments: tuple[str, ...] = ("arguments", "parameters")
 
 
 def malformed(source: CallFinder, following: re.Pattern[str], at: int, why: str) -> tuple[Calls, int]:
-    """A malformed call, and where it ends: where `following` next matches from `at` on, after it if its group `close`
-    does, or at the end of the text."""
+    """Return a malformed call and the position where it ends.
+
+    Args:
+        source: The turn's text.
+        following: Pattern of the next tag, with a group `close` that matches only a closing tag.
+        at: Character position from which to search.
+        why: The reason that the policy is told.
+
+    Returns:
+        The call, and the character position where it ends: after a closing tag, before another match, or at the end
+        of the text.
+    """
     found = source.find(following, at)
     if found is None:
         return [MalformedCall(why)], len(source.text)
@@ -199,20 +265,26 @@ OPENS_THOUGHT, CLOSES_THOUGHT = "<think>", "</think>"
 
 @dataclass(frozen=True, slots=True)
 class Thought:
-    """How reasoning is written. told: it is told from the content; else it stays in it."""
+    """Describes how reasoning is written.
+
+    Attributes:
+        opening: The opening tag.
+        closing: The closing tag.
+        told: Reasoning is separated from the content. Otherwise it stays in it.
+    """
 
     opening: str = OPENS_THOUGHT
     closing: str = CLOSES_THOUGHT
     told: bool = False
 
     def is_open(self, said: str) -> bool:
-        """Does what was said end inside a thought?"""
+        """Return whether the text `said` ends inside a thought."""
         return said.rfind(self.opening) > said.rfind(self.closing)
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """A parser of one notation."""
+    """Parses turns in one notation, with reasoning in the tags of `thought`."""
 
     notation: Notation
     thought: Thought = Thought()
@@ -232,7 +304,7 @@ class Scan:
         calls: Calls = []
 
         def think(start: int, inside: int) -> int:
-            """Takes the thought whose text begins at `inside`; where it ends."""
+            """Store the thought whose text begins at `inside`, and return the position where it ends."""
             end = text.find(thought.closing, inside)
             closed = end + len(thought.closing) if end >= 0 else len(text)
             if end < 0:
@@ -268,7 +340,7 @@ class Scan:
         return ParsedTurn(text, "".join(content).strip(), no_more(calls), reasoning or None)
 
     def _unclosed(self, source: CallFinder, at: int) -> Calls:
-        """What becomes of the calls in a thought that begins at `at` and is never closed."""
+        """Return one malformed call for each call in a thought that begins at `at` and is never closed."""
         calls: Calls = []
         for _ in range(MAX_CALLS):
             opened = self.notation.opening.search(source.text, at)

@@ -1,10 +1,12 @@
-"""A parser of one's own: `chat.parser = "path/to/file.py:function"`.
+"""Runs parsers from outside this package: the user's own function, or the tokenizer's own `response_template`.
 
-The function takes a turn's text, without the token that ended it, and returns a `ParsedTurn` or a list of
-(name, arguments). It is called for each turn behind the boundary around user code, with `worker.tool_timeout_s`.
+Neither parser raises an ordinary exception. A turn that fails to parse becomes a turn with a malformed call.
 
-The tokenizer's own `response_template`, which says how its model's turns are read.
+The user names a function with `chat.parser = "path/to/file.py:function"`. It takes a turn's text, without the token
+that ended it, and returns a `ParsedTurn` or a list of (name, arguments). It runs for each turn behind the boundary
+around user code, with `worker.tool_timeout_s` as its time-out.
 
+A `response_template` says how to read the turns of its model:
 https://huggingface.co/docs/transformers/main/en/chat_response_parsing
 """
 
@@ -35,7 +37,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class OwnParser:
-    """Whatever the function raises or returns, the policy gets a turn with a malformed call; the first is logged."""
+    """Parses turns with the user's function.
+
+    If the function raises, or returns something wrong, the policy gets a turn with a malformed call. The first failure
+    is logged.
+
+    Attributes:
+        function: The user's function.
+        origin: The value of `chat.parser`, for the log.
+    """
 
     function: Callable[[str], Any]
     origin: str
@@ -44,7 +54,7 @@ class OwnParser:
     def __call__(self, text: str, before: Before) -> ParsedTurn:
         try:
             return _turn_of_user_parser(text, self.function(text))
-        except BaseException as error:  # user code: SystemExit and the like must not end the worker (I9)
+        except BaseException as error:  # SystemExit and the like in user code must not end the worker (I9)
             if not self._told:
                 self._told = True
                 logger.exception("chat.parser = %s failed on a turn; turns that it fails on are malformed", self.origin)
@@ -52,7 +62,14 @@ class OwnParser:
 
 
 def load_own(setting: str) -> OwnParser:
-    """The function that `path/to/file.py:function` names; raises `ConfigError`."""
+    """Load the function that `path/to/file.py:function` names.
+
+    Returns:
+        The parser around the function.
+
+    Raises:
+        ConfigError: There is no such file, it cannot be imported, or it defines no such function.
+    """
     path, _, name = setting.rpartition(":")
     file = Path(path).expanduser().resolve()
     spec = importlib.util.spec_from_file_location(f"slipstream_parser_{file.stem}", file)
@@ -73,8 +90,10 @@ def load_own(setting: str) -> OwnParser:
 
 
 def plain_turn(turn: ParsedTurn) -> ParsedTurn:
-    """The same of plain data: what a function of the user's returns may hold objects of any kind. Raises whatever they
-    do."""
+    """Copy a turn into plain data, because the user's function may return objects of any kind.
+
+    Exceptions of those objects propagate.
+    """
     calls: list[ToolCall | MalformedCall] = []
     for call in turn.calls[:MAX_CALLS]:
         if isinstance(call, MalformedCall):
@@ -107,7 +126,13 @@ def _turn_of_user_parser(text: str, found: Any) -> ParsedTurn:
 
 @dataclass(frozen=True, slots=True)
 class ResponseTemplate:
-    """`end`: the token that ends a turn, which the template may ask for; `tools`: by whose schemas values are read."""
+    """Parses turns with the tokenizer's own response template.
+
+    Attributes:
+        tokenizer: A transformers tokenizer with a `response_template`.
+        tools: JSON schemas of the tools. The template reads values by them.
+        end: Text of the token that ends a turn. The template may ask for it.
+    """
 
     tokenizer: Any
     tools: Sequence[dict[str, Any]]
@@ -117,7 +142,7 @@ class ResponseTemplate:
         try:
             parsed = self.tokenizer.parse_response(text + self.end, prefix=before.tail, tools=list(self.tools))
             turn = _turn_of_template(text, parsed)
-        except Exception as error:  # the template's expressions on sampled text: anything
+        except Exception as error:  # the template's expressions may raise anything on sampled text
             first = str(error).strip().partition("\n")[0]
             return ParsedTurn(text, text, [MalformedCall(f"the turn cannot be read: {first[:200]}")])
         return turn

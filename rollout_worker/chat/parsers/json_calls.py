@@ -1,26 +1,19 @@
-"""Calls as JSON between two tags: one object, or a list of them.
+"""Reads the notations whose arguments are JSON. Most write one object, or a list of objects, between two tags.
 
-`<|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": ...}]<|END_ACTION|>`: Command R7B and A.
-
-DeepSeek's calls between tags of their own: V3 and R1 put type, name and a fenced object, V3.1 name and object.
-
-`<tool_call>{"name": ..., "arguments": ...}</tool_call>`: Hermes, Qwen2.5, Qwen3.
-
-https://huggingface.co/docs/transformers/chat_extras
-
-`<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`: Kimi K2. The part before the
-object is the call's id.
-
-`{"name": ..., "parameters": ...}` and nothing around it: Llama 3.1, 3.2 and 3.3.
-
-An object with other keys is an answer in JSON, not a call.
-
-Mistral's two: `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`, and since its eleventh tokenizer
-`[TOOL_CALLS]name[ARGS]{...}` with a tag for each call. An id is nine letters and digits.
-
-`<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`: Nemotron before Nemotron 3, which writes qwen3_xml.
-
-`<|tool_call|>[{"name": ..., "arguments": ...}]<|/tool_call|>`: Phi-4-mini.
+- Cohere, Command R7B and A:
+  `<|START_ACTION|>[{"tool_call_id": ..., "tool_name": ..., "parameters": ...}]<|END_ACTION|>`.
+- DeepSeek: each call between DeepSeek's own tags. V3 and R1 write type, name and a fenced object; V3.1 writes name and
+  object.
+- Hermes, Qwen2.5, Qwen3: `<tool_call>{"name": ..., "arguments": ...}</tool_call>`.
+  https://huggingface.co/docs/transformers/chat_extras
+- Kimi K2: `<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>`. The part before the
+  object is the call's id.
+- Llama 3.1, 3.2 and 3.3: `{"name": ..., "parameters": ...}` with nothing around it. An object with other keys is an
+  answer in JSON, not a call.
+- Mistral: `[TOOL_CALLS] [{"name": ..., "arguments": ..., "id": ...}]`. Since its eleventh tokenizer it writes
+  `[TOOL_CALLS]name[ARGS]{...}`, with a tag for each call. An id is nine letters and digits.
+- Nemotron before Nemotron 3: `<TOOLCALL>[{"name": ..., "arguments": ...}]</TOOLCALL>`. Nemotron 3 writes qwen3_xml.
+- Phi-4-mini: `<|tool_call|>[{"name": ..., "arguments": ...}]<|/tool_call|>`.
 """
 
 from __future__ import annotations
@@ -42,10 +35,16 @@ from rollout_worker.chat.parsers.base import (
 
 
 class TaggedJson:
-    """`opens` and `closes` are the tags; `arguments` and `name` the keys. stray: a closing tag alone is a call that
-    went wrong, where that tag is never ordinary text.
+    """Reads calls that are JSON between two tags.
 
-    The policy is told without the tags: they are special tokens, which no text may hold.
+    Messages to the policy do not quote the tags, because they are special tokens, which no text may contain.
+
+    Args:
+        opens: The opening tag.
+        closes: The closing tag.
+        arguments: Keys under which the arguments may be.
+        name: Key of the tool's name.
+        stray: Whether a closing tag alone counts as a malformed call. Set it where that tag is never ordinary text.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class TaggedJson:
         return [call_of(each, self._arguments, self._name) for each in values], end + len(self._closes)
 
     def _malformed(self, source: CallFinder, at: int, why: str) -> tuple[Calls, int]:
-        """Up to the closing tag, or the next opening one."""
+        """Return a malformed call that ends after the closing tag, or before the next opening one."""
         following = source.find(self._next, at)
         if following is None or following["close"] is None:
             end = len(source.text) if following is None else following.start()

@@ -1,11 +1,10 @@
-"""Values as Python or JSON writes them, and the dialects between the two that chat templates produce.
+"""Reads the notations whose values are Python or JSON literals, or a dialect between the two.
 
-Not `ast`: sampled text may nest deeper than its parser survives, and templates leave quotes and line breaks inside
-strings as they are.
+Chat templates produce such dialects. `Literals` reads them without `ast`: sampled text may nest deeper than the parser
+of `ast` survives, and templates leave quotes and line breaks inside strings as they are.
 
-`<|tool_call>call:name{key:value}<tool_call|>`, with strings between `<|"|>`: Gemma 4.
-
-`<|tool_call_start|>[name(key=value), ...]<|tool_call_end|>`: LFM2 and LFM2.5.
+- Gemma 4: `<|tool_call>call:name{key:value}<tool_call|>`, with strings between `<|"|>`.
+- LFM2 and LFM2.5: `<|tool_call_start|>[name(key=value), ...]<|tool_call_end|>`.
 """
 
 from __future__ import annotations
@@ -28,20 +27,37 @@ _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|x([0-9a-fA-F]{2})|(.))", re.DOTALL
 
 _ESCAPED = {"n": "\n", "r": "\r", "t": "\t", "b": "\b", "f": "\f", "0": "\0", "\n": ""}
 
-# What is escaped in a string, and the quote that ends it; one that stands in it unescaped has none of these after it.
+# A mark is an escape in a string, or the quote that ends it. Templates leave quotes inside strings unescaped. So a
+# quote ends the string only before a comma, a colon, a closing bracket or the end of the text.
 _MARKS = {quote: re.compile(rf"\\.|{quote}(?=\s*(?:[,:)\]}}]|$))", re.DOTALL) for quote in ("'", '"')}
 
 
 @dataclass(frozen=True, slots=True)
 class Literals:
-    """quote: another string delimiter, whose strings have no escapes; bare_keys: an object's keys may stand without
-    quotes."""
+    """Reads values in the notation of Python or JSON.
+
+    Attributes:
+        quote: A further string delimiter. Its strings have no escapes.
+        bare_keys: Pattern of an object's keys that may stand without quotes.
+    """
 
     quote: str | None = None
     bare_keys: re.Pattern[str] | None = None
 
     def read(self, text: str, at: int, depth: int = 0) -> tuple[Any, int]:
-        """The value that begins at `at`, after white space, and where it ends. Raises `Unreadable`."""
+        """Read the value that begins at `at`, after white space.
+
+        Args:
+            text: The turn's text.
+            at: Character position.
+            depth: Number of values around this one. More than 64 are an error.
+
+        Returns:
+            The value and the character position where it ends.
+
+        Raises:
+            Unreadable: There is no value there, or it is nested too deeply.
+        """
         if depth > _DEEPEST:
             raise Unreadable("it is nested too deeply", at)
         at = skip_space(text, at)
@@ -83,7 +99,7 @@ class Literals:
 
 
 def _separator(text: str, at: int, closing: str) -> int:
-    """After a comma, or before the closing bracket."""
+    """Return the position after a comma, or before the closing bracket."""
     at = skip_space(text, at)
     if text.startswith(",", at):
         return at + 1

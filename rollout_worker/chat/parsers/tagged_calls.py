@@ -1,24 +1,23 @@
-"""Calls as tags around each value: a name, then pairs of key and value, all as text.
+"""Reads the notations that put tags around each value, and the two notations of whole turns.
 
-A value is text as the policy wrote it: what type it should have, the tool's schema says, and the tools read it so. Its
-end is the closing tag that more of the call follows, so that a value may hold tags itself.
+Notations of calls: a call is a name and then pairs of key and value, all as text. A value is text as the policy wrote
+it. The tool's schema says which type it should have, and the tools read it as that type. A value ends at the closing
+tag that more of the call follows, so a value may contain tags itself.
 
-A turn that is several messages, each with a header that says to whom it is: what harmony and ATEM have in common.
+- GLM 4.5 and later: `<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`.
+- MiniMax M2:
+  `<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`. The
+  outer tags may contain several calls.
+- Qwen3-Coder, Qwen3.5 and later, Nemotron 3:
+  `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`. Some of them leave out the outer
+  tag.
 
-ATEM of Muse Glimmer: a message to `self` is reasoning, one to a tool holds
-`<atem:invoke name="..."><atem:parameter name="...">value</atem:parameter></atem:invoke>`, one to `user` is content.
+Notations of whole turns: a turn is several messages. Each has a header that names its recipient or channel.
 
-`<tool_call>name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM 4.5 and on.
-
-OpenAI's harmony: a message on the analysis channel is reasoning, one to `functions.name` a call, others content.
-
-https://cookbook.openai.com/articles/openai-harmony
-
-`<minimax:tool_call><invoke name="..."><parameter name="...">value</parameter></invoke></minimax:tool_call>`:
-MiniMax M2. The outer tags may hold several.
-
-`<tool_call><function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder, Qwen3.5 and on,
-Nemotron 3. Some of them leave the outer tag out.
+- OpenAI's harmony: a message on the analysis channel is reasoning, a message to `functions.name` is a call, and others
+  are content. https://cookbook.openai.com/articles/openai-harmony
+- ATEM of Muse Glimmer: a message to `self` is reasoning, and a message to `user` is content. A message to a tool holds
+  `<atem:invoke name="..."><atem:parameter name="...">value</atem:parameter></atem:invoke>`.
 """
 
 from __future__ import annotations
@@ -45,9 +44,17 @@ from rollout_worker.chat.parsers.base import (
 
 @dataclass(frozen=True, slots=True)
 class TaggedValues:
-    """opening: of a call or block; name: matches after the opening, with a group `name`; key: before a value, with a
-    group `key`; ends_value: the closing tag, with a lookahead for what follows; closing: of a call; shape: as the
-    policy is told; lines: a value stands on lines of its own, whose breaks are not part of it."""
+    """Reads calls that put tags around each value.
+
+    Attributes:
+        opening: Pattern of the opening of a call or block.
+        name: Pattern of the tool's name, right after the opening. It has a group `name`.
+        key: Pattern of the tag before a value. It has a group `key`.
+        ends_value: Pattern of the tag after a value, with a lookahead for the text that follows.
+        closing: Pattern of the end of a call.
+        shape: Form of a call, as the policy is told it.
+        lines: A value stands on its own lines. Their line breaks are not part of the value.
+    """
 
     opening: re.Pattern[str]
     name: re.Pattern[str]
@@ -76,7 +83,7 @@ class TaggedValues:
         return [ToolCall(encodable(named["name"].strip()), arguments)], closed.end()
 
     def _malformed(self, source: CallFinder, at: int, why: str) -> tuple[Calls, int]:
-        """Up to where it closes, or the next one opens."""
+        """Return a malformed call that ends where the call closes, or where the next one opens."""
         closing, following = source.find(self.closing, at), source.find(self.opening, at)
         end = len(source.text)
         if following is not None:
@@ -90,7 +97,7 @@ def _without_line_breaks(value: str) -> str:
     return value.removeprefix("\n").removesuffix("\n")
 
 
-# A header is short; a longer one is text.
+# A header is short, so a longer match would be text.
 _HEADER = re.compile(r"(?:<\|start\|>)?([^<]{0,300}(?:<\|(?:channel|constrain)\|>[^<]{0,300}){0,3})<\|message\|>")
 
 _MESSAGE = "<|message|>"
@@ -100,7 +107,13 @@ _END = re.compile(r"<\|(?:end|eom|eot|call|return)\|>|(?=<\|start\|>)")
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """closed: it is followed by a tag that ends it."""
+    """Holds one message of a turn.
+
+    Attributes:
+        header: The header's text, without its first and last tag. Empty for text without a header.
+        body: The message's text.
+        closed: A tag that ends the message follows it.
+    """
 
     header: str
     body: str
@@ -108,7 +121,7 @@ class Block:
 
 
 def blocks(text: str) -> Iterator[Block]:
-    """The messages of a turn; text without a header is one with an empty header."""
+    """Yield the messages of a turn. Text without a header is a message with an empty header."""
     at = 0
     while at < len(text):
         header = _HEADER.match(text, at)
@@ -124,7 +137,7 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def said_header(said: str) -> str:
-    """The header that the prompt wrote, without what of the body it wrote too."""
+    """Return the header that the prompt wrote, without any part of the body that it wrote too."""
     body = said.rfind(_MESSAGE)
     return said if body < 0 else said[: body + len(_MESSAGE)]
 

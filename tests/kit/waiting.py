@@ -49,10 +49,9 @@ class Slots(Protocol):
     """Shares a worker's capacity to generate among its groups."""
 
     async def room(self) -> int: ...
+    # Yields a function that makes the context of a turn. Its argument says whether the turn is an episode's first.
     @asynccontextmanager
-    def group(
-        self,
-    ) -> AsyncIterator[Callable[[bool], Any]]: ...  # yields a function of "is a first turn" that gives a context
+    def group(self) -> AsyncIterator[Callable[[bool], Any]]: ...
 
 
 class NewSlots:

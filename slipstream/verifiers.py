@@ -1,7 +1,7 @@
-"""Environments of the library `verifiers` (Prime Intellect, version 0.4) as tasks.
+"""Makes tasks of environments of the library `verifiers` (Prime Intellect, version 0.4).
 
-Such an environment brings its rows, the program that plays an episode, and its rewards. The program is left as it is:
-its requests go to the endpoint of its episode, so its tokens are recorded as those of any agent (docs/agents.md).
+Such an environment has its own rows, its own program that plays an episode, and its own rewards. The program is not
+changed. Its requests go to the endpoint of its episode, which records its tokens as for any agent (docs/agents.md).
 """
 
 from __future__ import annotations
@@ -20,25 +20,33 @@ from rollout_worker.task.task import Task
 
 __all__ = ["verifiers_task"]
 
-# The column with a task's place in the library's task set.
+# Column that holds a task's number in the library's task set, from 0.
 NUMBER = "verifiers_task"
-# Servers that an environment's episodes share are up in this time, or the episodes fail.
+# Servers that an environment's episodes share must start within this time, or the episodes fail.
 START_S = 300.0
-# No such variable is set: an endpoint's key never stands in the process's environment.
+# The library wants the name of a variable with the key. This one is never set, because an endpoint's key must not be
+# in the process's environment.
 _NO_KEY = "SLIPSTREAM_HAS_NO_KEY_HERE"
-# The endpoint's code for a request beyond the run's limits.
+# The endpoint answers a request beyond the run's limits with this code.
 _AT_A_LIMIT = "context_length_exceeded"
 
 _endpoint: ContextVar[Endpoint] = ContextVar("endpoint")
 
 
 def verifiers_task(environment: Any, *, select: Mapping[str, Any] | None = None, **fields: Any) -> Task:
-    """A task of an environment of `verifiers`.
+    """Make a task of an environment of `verifiers`.
 
-    environment: the id of a task set, such as "gsm8k-v1", with `fields` as the `[env]` block of the library's run files
-    has them: taskset={...}, agent={"harness": {...}, "runtime": {...}}, id=...; or an `EnvConfig`. select: which tasks,
-    as the library's `SelectConfig`: {"limit": 1000, "shuffle": True}. The reward is the sum of the environment's
-    rewards; each of them, and its metrics, are figures of the run. Raises `ConfigError`.
+    The reward is the sum of the environment's rewards. Each of these rewards and the environment's metrics become
+    metrics of the run.
+
+    Args:
+        environment: Id of a task set, such as "gsm8k-v1"; or an `EnvConfig`.
+        select: Selects tasks with the fields of the library's `SelectConfig`: {"limit": 1000, "shuffle": True}.
+        **fields: Fields of the `[env]` block of the library's run files, beside a task set's id: taskset={...},
+            agent={"harness": {...}, "runtime": {...}}, id=... An `EnvConfig` has its own.
+
+    Raises:
+        ConfigError: The library is not installed, or the environment cannot be built or trained.
     """
     vf = _library()
     if fields and not isinstance(environment, str):
@@ -58,19 +66,29 @@ def verifiers_task(environment: Any, *, select: Mapping[str, Any] | None = None,
 
 
 class _Player:
-    """Plays episodes of the environment that `config` describes; the policy has the seat `seat`."""
+    """Plays episodes of the environment that `config` describes.
+
+    Args:
+        config: The library's `EnvConfig`.
+        seat: Name of the agent that the policy plays.
+        selection: The library's `SelectConfig`.
+    """
 
     def __init__(self, config: Any, seat: str, selection: Any) -> None:
         self._config = config
         self._seat = seat
         self._selection = selection
         self._tasks: list[Any] | None = None
-        # An environment's servers and locks belong to one event loop, and user code may come to have several.
+        # An environment's servers and locks belong to one event loop, and user code may run on several loops.
         self._served: dict[asyncio.AbstractEventLoop, asyncio.Task[None]] = {}
         self._ready: dict[asyncio.AbstractEventLoop, asyncio.Future[Any]] = {}
 
     def rows(self) -> list[dict[str, Any]]:
-        """A row for each of the library's tasks, which are kept beside."""
+        """Return a row for each of the library's tasks, and keep the tasks for `play`.
+
+        Raises:
+            ConfigError: The task set has no end, or gave no task.
+        """
         vf = _library()
         view = vf.load_taskset(self._config.taskset).select(self._selection)
         if not view.bounded:
@@ -84,7 +102,18 @@ class _Player:
         return [{"prompt": _prompt(task.data), NUMBER: place} for place, task in enumerate(self._tasks)]
 
     async def play(self, endpoint: Endpoint, verifiers_task: int) -> dict[str, Any]:
-        """One episode, and what the environment says of it."""
+        """Play one episode.
+
+        Args:
+            endpoint: Answers the episode's requests with the policy.
+            verifiers_task: Number of the task, from the row.
+
+        Returns:
+            The reward, its components, metrics and the reason for the end.
+
+        Raises:
+            RuntimeError: The environment cannot be started, or the episode failed.
+        """
         if self._tasks is None:
             await asyncio.to_thread(self.rows)
         assert self._tasks is not None
@@ -96,7 +125,7 @@ class _Player:
         return _outcome(await environment.run_episode(self._tasks[verifiers_task], context), self._seat)
 
     async def _environment(self) -> Any:
-        """The environment as it is served on this event loop."""
+        """Return the environment that is served on this event loop, and start it if needed."""
         loop = asyncio.get_running_loop()
         if loop not in self._served or self._served[loop].done():
             self._ready[loop] = loop.create_future()
@@ -104,7 +133,11 @@ class _Player:
         return await asyncio.shield(self._ready[loop])
 
     async def _serve(self, ready: asyncio.Future[Any]) -> None:
-        """Until the event loop's end cancels it."""
+        """Serve the environment until the event loop's end cancels this task.
+
+        Args:
+            ready: Gets the environment, or a `RuntimeError` if it cannot be started.
+        """
         async with AsyncExitStack() as stack:
             try:
                 async with asyncio.timeout(START_S):
@@ -121,8 +154,11 @@ class _Player:
 
 
 class _OwnClients:
-    """The library's interception, with a client for each episode that runs, which knows its key. The library has one
-    client for each endpoint and variable, for as long as it lives, and takes the key from the process's environment."""
+    """Wraps the library's interception and gives each running episode its own client, with the episode's key.
+
+    The library itself keeps one client for each endpoint and variable as long as it lives, and takes the key from the
+    process's environment.
+    """
 
     def __init__(self, shared: Any) -> None:
         self._shared = shared
@@ -131,11 +167,11 @@ class _OwnClients:
     @asynccontextmanager
     async def acquire(self, session: Any) -> AsyncIterator[Any]:
         config = session.ctx.client
-        if config.api_key_var != _NO_KEY:  # an agent with a model of its own
+        if config.api_key_var != _NO_KEY:  # the agent has its own model
             async with self._shared.acquire(session) as slot:
                 yield slot
             return
-        # A new one costs 20 ms, for its TLS context.
+        # Clients are reused because a new one costs 20 ms, for its TLS context.
         client = self._idle.pop() if self._idle else _library().resolve_client(config)
         client.base_url, client.api_key = config.base_url, _endpoint.get().api_key
         try:
@@ -151,8 +187,13 @@ class _OwnClients:
 
 
 def _outcome(episode: Any, seat: str) -> dict[str, Any]:
-    """Reward, its components, metrics and the reason of the end. Raises `RuntimeError` for an episode that failed; one
-    whose program died of a limit of the run, which the library does not score, is worth nothing."""
+    """Read the reward, its components, metrics and the reason for the end from an episode.
+
+    If a limit of the run ended the program, the library gives no score, and the reward is 0.
+
+    Raises:
+        RuntimeError: The episode failed, or did not run the policy's agent exactly once.
+    """
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
         if errors and _AT_A_LIMIT in errors[-1].message:
@@ -174,7 +215,11 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
 
 
 def _trained_seat(config: Any) -> str:
-    """The name of the one agent that the policy plays."""
+    """Return the name of the one agent that the policy plays.
+
+    Raises:
+        ConfigError: There is none, or more than one.
+    """
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = [name for name, spec in agent_config_fields(config).items() if spec.client is None]
@@ -188,8 +233,14 @@ def _trained_seat(config: Any) -> str:
 
 
 def _locally_run(config: Any) -> Any:
-    """With a runtime for each agent that names none: the library's own is a remote sandbox, which wants an account. A
-    program that runs no code of the policy's may run beside the worker."""
+    """Return `config` with a subprocess as runtime for each agent that names no runtime.
+
+    The library's default is a remote sandbox, which needs an account. A program that runs no code of the policy may
+    run beside the worker.
+
+    Raises:
+        ConfigError: An agent without a runtime executes code of the policy, or needs a container.
+    """
     vf = _library()
     from verifiers.v1.configs.agent import agent_config_fields
 
@@ -209,7 +260,7 @@ def _locally_run(config: Any) -> Any:
 
 
 def _prompt(data: Any) -> list[dict[str, Any]]:
-    """What a reader and reward functions see as the prompt; the library renders its own."""
+    """Return the prompt that readers and reward functions see. The library renders its own for the policy."""
     system = [] if data.system_prompt is None else [{"role": "system", "content": data.system_prompt}]
     return [*system, {"role": "user", "content": data.prompt_text or "(the environment opens the conversation)"}]
 

@@ -1,11 +1,10 @@
-"""A data set that a task names by its path or its name on the hub.
+"""Loads a data set that a task names by its path or by its name on the hub.
 
-JSON lines and JSON are read here, so that a worker needs no further package for them; everything else, and a split of
-anything, is read by the `datasets` library, which keeps it in a cache that all workers of a machine share.
+JSON lines and JSON are read here, so that a worker needs no other package for them. The `datasets` library reads
+everything else, and any data set with a split; its cache is shared by all workers of a machine.
 
-Rows of JSON lines, left in their files: only where each line begins is held in memory.
-
-An open file keeps its content when another one is put in its place, as editors do.
+Rows of JSON lines stay in their files. Memory holds only the place of each line. Files stay open, and an open file
+keeps its content when another file replaces it, as editors do.
 """
 
 from __future__ import annotations
@@ -25,13 +24,19 @@ from typing import IO, Any, cast, overload
 
 from protocol.config import ConfigError
 
-_MARK = b"\xef\xbb\xbf"  # that some programs write before UTF-8
+_MARK = b"\xef\xbb\xbf"  # some programs write this byte order mark before UTF-8
 
 
 class JsonLines(Sequence[dict[str, Any]]):
-    """The objects of one or several files, one a line; empty lines are passed over. A file may end in .gz: it is then
-    held in memory. Safe to be read from several threads. Raises `ConfigError` for a line that is not an object, when
-    it is read, and for a file that cannot be opened.
+    """Reads the objects of one or several files, one a line, and skips empty lines.
+
+    It is safe to read from several threads. The content of a file that ends in .gz is held in memory.
+
+    Args:
+        files: Files of JSON lines, in order.
+
+    Raises:
+        ConfigError: A file cannot be opened. Also raised later, on access to a line that is not an object.
     """
 
     def __init__(self, files: Sequence[Path]) -> None:
@@ -73,7 +78,7 @@ class JsonLines(Sequence[dict[str, Any]]):
             place += len(line)
 
     def _reader(self, file: Path, text: IO[bytes]) -> Callable[[int, int], bytes]:
-        """Read `size` bytes of a file's content from `start`."""
+        """Return a function of `start` and `size` that reads `size` bytes of a file's content from byte `start`."""
         if file.suffix == ".gz":
             text.seek(0)
             content = text.read()
@@ -89,14 +94,18 @@ class JsonLines(Sequence[dict[str, Any]]):
 
 
 def open_text(file: Path) -> IO[bytes]:
-    """Open a file's decompressed content at its start. Raises `ConfigError`."""
+    """Open a file's decompressed content at its start.
+
+    Raises:
+        ConfigError: The file cannot be opened.
+    """
     try:
         return cast(IO[bytes], gzip.open(file)) if file.suffix == ".gz" else file.open("rb")
     except OSError as error:
         raise ConfigError(f"Task(dataset=...): {file} cannot be read: {error.strerror}") from None
 
 
-# Endings of files, and the loader of `datasets` that reads them.
+# Maps endings of files to the loader of `datasets` that reads them.
 _LOADERS = {
     ".jsonl": "json",
     ".ndjson": "json",
@@ -117,8 +126,17 @@ _MAX_NAMED = 8
 
 
 def load_data_files(name: str, split: str | None, config: str | None, folder: Path | None) -> Any:
-    """A sequence of rows. `name`: a file, a glob or a folder, from `folder` or else from the working directory; or a
-    name on the hub. Raises `ConfigError`."""
+    """Load a data set as a sequence of rows.
+
+    Args:
+        name: A file, a glob or a folder; or a name on the hub.
+        split: Name of the split; None for "train" where a data set has splits.
+        config: Name of the data set's configuration; None for its default.
+        folder: Folder in which paths are looked up first, before the working directory.
+
+    Raises:
+        ConfigError: The data set is not found or cannot be loaded.
+    """
     places = [place for place in dict.fromkeys([folder, Path()]) if place is not None]
     found = next((files for place in places if (files := _find(place, name))), None)
     try:
@@ -128,7 +146,7 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
         return _library(name).load_dataset(name, config, split=split or "train")
     except ConfigError:
         raise
-    except Exception as error:  # of many types, by what is missing or broken
+    except Exception as error:  # the library raises many types, depending on what is missing or broken
         error = _cause_of(error)
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
         remedy = "mend it, or say with dataset_config and dataset_split which part of it"
@@ -142,14 +160,17 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
 
 
 def _cause_of(error: Exception) -> Exception:
-    """Return the cause of an error of the library, whose own text says only that a data set could not be generated."""
+    """Return the cause of an error of the library.
+
+    The text of the error itself says only that a data set could not be generated.
+    """
     while type(error).__name__ == "DatasetGenerationError" and isinstance(error.__cause__, Exception):
         error = error.__cause__
     return error
 
 
 def _find(place: Path, name: str) -> list[Path]:
-    """Return the files, or the folder, that `name` means from `place`."""
+    """Return the files, or the folder, that `name` means relative to `place`."""
     path = place / Path(name).expanduser()
     if path.exists():
         return [path]
@@ -190,7 +211,7 @@ def _read_folder(name: str, folder: Path, split: str | None, config: str | None)
 
 
 def _json(name: str, files: list[Path]) -> Any:
-    """Load JSON: files of lines are read where they are, a list is held in memory."""
+    """Load JSON files. Rows of files of lines stay in the files; a list is held in memory."""
     lists = [_json_list(name, file) if _kind(file) == ".json" else None for file in files]
     if not any(rows is not None for rows in lists):
         return JsonLines(files)
@@ -200,7 +221,11 @@ def _json(name: str, files: list[Path]) -> Any:
 
 
 def _json_list(name: str, file: Path) -> list[Any] | None:
-    """Return the list that a JSON file holds; None where it holds an object a line."""
+    """Return the list that a JSON file holds; None if it holds an object a line.
+
+    Raises:
+        ConfigError: It holds neither a list of objects nor an object a line.
+    """
     with open_text(file) as text:
         first = next((line.lstrip(b"\xef\xbb\xbf").strip() for line in text if line.strip()), b"")
         if first.startswith(b"{"):
@@ -227,7 +252,7 @@ def _loader(name: str, file: Path) -> str:
 
 
 def _kind(file: Path) -> str:
-    """Return a file's ending, without that of a compression."""
+    """Return a file's ending in lower case, without .gz."""
     return (Path(file.stem) if file.suffix == ".gz" else file).suffix.lower()
 
 
@@ -237,7 +262,11 @@ def _looks_like_a_file(name: str) -> bool:
 
 
 def _refuse_a_path(name: str, places: list[Path]) -> None:
-    """Raise `ConfigError` for a name that can only be meant as a path."""
+    """Refuse a name that can only be meant as a path.
+
+    Raises:
+        ConfigError: The name is a path and no file matches it. The text names similar files.
+    """
     parents = [(place / Path(name).expanduser()).parent for place in places]
     in_known_folder = "/" in name and any(parent.is_dir() for parent in parents)
     if _HUB_NAME.fullmatch(name) and _kind(Path(name)) not in _LOADERS and not in_known_folder:
@@ -259,7 +288,7 @@ def _library(name: str) -> ModuleType:
             f"Task(dataset={name!r}) needs the datasets library: pip install 'slipstream-rl[data]'; JSON lines and "
             f"JSON files are read without it"
         ) from None
-    datasets.disable_progress_bars()  # those of several workers would run through each other
+    datasets.disable_progress_bars()  # the bars of several workers would mix
     return datasets  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Tools: what the policy may call, and what becomes of a call."""
+"""Offers tools to the policy, runs its calls and returns their results."""
 
 from __future__ import annotations
 

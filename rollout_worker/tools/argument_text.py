@@ -1,10 +1,10 @@
-"""Arguments that the policy wrote as text: read as what they are meant to be, where that is plain.
+"""Reads arguments that the policy wrote as text, and checks values quickly against simple schemas.
 
-Sampled text may be anything. Nothing here takes more than a time that grows with its length, and whatever Python's own
-readers make of it, only `ArgumentsError` leaves.
+Sampled text may be anything. The time to read it grows only with its length. Whatever error Python's own readers
+raise, `read_arguments` raises only `ArgumentsError`.
 
-A fast check for schemas of the plain kind: types, properties, items, a choice of types. It is some fifty times as
-fast as a validator that could explain what it finds, which is asked only where this check says no or knows nothing.
+The fast check knows types, properties, items, enums and `anyOf`. It is about fifty times as fast as a validator that
+can explain its findings. That validator runs only where the fast check fails a value or does not know the schema.
 """
 
 from __future__ import annotations
@@ -20,19 +20,31 @@ from rollout_worker.tools.schema import NAMES
 
 _FENCE = "```"
 
-# JSON in JSON in JSON: further in, nobody meant it.
+# Models sometimes quote JSON inside JSON. Deeper than this it is not intended.
 _MAX_QUOTED = 3
 
-# Python's own reader takes far more memory than text.
+# `ast.literal_eval` needs far more memory than the text itself.
 _MAX_LITERAL_CHARACTERS = 64 * 1024
 
 _SHOWN_CHARACTERS = 80
 
 
 def read_arguments(text: str, names: Collection[str]) -> dict[str, Any]:
-    """The arguments that `text` writes: a JSON object, with or without braces, in a code fence or in quotes, a Python
-    literal, or pairs such as `a: 1, b: 2` of the parameters `names`; no text is no arguments. Raises
-    `ArgumentsError`."""
+    """Read the arguments of a call from text.
+
+    Accepts a JSON object, with or without braces, in a code fence or in quotes; a Python literal; or pairs such as
+    `a: 1, b: 2`.
+
+    Args:
+        text: Text of the arguments. Empty text means no arguments.
+        names: Names of the tool's parameters. Only these can begin a pair.
+
+    Returns:
+        The arguments by name.
+
+    Raises:
+        ArgumentsError: The text has none of these forms.
+    """
     inner = _without_fence(text.strip())
     if not inner:
         return {}
@@ -46,7 +58,11 @@ def read_arguments(text: str, names: Collection[str]) -> dict[str, Any]:
 
 
 def read_value(text: str) -> Any:
-    """What `text` writes in JSON or as a Python literal. Raises `ValueError`."""
+    """Read a value from JSON or a Python literal.
+
+    Raises:
+        ValueError: The text is neither, or is too long for a Python literal.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -60,10 +76,10 @@ def read_value(text: str) -> Any:
 
 
 def short(given: Any) -> str:
-    """A value for a message, cut at 80 characters."""
+    """Write a value for a message, cut at 80 characters."""
     try:
         text = repr(given) if not isinstance(given, str) else repr(given[: 2 * _SHOWN_CHARACTERS])
-    except (ValueError, RecursionError):  # a number too long to be written
+    except (ValueError, RecursionError):  # Python refuses to write numbers that are too long
         text = f"a {type(given).__name__}"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
@@ -93,7 +109,13 @@ def _read_object(text: str) -> dict[str, Any] | None:
 
 
 def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
-    """`a: 1, b: 2`, `a=1` or one a line. Only a parameter's name begins a pair: values may hold commas and colons."""
+    """Read `a: 1, b: 2`, `a=1` or one pair a line.
+
+    Only a parameter's name begins a pair, because values may hold commas and colons.
+
+    Returns:
+        The values by name; None if the text does not begin with a pair.
+    """
     if not names:
         return None
     if text.startswith("{") and text.endswith("}"):
@@ -103,13 +125,13 @@ def _pairs(text: str, names: Collection[str]) -> dict[str, Any] | None:
     if not begins or begins[0].start() > 0:
         return None
     ends = [begin.start() for begin in begins[1:]] + [len(text)]
-    # Of a name that is written again and again the last value counts, and only that is read.
+    # If a name is repeated, the last value counts. Only that one is read, so repeats cost no time.
     texts = {begin[1]: text[begin.end() : end] for begin, end in zip(begins, ends, strict=True)}
     return {name: _plain(written.strip(" \t\r\n,;")) for name, written in texts.items()}
 
 
 def _plain(text: str) -> Any:
-    """A value as JSON or Python write it; else the text itself."""
+    """Read a value from JSON or a Python literal; return the text itself if it is neither."""
     try:
         return read_value(text)
     except ValueError:
@@ -122,13 +144,20 @@ _IGNORED = {"title", "description", "default", "examples", "deprecated", "$defs"
 
 _KNOWN = {"type", "enum", "anyOf", "properties", "required", "additionalProperties", "items", *_IGNORED}
 
-# JSON's names of types that a schema may give.
+# JSON's names of types that a schema may use.
 _TYPES = {name for names in NAMES.values() for name in names}
 
 
 def plain_check(schema: Any, as_written: bool) -> Check | None:
-    """Whether a JSON value is valid, exactly as the validator decides; None for a schema with more than is known here.
-    `as_written`: a fraction such as 2.0 is no integer, so that a value that passes needs no change."""
+    """Build a fast check that decides exactly as the validator does whether a JSON value is valid.
+
+    Args:
+        schema: A JSON schema, or True or False.
+        as_written: Whether to refuse a float such as 2.0 as an integer. A value that passes then needs no change.
+
+    Returns:
+        The check; None if the schema uses keywords that are not known here.
+    """
     if isinstance(schema, bool):
         return (lambda value: True) if schema else (lambda value: False)
     if not isinstance(schema, Mapping) or not schema.keys() <= _KNOWN:
@@ -163,7 +192,7 @@ def _type(kinds: Any, as_written: bool) -> Check | None:
 
 def _enum(values: Any, as_written: bool) -> Check | None:
     if not all(isinstance(value, str) or value is None for value in values):
-        return None  # to JSON 1, 1.0 and true are not what they are to Python
+        return None  # JSON and Python differ on which of 1, 1.0 and true are equal
     return lambda value: (value is None or isinstance(value, str)) and value in values
 
 

@@ -1,10 +1,8 @@
-"""A call's arguments, against the schema of its tool: read, made to fit where it is plain how, and checked.
+"""Reads the arguments of a call, converts them to the tool's schema where the intention is clear, and checks them.
 
-What the policy wrote may be anything, and schemas may be a server's: only `ArgumentsError` leaves, and size and time
-are bounded. Arguments that are not `small` are to be made fit in a thread. Patterns and the like, whose check may
-take for ever, are left to the tool.
-
-How much there is to a value of JSON, counted no further than is asked.
+The policy may write anything, and schemas may come from a server. Therefore only `ArgumentsError` is raised for a
+call, and size and time are bounded. Fit arguments that are not `small` in a thread. The tool itself checks patterns
+and similar keywords, because such a check may never end.
 """
 
 from __future__ import annotations
@@ -27,7 +25,12 @@ from rollout_worker.user_code.values import encodable
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """Values in a value, itself included, and the characters of its texts and names."""
+    """Counts the size of a JSON value.
+
+    Attributes:
+        values: Number of values in it, itself included.
+        characters: Number of characters in its texts and names.
+    """
 
     values: int
     characters: int
@@ -37,7 +40,11 @@ class Weight:
 
 
 def weigh(value: Any, most: Weight) -> Weight:
-    """The weight of `value`; of one that exceeds `most`, of so much of it that it does."""
+    """Count the size of `value`, and stop as soon as the count exceeds `most`.
+
+    Returns:
+        The weight of `value`. If it exceeds `most`, the weight of the part that was counted, which exceeds it too.
+    """
     values = characters = 0
     left = [value]
     while left:
@@ -55,7 +62,7 @@ def weigh(value: Any, most: Weight) -> Weight:
     return Weight(values, characters)
 
 
-# Larger arguments are refused, and those larger than `SMALL` would hold up a loop.
+# Arguments above `MOST` are refused. Arguments above `SMALL` would block the event loop.
 MOST = Weight(values=100_000, characters=1_000_000)
 
 SMALL = Weight(values=256, characters=2048)
@@ -64,8 +71,8 @@ MAX_DEPTH = 64
 
 MAX_BITS = 4096
 
-# References that one check follows, and values that it tries to make fit, for each value that is there: a schema that
-# refers to itself in two ways would take time exponential in the depth.
+# Bounds, for each value of the arguments, how many references one check follows and how many values it tries to fit.
+# Without it, a schema that refers to itself in two ways would take time exponential in the depth.
 MAX_STEPS_A_VALUE = 20
 
 _STEPS_AT_LEAST = 1000
@@ -77,7 +84,12 @@ _MESSAGE_CHARACTERS = 400
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """`repairs`: one word for each change that made them fit."""
+    """Holds arguments that fit their schema.
+
+    Attributes:
+        values: The arguments by name.
+        repairs: A short label for each change that made them fit.
+    """
 
     values: dict[str, Any]
     repairs: tuple[str, ...] = ()
@@ -88,7 +100,10 @@ class _TooManySteps(Exception):
 
 
 class _Steps(threading.local):
-    """What is left to the check that runs in this thread: the calls of one tool are checked side by side."""
+    """Counts the steps left to the check in this thread.
+
+    It is local to the thread because calls of one tool are checked at the same time.
+    """
 
     left = 0
 
@@ -113,26 +128,40 @@ _Validator = validators.extend(Draft202012Validator, {"$ref": _counted_ref})
 
 
 def small(given: Mapping[str, Any] | str) -> bool:
-    """Whether arguments are made fit in about a millisecond."""
+    """Return whether arguments are small enough to be fitted in about a millisecond."""
     return not weigh(given, SMALL).exceeds(SMALL)
 
 
 class Parameters:
-    """The parameters of one tool. `strict`: names that the schema does not have are refused. Raises `SchemaError` for
-    what is not a JSON schema."""
+    """Converts and checks arguments for one tool.
+
+    Args:
+        schema: JSON schema of the tool's parameters.
+        strict: Whether to refuse names that the schema does not have.
+
+    Raises:
+        SchemaError: `schema` is not a JSON schema.
+    """
 
     def __init__(self, schema: Mapping[str, Any], strict: bool) -> None:
         self._schema = {"type": "object", **checked_form(schema), **({"additionalProperties": False} if strict else {})}
         Draft202012Validator.check_schema(self._schema)
         self.names = tuple(self._schema.get("properties", {}))
-        # An empty registry: the addresses in a schema are not looked up.
+        # The registry is empty so that addresses in a schema are never looked up.
         self._validator = _Validator(self._schema, registry=Registry())
         self._fits_as_written = plain_check(self._schema, as_written=True)
-        # By the id of each part of the schema, which lives as long as this.
+        # Keyed by the id of each part of the schema. Ids stay valid because the schema lives as long as this object.
         self._checks: dict[int, Check | None] = {}
 
     def fit(self, given: Mapping[str, Any] | str) -> Arguments:
-        """The arguments, in the types of the schema. Raises `ArgumentsError`."""
+        """Convert arguments to the types of the schema.
+
+        Args:
+            given: The arguments by name, or the text of them.
+
+        Raises:
+            ArgumentsError: They cannot be read, are too large or nested too deeply, or do not fit the schema.
+        """
         repairs: list[str] = []
         _refuse_too_large(given)
         if isinstance(given, str):
@@ -158,7 +187,8 @@ class Parameters:
             ) from None
         except ArgumentsError:
             raise
-        except Exception:  # a schema that cannot be used on this value, such as a reference to nowhere: the tool checks
+        # The schema may be unusable on this value, such as a reference to nowhere. The tool itself checks then.
+        except Exception:
             problem = None
         if problem is not None:
             raise ArgumentsError(f"bad arguments: {_explained(problem)}")
@@ -172,7 +202,7 @@ class Parameters:
         return bool(self._validator.evolve(schema=schema).is_valid(value))
 
     def _fit(self, value: Any, schema: Any, repairs: list[str]) -> Any:
-        """`value`, in the types of `schema` where it is plain how; else as it is."""
+        """Convert `value` to the types of `schema` where the intention is clear; otherwise return it unchanged."""
         _steps.take()
         schema = resolved(schema, self._schema)
         if not isinstance(schema, dict):
@@ -251,8 +281,11 @@ def _refuse_too_large(given: Any) -> None:
 
 
 def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:
-    """`value` as JSON could write it, in text that UTF-8 can: a lone surrogate is replaced, a tuple is a list. Raises
-    `ArgumentsError` for all else that is not JSON."""
+    """Convert `value` to one that JSON and UTF-8 can write: replace lone surrogates, and turn tuples into lists.
+
+    Raises:
+        ArgumentsError: It holds something else that is not JSON, or is nested too deeply.
+    """
     if isinstance(value, str):
         if value.isascii() or value == (plain := encodable(value)):
             return value
@@ -283,7 +316,7 @@ def _clean(value: Any, where: str, depth: int, repairs: list[str]) -> Any:
 
 
 def _from_text(text: str, types: set[str]) -> Any:
-    """The value of one of `types` that `text` writes; `text` itself if it writes none."""
+    """Read a value of one of `types` from `text`; return `text` itself if there is none."""
     lowered = text.strip().lower()
     if "boolean" in types and lowered in ("true", "false"):
         return lowered == "true"
@@ -302,7 +335,7 @@ def _from_text(text: str, types: set[str]) -> Any:
 
 
 def _explained(problem: ValidationError) -> str:
-    """Which argument, its value, and what is expected."""
+    """Write a message that names the argument, its value and the expected type."""
     where = "".join(f"{part}: " for part in problem.absolute_path)
     if problem.validator in ("anyOf", "oneOf"):
         branches = [types_of(branch) or {"another type"} for branch in problem.validator_value]

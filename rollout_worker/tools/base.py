@@ -1,4 +1,7 @@
-"""Tools: a schema that the policy is shown and a call that returns text; the result of a call; and its metrics."""
+"""Defines the `Tool` protocol, the result of a call, its conversion to text, and its metrics.
+
+A tool has a schema, which the policy is shown, and a call that returns text.
+"""
 
 from __future__ import annotations
 
@@ -11,45 +14,59 @@ from protocol import reasons
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
 
-# Names in metrics for calls that name no tool, and for calls of tools beyond the first MAX_COUNTED.
+# Metrics use UNKNOWN for calls that name no tool, and OTHER for tools beyond the first MAX_COUNTED.
 UNKNOWN, OTHER = "unknown", "other"
 
-# Names of tools as in MCP and as models write them. Other characters could forge the notation of calls.
+# MCP and models write names of tools like this. Other characters could forge the notation of calls.
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Tool(Protocol):
-    """One tool, whatever is behind it: a function, a method of an environment, an MCP server."""
+    """Is one tool, such as a function, a method of an environment or a tool of an MCP server."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The JSON schema for chat templates: `{"type": "function", "function": {"name", "description",
-        "parameters"}}`."""
+        """Return the JSON schema for chat templates.
+
+        It has the form `{"type": "function", "function": {"name", "description", "parameters"}}`.
+        """
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        """Call the tool with arguments that fit the schema. Returns its result as text.
+        """Call the tool.
+
+        Args:
+            arguments: Arguments that fit the schema.
+            timeout_s: Maximum duration in seconds.
+
+        Returns:
+            The result as text.
 
         Raises:
             UserCodeError: Its code failed.
-            ArgumentsError: Only the tool itself could find the arguments wrong.
+            ArgumentsError: The arguments are wrong in a way that only the tool itself can find.
         """
 
 
 class ArgumentsError(ValueError):
-    """Arguments that cannot be read or do not fit. The text tells the policy which, and what is expected."""
+    """Is raised for arguments that cannot be read or do not fit.
+
+    Its text tells the policy which arguments are wrong and what the tool expects.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """The tool message that answers a call.
+    """Holds the tool message that answers a call.
 
     Attributes:
+        name: The tool's name in the message.
+        content: Text of the message.
         reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
         counted_as: The tool's name in metrics; `UNKNOWN` for a call that names no tool.
         coerced: Whether its arguments were converted to fit the schema.
-        error: The error of the tool's own code.
-        call_id: Id of the call in the policy's notation; None where it has none.
-        defused: Whether the answer held the text of special tokens, which was broken.
+        error: The error of the tool's own code; None if it raised none.
+        call_id: Id of the call in the policy's notation; None if that has no ids.
+        defused: Whether the answer held the text of special tokens. Such text was broken up.
     """
 
     name: str
@@ -67,7 +84,10 @@ class ToolResult:
 
     @property
     def answered(self) -> bool:
-        """Whether the content is the tool's own, and not an error about a call that never reached it."""
+        """Return whether the call reached the tool.
+
+        The content is then the tool's own, and not an error about the call.
+        """
         return self.reason not in (reasons.TOOL_MALFORMED, reasons.TOOL_UNKNOWN, reasons.TOOL_ARGUMENTS)
 
     def message(self) -> dict[str, str]:
@@ -76,14 +96,19 @@ class ToolResult:
         return {"role": "tool", "name": self.name, "content": self.content, **answers}
 
 
-# Tools that are counted by name, as a tool's name is part of a metric's; all others are counted together.
+# A tool's name is part of a metric's name, so only this many tools are counted by name. All others count as OTHER.
 MAX_COUNTED = 24
 
 NAME_CHARACTERS = 64
 
 
 def counted_as(name: str, counted: int) -> str:
-    """Return the name in metrics of a tool, where `counted` other tools are counted by name."""
+    """Return a tool's name in metrics.
+
+    Args:
+        name: The tool's name.
+        counted: Number of other tools that are already counted by name.
+    """
     return name[:NAME_CHARACTERS] if counted < MAX_COUNTED else OTHER
 
 
@@ -91,6 +116,7 @@ def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced
     """Add a call to metrics.
 
     Args:
+        metrics: Counts by metric name, changed in place.
         tool: The tool's name in metrics.
         reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
         coerced: Whether its arguments were converted to fit the schema.
@@ -105,19 +131,20 @@ def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced
         metrics[figure] = metrics.get(figure, 0.0) + count
 
 
-# Parts of a message's content, as TRL takes them from a tool that returns a list.
+# TRL accepts these parts of a message's content from a tool that returns a list.
 _PARTS = ("text", "image", "image_url", "video", "audio")
 
 
 def as_text(result: object) -> str:
     """Convert a tool's result to the text that the policy reads, no longer than `bounded` allows.
 
-    Text stays as it is. Lists, dicts, pydantic models and dataclasses become JSON where possible, a list of content
-    parts becomes its texts, and everything else is written as Python does, so None becomes "None", as in TRL. It calls
-    the user's objects, so it runs where user code runs.
+    Text stays as it is. Lists, dicts, tuples, pydantic models and dataclasses become JSON where possible. A list of
+    content parts becomes its texts. Everything else is written with `str`, so None becomes "None", as in TRL.
+
+    Run this where user code runs, because it calls methods of the user's objects.
 
     Raises:
-        TypeError: Bytes, images and other parts that the policy cannot read.
+        TypeError: The result holds bytes, images or other parts that the policy cannot read.
     """
     if isinstance(result, str):
         return bounded(result)
@@ -136,7 +163,10 @@ def as_text(result: object) -> str:
 
 
 def _as_json(result: object) -> str:
-    """Write JSON up to the length that is kept, piece by piece: written at once it would hold the interpreter lock."""
+    """Write JSON piece by piece, up to the length that is kept.
+
+    One call for the whole value would hold the interpreter lock until it ends.
+    """
     pieces, size = [], 0
     for piece in json.JSONEncoder(ensure_ascii=False, default=_jsonable).iterencode(result):
         pieces.append(piece)
@@ -148,14 +178,14 @@ def _as_json(result: object) -> str:
 
 
 def _has_fields(value: object) -> bool:
-    """Return whether it is a pydantic model or a dataclass."""
+    """Return whether a value is a pydantic model or a dataclass."""
     return not isinstance(value, type) and (
         hasattr(type(value), "__pydantic_serializer__") or hasattr(type(value), "__dataclass_fields__")
     )
 
 
 def _jsonable(value: Any) -> Any:
-    if hasattr(value, "tolist"):  # an array or a number of numpy's or torch's
+    if hasattr(value, "tolist"):  # an array or a number of numpy or torch
         return value.tolist()
     from pydantic_core import PydanticSerializationError, to_jsonable_python
 

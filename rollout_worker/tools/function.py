@@ -1,4 +1,4 @@
-"""Functions and the user's own `Tool` objects as tools; both run behind the boundary around user code."""
+"""Makes tools of functions and of the user's own `Tool` objects. Both run as user code, which cannot end a worker."""
 
 from __future__ import annotations
 
@@ -16,23 +16,28 @@ from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
 
 class IsolatedCode(Protocol):
-    """The part of `UserCode` that runs a tool in a child process, by its name in the task."""
+    """Is the part of `UserCode` that runs a tool in a child process, by the tool's name in the task."""
 
     async def call_isolated(self, tool_name: str, arguments: dict[str, Any], timeout_s: float) -> str: ...
 
 
 class InvalidArguments(Exception):
-    """Arguments that pydantic, or the user's own checks in a type, refuse."""
+    """Is raised when pydantic, or a check in the user's own types, refuses arguments."""
 
 
 class FunctionTool:
-    """A function, method, partial or callable object as a tool, sync or async.
+    """Makes a tool of a function, method, partial or callable object, sync or async.
+
+    Args:
+        function: The function. It needs type hints and a docstring, which describe it to the policy.
+        code: Runs the function as user code.
+        isolated: Runs it in a child process; None to run it in this process.
 
     Attributes:
-        function: Takes the arguments as JSON gives them.
+        function: The function, changed to take arguments as JSON gives them.
 
     Raises:
-        ConfigError: It cannot be described to the policy.
+        ConfigError: The function cannot be described to the policy.
     """
 
     def __init__(
@@ -66,7 +71,7 @@ class FunctionTool:
 
 
 class GuardedTool:
-    """A `Tool` object of the user's, whose call is user code like any other."""
+    """Runs the call of a user's `Tool` object as user code."""
 
     def __init__(self, tool: Tool, code: UserCode) -> None:
         self.schema = tool.schema
@@ -80,14 +85,19 @@ class GuardedTool:
 
 
 def callables(tools: Sequence[Any]) -> dict[str, Callable[..., Any]]:
-    """Return the functions among a task's tools by name, for a child process that is sent a name and arguments. They
-    take arguments as JSON gives them. Raises `ConfigError`."""
+    """Return the functions among a task's tools by name.
+
+    A child process uses them: it receives a name and arguments. The functions take arguments as JSON gives them.
+
+    Raises:
+        ConfigError: A function cannot be described to the policy.
+    """
     made = [FunctionTool(tool) for tool in tools if not is_tool(tool)]
     return {tool.name: tool.function for tool in made}
 
 
 def is_tool(value: Any) -> bool:
-    """Return whether it is a `Tool` rather than a function."""
+    """Return whether a value is a `Tool` rather than a function."""
     return (
         not inspect.isroutine(value)
         and hasattr(type(value), "call")
@@ -96,8 +106,11 @@ def is_tool(value: Any) -> bool:
 
 
 def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapter[Any]]) -> Callable[..., Any]:
-    """Wrap a function so that it takes JSON values in place of pydantic's; the user's checks may run in it. Arguments
-    that are not given keep their defaults."""
+    """Wrap a function so that it takes JSON values in place of pydantic's.
+
+    Arguments that are not given keep their defaults. Call the wrapper as user code, because checks in the user's
+    types may run in it.
+    """
 
     if inspect.iscoroutinefunction(function):
 
@@ -113,7 +126,15 @@ def _converting(function: Callable[..., Any], converters: Mapping[str, TypeAdapt
 
 
 def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter[Any]]) -> dict[str, Any]:
-    """Convert arguments to what the function takes. Raises `InvalidArguments`."""
+    """Convert arguments to the types of the function's parameters.
+
+    Args:
+        arguments: JSON values by name.
+        converters: Adapters by name; arguments without one stay as they are.
+
+    Raises:
+        InvalidArguments: A value does not fit its type.
+    """
     return {
         name: _converted(name, value, converters[name]) if name in converters else value
         for name, value in arguments.items()
@@ -121,7 +142,7 @@ def converted(arguments: Mapping[str, Any], converters: Mapping[str, TypeAdapter
 
 
 def _wrapped(wrapper: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
-    """Mark a wrapper as the function's, so that an error names the user's file and not this one."""
+    """Give a wrapper the function's name and place, so that an error names the user's file and not this one."""
     while isinstance(function, functools.partial):
         function = function.func
     return functools.wraps(function if inspect.isroutine(function) else type(function).__call__)(wrapper)

@@ -1,7 +1,7 @@
-"""Tools of MCP servers, over streamable HTTP and stdio.
+"""Offers the tools of MCP servers, over streamable HTTP and stdio.
 
-The `mcp` package is imported with the first server. The servers are spoken to on a loop in a thread of its own:
-reading a long answer must not hold up the worker's.
+The `mcp` package is imported with the first server. All traffic with servers runs on an event loop in its own thread,
+because reading a long answer must not block the worker's loop.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ ENDED_WITHIN_S = 5.0
 
 MAX_TOOLS = 512
 
-# A server whose list of tools never ends is broken.
+# A longer list of tools means a broken server.
 _MAX_PAGES = 1000
 
 
 class McpTool:
-    """One tool of a server. `schema`: with the parameters as the server gives them."""
+    """Calls one tool of an MCP server.
+
+    Attributes:
+        schema: JSON schema of the tool, with the parameters as the server gives them.
+    """
 
     def __init__(self, server: McpServer, thread: _LoopThread, name: str, schema: dict[str, Any]) -> None:
         self.schema = schema
@@ -68,7 +72,7 @@ class McpTool:
             raise
         except McpFailed as error:
             raise UserCodeError(str(error), McpFailed.__name__, None) from None
-        except Exception as error:  # the library, on an answer that is not MCP's
+        except Exception as error:  # the library raises many types on an answer that is not MCP
             raise UserCodeError(f"{type(error).__name__}: {error}"[:500], type(error).__name__, None) from None
 
     async def _text(self, client: Client, arguments: dict[str, Any]) -> str:
@@ -80,7 +84,11 @@ class McpTool:
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
-    """Raises `ConfigError` for what cannot be an MCP server; connects to none."""
+    """Check that addresses can be those of MCP servers, without a connection.
+
+    Raises:
+        ConfigError: An address is neither a URL nor a command line.
+    """
     if isinstance(addresses, str) or not isinstance(addresses, Sequence):
         raise ConfigError(f"Task(mcp_servers={addresses!r:.200}): give a list of URLs or command lines")
     for address in addresses:
@@ -94,8 +102,17 @@ async def mcp_tools(
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     errors: TextIO | None = None,
 ) -> AsyncIterator[list[McpTool]]:
-    """All tools of the servers at `addresses`, connected until the end of the context. Raises `ConfigError` where one
-    cannot be reached, or is none."""
+    """Connect to MCP servers until the end of the context, and yield all their tools.
+
+    Args:
+        addresses: URLs (streamable HTTP) or command lines (stdio).
+        folder: Folder in which command lines run.
+        connect_timeout_s: Maximum seconds for a server to connect, and again to list its tools.
+        errors: File for the servers' stderr; None for this process's.
+
+    Raises:
+        ConfigError: A server cannot be reached or is no MCP server, or the `mcp` package is not installed.
+    """
     if not addresses:
         yield []
         return
@@ -125,7 +142,7 @@ async def mcp_tools(
 
 
 class _LoopThread:
-    """An event loop in a thread of its own."""
+    """Runs an event loop in its own thread."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -136,7 +153,7 @@ class _LoopThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     def end(self) -> None:
-        """Waits for the thread, if it is not stuck."""
+        """Stop the loop and wait for its thread, at most `ENDED_WITHIN_S` seconds in case it is stuck."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(ENDED_WITHIN_S)
 
@@ -151,10 +168,10 @@ class _LoopThread:
 async def _made(
     addresses: Sequence[str], folder: Path, connect_timeout_s: float, errors: TextIO | None
 ) -> list[McpServer]:
-    """On their loop; the library is imported there too, as that takes a second."""
+    """Create the servers on their own loop, and import the library there, because that takes a second."""
     import mcp as _  # noqa: F401
 
-    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it tells each request
+    logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
     servers = [McpServer(address, folder, connect_timeout_s, errors) for address in dict.fromkeys(addresses)]
     for server in servers:
         server.check_program()
@@ -162,7 +179,11 @@ async def _made(
 
 
 async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
-    """The schemas of all its tools, all pages."""
+    """Connect to a server and return the schemas of its tools, from all pages.
+
+    Raises:
+        ConfigError: The server cannot be reached, does not answer in time, or has no usable tools.
+    """
 
     async def listed(client: Client) -> list[dict[str, Any]]:
         schemas, cursor = [], None
@@ -207,7 +228,10 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
 
 
 def _remedy(server: McpServer) -> str:
-    """Where a server gives no list. The stderr of one over HTTP is not here."""
+    """Return what to change if a server gives no list of tools.
+
+    The stderr of a server over HTTP is not on this machine, so only that of a command line is named.
+    """
     if server.command:
         return "mend its command line, or look at what it wrote to stderr"
     if not urlsplit(server.shown).path.strip("/"):
@@ -216,8 +240,11 @@ def _remedy(server: McpServer) -> str:
 
 
 def _text_of(result: CallToolResult) -> str:
-    """Text parts joined by newlines; structured content as JSON where there is no text, which would say the same; what
-    is not text is noted as left out."""
+    """Convert a result to text.
+
+    Text parts are joined by newlines. Structured content becomes JSON only if there is no text, because the text would
+    say the same. Notes at the end name the parts that are not text and were left out.
+    """
     texts, notes = [], []
     for part in result.content:
         resource = getattr(part, "resource", part)

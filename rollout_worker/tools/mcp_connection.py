@@ -1,14 +1,12 @@
-"""The connection to one MCP server: made when it is needed, made anew after it was lost.
+"""Connects to one MCP server when a call needs it, and again after the connection was lost.
 
-All of it runs on the loop of `mcp`, which is not the worker's. A connection is entered and left by one task, its owner,
-as the library asks; calls run beside it, and end with it.
+All code here runs on the loop of `tools/mcp.py`, which is not the worker's. One task, the owner, enters and leaves a
+connection, as the library requires. Calls run beside the owner and end with it.
 
-What an MCP server sends, made such that the library takes it: a call whose answer it drops would wait for its whole
-time-out.
-
-A line that the library cannot read is read here: half characters are replaced, and what cannot be read even so becomes
-an error that answers its call. Answers of very many parts are cut, and notifications, which nobody waits for, go no
-further.
+Messages of a server are repaired before the library reads them. If the library dropped an answer, its call would wait
+for its whole time-out. In a line that the library cannot read, half characters are replaced. If it still cannot be
+read, it becomes an error that answers its call. Answers with very many parts are cut. Notifications are dropped,
+because nothing waits for them.
 """
 
 from __future__ import annotations
@@ -38,10 +36,10 @@ if TYPE_CHECKING:
     from mcp.types import JSONRPCMessage
 
 
-# Of one answer; the library takes seconds for hundreds of thousands.
+# Bounds the parts of one answer. The library takes seconds for hundreds of thousands.
 MAX_PARTS = 1000
 
-# The id of a message whose inside cannot be read: servers write it first or last.
+# If a message cannot be read, its id is searched in this many characters at each end: servers write it first or last.
 _WITHIN = 200
 
 _ID_FIRST = re.compile(r'\s*{[^{\[]*?"id"\s*:\s*(\d{1,15})\s*,')
@@ -50,7 +48,7 @@ _ID_LAST = re.compile(r'[\]}]\s*,\s*"id"\s*:\s*(\d{1,15})\s*}\s*$')
 
 
 class Mended:
-    """A transport, with what comes from its server mended."""
+    """Wraps a transport and repairs the messages from its server."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -64,7 +62,7 @@ class Mended:
 
 
 class MendedStream:
-    """The messages of a stream, mended; an error of the transport stays one."""
+    """Yields the repaired messages of a stream. Errors of the transport stay errors."""
 
     def __init__(self, stream: ReadStream[SessionMessage | Exception]) -> None:
         self._stream = stream
@@ -98,12 +96,12 @@ class MendedStream:
         await self.aclose()
 
     def __getattr__(self, name: str) -> Any:
-        """`last_context`, which some streams of the library have."""
+        """Pass on other attributes, such as `last_context`, which some streams of the library have."""
         return getattr(self._stream, name)
 
 
 def mended(item: SessionMessage | Exception) -> SessionMessage | Exception:
-    """A message that the library takes, if one can be made of it."""
+    """Repair a message so that the library accepts it; return it unchanged if that is not possible."""
     from mcp.shared.message import SessionMessage
     from mcp.types import JSONRPCResponse
     from pydantic import ValidationError
@@ -140,10 +138,10 @@ def _cut(result: dict[str, Any]) -> None:
         result["content"] = [*parts[:MAX_PARTS], note]
 
 
-# After a connection failed, calls fail at once for so long: no storm of processes.
+# For this time after a failed connection calls fail at once. Otherwise each call would start a process.
 RETRY_AFTER_S = 1.0
 
-# A server that is told to end may take so long, before and after its processes get signals.
+# Bounds the end of a server, with the time before and after its processes get signals.
 _CLOSED_WITHIN_S = 10.0
 
 _HTTP_CONNECT_S = 30.0
@@ -152,12 +150,22 @@ _SHOWN_CHARACTERS = 120
 
 
 class McpFailed(Exception):
-    """A call or a connection failed; the text says why."""
+    """Is raised when a call or a connection fails. Its text says why."""
 
 
 class McpServer:
-    """One server. `address`: a URL (streamable HTTP) or a command line (stdio), run in `folder`; `errors`: where its
-    stderr goes; `clock`: seconds, monotonic. Raises `ConfigError` for an address that cannot be one."""
+    """Runs work on one MCP server, over a connection that its calls share.
+
+    Args:
+        address: URL (streamable HTTP) or command line (stdio).
+        folder: Folder in which a command line runs.
+        connect_timeout_s: Maximum seconds to connect.
+        errors: File for the server's stderr; None for this process's.
+        clock: Returns monotonic seconds.
+
+    Raises:
+        ConfigError: The address cannot be that of a server.
+    """
 
     def __init__(
         self,
@@ -179,11 +187,19 @@ class McpServer:
         self._failure, self._again_at = "", -float("inf")
 
     async def connect(self) -> None:
-        """Raises `McpFailed`."""
+        """Connect, unless a connection is open.
+
+        Raises:
+            McpFailed: The server cannot be reached.
+        """
         await self._connected()
 
     async def use(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
-        """What `work` gives. Raises `McpFailed` where the server is not there, goes away, or answers with an error."""
+        """Run `work` with the connected client and return its result.
+
+        Raises:
+            McpFailed: The server cannot be reached, goes away, or answers with an error.
+        """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR
 
@@ -215,7 +231,7 @@ class McpServer:
                 raise McpFailed(self._failure)
             self._opening = asyncio.create_task(self._open())
             self._opening.add_done_callback(taken_note_of)
-        # The calls of a moment share one connection, and it is made even if the first of them is given up.
+        # Calls that wait at the same time share this connection, so it must open even if the first call is cancelled.
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> _Connection:
@@ -242,7 +258,7 @@ class McpServer:
         if not self.command:
             import httpx2
 
-            # Its own limit of 100 calls at one time would end the connection, and a slow call is timed by its caller.
+            # httpx2's own limit of 100 calls at a time would end the connection. The caller bounds the time of a call.
             client = httpx2.AsyncClient(
                 timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S), limits=httpx2.Limits(max_connections=None)
             )
@@ -258,7 +274,11 @@ class McpServer:
         return stdio_client(parameters, self._errors or sys.stderr)
 
     def check_program(self) -> None:
-        """Raises `ConfigError` where the command's program is not there."""
+        """Check that the program of a command line exists.
+
+        Raises:
+            ConfigError: There is no such program.
+        """
         if not self.command:
             return
         program = self.command[0]
@@ -271,7 +291,11 @@ class McpServer:
 
 
 class _Connection:
-    """One connection from its opening to its end. `lives`: calls may still begin."""
+    """Holds one connection from its opening to its end.
+
+    Attributes:
+        lives: Whether calls may still begin.
+    """
 
     def __init__(self, transport: Callable[[contextlib.AsyncExitStack], Transport], shown: str) -> None:
         self._transport = transport
@@ -287,7 +311,14 @@ class _Connection:
         return not self._retired and self._owner is not None and not self._owner.done()
 
     async def open(self, timeout_s: float) -> None:
-        """Raises `McpFailed`; what was begun is ended then."""
+        """Open the connection. If this fails, the owner is cancelled.
+
+        Args:
+            timeout_s: Maximum seconds to connect.
+
+        Raises:
+            McpFailed: The server cannot be reached, or did not answer in time.
+        """
         self._owner = asyncio.create_task(self._own())
         self._owner.add_done_callback(taken_note_of)
         either: list[asyncio.Future[Any]] = [self._owner, self._ready]
@@ -304,7 +335,11 @@ class _Connection:
                 await asyncio.wait([self._owner], timeout=_CLOSED_WITHIN_S)
 
     async def run(self, work: Callable[[Client], Awaitable[Any]]) -> Any:
-        """Raises `McpFailed` if the connection ends first, and what `work` raises."""
+        """Run `work` with the client and return its result. Exceptions of `work` propagate.
+
+        Raises:
+            McpFailed: The connection ended first.
+        """
         assert self._owner is not None
         call = asyncio.ensure_future(work(self._ready.result()))
         self._running += 1
@@ -322,7 +357,7 @@ class _Connection:
                 self._leave.set()
 
     def retire(self) -> None:
-        """No call begins any more; it is closed when the last one is done."""
+        """Let no new call begin, and close the connection when the last call is done."""
         self._retired = True
         if not self._running:
             self._leave.set()
@@ -344,7 +379,7 @@ class _Connection:
             await self._leave.wait()
 
     def _end(self) -> str:
-        """What ended the owner, in words."""
+        """Return in words why the owner ended."""
         if self._owner is None or not self._owner.done() or self._owner.cancelled():
             return "it was closed"
         error = self._owner.exception()
@@ -354,13 +389,20 @@ class _Connection:
 
 
 def taken_note_of(task: asyncio.Future[Any]) -> None:
-    """Nobody may be waiting for it any more: what it raises is nobody's."""
+    """Read a task's exception, so that asyncio does not log it as never retrieved.
+
+    Its caller may no longer wait for it.
+    """
     if not task.cancelled():
         task.exception()
 
 
 def command_of(address: str) -> list[str]:
-    """The words of a command line; none of a URL. Raises `ConfigError`."""
+    """Split a command line into words; return none for a URL.
+
+    Raises:
+        ConfigError: The address is neither.
+    """
     try:
         return mcp_command(address)
     except ValueError as error:
@@ -368,7 +410,7 @@ def command_of(address: str) -> list[str]:
 
 
 def shown(address: str) -> str:
-    """The address as messages may show it: a URL without passwords and keys."""
+    """Return an address that messages may show: a URL without passwords and keys."""
     if isinstance(address, str) and address.startswith(("http://", "https://")):
         parts = urlsplit(address)
         return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], parts.path, "", ""))

@@ -1,7 +1,7 @@
-"""Starts an MCP server, none of whose processes outlives the worker, even where that is killed outright.
+"""Starts an MCP server and ensures that none of its processes outlives the worker, even if the worker is killed.
 
-Run as a program, `mcp_guard.py PID COMMAND...`, with nothing but the standard library: `PID` is the worker's. The
-server gets this process's stdin and stdout and belongs to its process group; its exit code is passed on.
+Run it as a program, `mcp_guard.py PID COMMAND...`, where `PID` is the worker's. It needs only the standard library.
+The server gets this process's stdin and stdout and belongs to its process group. Its exit code is passed on.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ _PR_SET_PDEATHSIG = 1
 
 def main(worker: int, command: list[str]) -> int:
     signal.signal(signal.SIGUSR1, _end_all)
-    # The whole group gets it, and the server may take its time; not ignored, as the server would inherit that.
+    # The whole group gets this signal, and this process must wait while the server ends. It has a handler and is not
+    # ignored, because the server would inherit that.
     signal.signal(signal.SIGTERM, _wait_on)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGUSR1)
         if os.getppid() != worker:
             return 1
-    # Elsewhere a server ends when its stdin does, as the protocol asks.
+    # On other systems a server ends when its stdin does, as the protocol requires.
     try:
         code = subprocess.Popen(command).wait()
     except OSError as error:

@@ -1,9 +1,8 @@
-"""The schema of a function, as a chat template shows it: made by transformers, and by pydantic for the types that
-transformers does not know.
+"""Makes the JSON schema of a function for chat templates, and the form of a schema that checks of arguments use.
 
-The docstring is Google-style, with a line for each parameter: the policy is told nothing else.
-
-JSON schemas of parameters as they are checked: transformers' dialect made plain, and what a check reads of one.
+Transformers makes the schema of a function; pydantic makes it for types that transformers does not know. The function
+needs a Google-style docstring with a line for each parameter, because the policy sees no other description. The form
+for checks turns transformers' dialect into plain JSON schema.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from protocol.config import ConfigError
 
 _BASIC = (int, float, str, bool, list, dict, tuple, type(None), Any)
 
-# Whether functions are described without schemas: see `leave_out_schemas`.
+# Whether functions are described without schemas. Set by `leave_out_schemas`.
 _left_out = False
 
 _TYPES = "int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a TypedDict or a pydantic model"
@@ -31,7 +30,13 @@ _TYPES = "int, float, str, bool, list, dict, Literal, an Enum, a dataclass, a Ty
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A function as a tool. `converters`: of the parameters whose values are made from JSON by pydantic."""
+    """Describes a function as a tool.
+
+    Attributes:
+        name: The tool's name.
+        schema: JSON schema for chat templates.
+        converters: Pydantic adapters by parameter, for parameters that need more than the JSON value.
+    """
 
     name: str
     schema: dict[str, Any]
@@ -41,16 +46,19 @@ class Described:
 def leave_out_schemas() -> None:
     """Describe functions without their schemas from now on.
 
-    For a process that runs tools which another process has described to the policy: to import transformers, which makes
-    the schemas, takes a second.
+    Call this in a process that runs tools which another process has described to the policy. Transformers makes the
+    schemas, and its import takes a second.
     """
     global _left_out
     _left_out = True
 
 
 def described(function: Callable[..., Any]) -> Described:
-    """The schema of a function, method, partial or callable object. Raises `ConfigError` with the remedy where none
-    can be made."""
+    """Describe a function, method, partial or callable object as a tool.
+
+    Raises:
+        ConfigError: No schema can be made. The text says what to change.
+    """
     name = name_of(function)
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(
@@ -72,7 +80,10 @@ def described(function: Callable[..., Any]) -> Described:
 
 
 def name_of(function: Any) -> str:
-    """What the policy calls it by: a partial's is its function's, an object's its class's, where they have none."""
+    """Return the name by which the policy calls a function.
+
+    A partial without a name has its function's name; an object without a name has its class's name.
+    """
     named = getattr(function, "__name__", None)
     if isinstance(named, str):
         return named
@@ -112,8 +123,12 @@ def _bare(name: str) -> dict[str, Any]:
 
 
 def _by_transformers(function: Callable[..., Any]) -> dict[str, Any]:
-    """The schema as chat templates are given it. Raises `ConfigError` for a function that lacks hints or docstring."""
-    # Here, so that a task without tools, and a process that leaves schemas out, do without the import.
+    """Make the schema for chat templates with transformers.
+
+    Raises:
+        ConfigError: The function lacks type hints or a docstring.
+    """
+    # Imported here, because a task without tools and a process that leaves out schemas do not need it.
     from transformers.utils import get_json_schema
     from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
 
@@ -128,7 +143,7 @@ def _by_transformers(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _target(function: Any) -> tuple[Callable[..., Any], set[str]]:
-    """The function behind a partial or a callable object, and the names that partials have filled in."""
+    """Return the function behind a partial or a callable object, and the names that partials have filled in."""
     bound: set[str] = set()
     while isinstance(function, partial):
         bound |= set(function.keywords)
@@ -146,7 +161,10 @@ def _stand_in(
     hints: Mapping[str, Any],
     exotic: set[str],
 ) -> Callable[..., Any]:
-    """A function that transformers describes as `function` is to be: with its text, and with `Any` for exotic types."""
+    """Make a function for transformers to describe in place of `function`.
+
+    It has the docstring of `function`, and `Any` for the types that transformers does not know (`exotic`).
+    """
 
     def shown() -> None: ...
 
@@ -166,7 +184,7 @@ def _stand_in(
 
 
 def _is_plain(hint: Any) -> bool:
-    """Whether transformers says all of a type, and JSON gives its values as they are."""
+    """Return whether transformers describes a type completely and its values need no conversion from JSON."""
     origin, parts = get_origin(hint), get_args(hint)
     if origin is None:
         return hint is None or any(hint is basic for basic in _BASIC)
@@ -192,7 +210,7 @@ def _adapter(tool: str, parameter: str, hint: Any) -> TypeAdapter[Any]:
 
 
 def _with_pydantics_dicts(hint: Any) -> Any:
-    """`hint` with each TypedDict as the one of `typing_extensions`: before Python 3.12 pydantic takes no other."""
+    """Replace each TypedDict in `hint` by that of `typing_extensions`: before Python 3.12 pydantic takes no other."""
     if is_typeddict(hint):
         fields = get_type_hints(hint, include_extras=True)
         required = hint.__required_keys__
@@ -210,7 +228,11 @@ def _with_pydantics_dicts(hint: Any) -> Any:
 
 
 def _by_pydantic(adapter: TypeAdapter[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The schema without titles, references inlined; and the definitions that refer to themselves, which cannot be."""
+    """Make a schema with pydantic, without titles and with references inlined.
+
+    Returns:
+        The schema, and by name the definitions that refer to themselves, which cannot be inlined.
+    """
     schema = adapter.json_schema()
     definitions = schema.pop("$defs", {})
     kept: dict[str, Any] = {}
@@ -243,14 +265,15 @@ def _by_pydantic(adapter: TypeAdapter[Any]) -> tuple[dict[str, Any], dict[str, A
     return made, kept
 
 
-# Keywords by what they hold: schemas by name, one schema, a list of schemas.
+# These keywords hold schemas by name; those of `_ONE` hold one schema, those of `_SEVERAL` a list of schemas.
 _BY_NAME = ("properties", "$defs", "definitions", "dependentSchemas")
 
 _ONE = ("items", "additionalProperties", "contains", "not", "if", "then", "else", "propertyNames")
 
 _SEVERAL = ("anyOf", "oneOf", "allOf", "prefixItems")
 
-# A check of these may take for ever, or asks for a document from elsewhere.
+# These are removed before a check. Some may never end, some ask for a document from elsewhere, and `nullable` is
+# OpenAPI's: `checked_form` turns it into a type.
 _UNCHECKED = ("pattern", "patternProperties", "uniqueItems", "format", "$dynamicRef", "$schema", "$id", "nullable")
 
 _MAX_HOPS = 16
@@ -267,8 +290,10 @@ NAMES: dict[type, tuple[str, ...]] = {
 
 
 def checked_form(schema: Any) -> Any:
-    """`schema` with OpenAPI's `nullable`, which transformers writes, as a type of its own, and without what is not
-    checked."""
+    """Return a schema in the form for checks.
+
+    OpenAPI's `nullable`, which transformers writes, becomes the type "null". Keywords that are not checked are removed.
+    """
     if not isinstance(schema, dict):
         return schema
     form = {name: value for name, value in schema.items() if name not in _UNCHECKED}
@@ -299,7 +324,7 @@ def _or_null(form: dict[str, Any]) -> dict[str, Any]:
 
 
 def types_of(schema: Any) -> set[str] | None:
-    """The JSON types that a schema takes; None if it names none."""
+    """Return the JSON types that a schema accepts; None if it names none."""
     if not isinstance(schema, dict):
         return None
     kinds = schema.get("type")
@@ -314,14 +339,18 @@ def types_of(schema: Any) -> set[str] | None:
 
 
 def allows(types: set[str], value: Any) -> bool:
-    """Whether a JSON value is of one of `types`; 2.0 is an integer, True is no number."""
+    """Return whether a JSON value is of one of `types`. Here 2.0 is an integer, and True is not a number."""
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return True
     return not types.isdisjoint(NAMES.get(type(value), ()))
 
 
 def resolved(schema: Any, root: Mapping[str, Any]) -> Any:
-    """What a reference within `root` refers to; anything else as it is."""
+    """Follow a reference within `root`, through at most `_MAX_HOPS` references; return other schemas unchanged.
+
+    Returns:
+        The schema; None if the reference leads nowhere or through too many others.
+    """
     for _ in range(_MAX_HOPS):
         ref = schema.get("$ref") if isinstance(schema, dict) else None
         if not isinstance(ref, str) or not ref.startswith("#"):

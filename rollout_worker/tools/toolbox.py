@@ -1,9 +1,7 @@
-"""The tools of an episode.
+"""Opens all tools of a task, its own and those of MCP servers, and runs the calls of an episode.
 
-Whatever goes wrong in a call becomes a tool message for the policy, `{"error": ...}`, and is counted by tool and
-reason; it never raises.
-
-All tools of a task, its own and those of MCP servers, for as long as they are needed.
+A failure of a call never raises. It becomes a tool message for the policy, `{"error": ...}`, and is counted by tool
+and reason.
 """
 
 from __future__ import annotations
@@ -46,8 +44,20 @@ class _Entry:
 
 
 class ToolBox:
-    """Functions and tools by their names. `isolated`: functions run in child processes. Raises `ConfigError` for a
-    function from which no schema can be made, a schema that is none, and for a name that two tools have."""
+    """Holds functions and tools by name, and runs calls of them.
+
+    Args:
+        tools: Functions and `Tool` objects.
+        timeout_s: Maximum seconds of a call.
+        code: Runs user code.
+        isolated: Whether functions run in child processes.
+
+    Attributes:
+        schemas: JSON schemas of the tools, in order.
+
+    Raises:
+        ConfigError: No schema can be made from a function, a schema is invalid, or two tools have the same name.
+    """
 
     def __init__(
         self,
@@ -66,8 +76,10 @@ class ToolBox:
             self._add(tool, schema)
 
     async def run(self, calls: Sequence[ToolCall | MalformedCall]) -> list[ToolResult]:
-        """The results of a turn's calls, in order; the calls run side by side, but those of an environment's methods
-        one after another."""
+        """Run the calls of a turn and return their results, in the order of the calls.
+
+        Calls run at the same time, except that calls of an environment's methods run one after another.
+        """
         if len(calls) == 1:
             return [await self._run(calls[0])]
         results: dict[int, ToolResult] = {}
@@ -82,7 +94,11 @@ class ToolBox:
         return [results[place] for place in range(len(calls))]
 
     def and_tools(self, tools: Sequence[Tool]) -> ToolBox:
-        """A box with these tools besides. Raises `ConfigError` as a new one does."""
+        """Return a copy that has these tools too.
+
+        Raises:
+            ConfigError: A schema is invalid, or two tools have the same name.
+        """
         box = copy.copy(self)
         box._tools, box.schemas = dict(self._tools), list(self.schemas)
         for tool in tools:
@@ -91,7 +107,10 @@ class ToolBox:
         return box
 
     def with_each(self, change: Callable[[Tool], Tool]) -> ToolBox:
-        """A box with each tool as `change` gives it, which has the same name and schema: nothing is checked again."""
+        """Return a copy with each tool replaced by `change(tool)`.
+
+        The new tool must have the same name and schema, because nothing is checked again.
+        """
         box = copy.copy(self)
         box._tools = {name: replace(entry, tool=change(entry.tool)) for name, entry in self._tools.items()}
         return box
@@ -161,7 +180,7 @@ class ToolBox:
 
 
 async def _fitted(parameters: Parameters, given: dict[str, Any] | str) -> Arguments:
-    """Large arguments are made fit in a thread: it would stop the loop."""
+    """Fit arguments to a tool's parameters, large ones in a thread because they would block the event loop."""
     if small(given):
         return parameters.fit(given)
     arguments: Arguments = await in_thread(parameters.fit, given=given)
@@ -189,16 +208,20 @@ async def open_tools(
     code: UserCode,
     errors: TextIO | None = None,
 ) -> AsyncIterator[ToolBox]:
-    """Open the task's tools, and those of its MCP servers and the run file's, which stay connected inside.
+    """Open the task's tools, and the tools of its MCP servers and of the run file's.
 
-    Servers that are commands run in the task file's folder.
+    The servers stay connected until the end of the context. Servers that are commands run in the task file's folder.
 
     Args:
-        errors: A file that is read and written, for the servers' stderr; None for this process's.
+        config: The run file.
+        tools: The task's functions and `Tool` objects.
+        mcp_servers: The task's URLs and command lines of MCP servers.
+        code: Runs user code.
+        errors: File for the servers' stderr, open to read and write; None for this process's.
 
     Raises:
-        ConfigError: A server gives no tools (with the end of its stderr, where `errors` has it), or tools do not fit
-            together.
+        ConfigError: A server gives no tools, or tools do not fit together. The text has the end of the servers' stderr
+            if `errors` holds it.
     """
     addresses = [*mcp_servers, *config.task.mcp_servers]
     async with AsyncExitStack() as stack:

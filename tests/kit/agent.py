@@ -1,4 +1,4 @@
-"""Agents of tests, and what they ask with: raw HTTP, as any client would send it."""
+"""Builds tasks with agents, and a client for them that sends raw HTTP, as any client would."""
 
 from __future__ import annotations
 
@@ -36,7 +36,13 @@ class Reply:
 
 
 class Client:
-    """A client of one endpoint. `key`: in place of the endpoint's."""
+    """Asks one endpoint over HTTP.
+
+    Args:
+        endpoint: The endpoint.
+        session: Sends the requests.
+        key: API key to use in place of the endpoint's; None for the endpoint's.
+    """
 
     def __init__(self, endpoint: Endpoint, session: aiohttp.ClientSession, key: str | None = None) -> None:
         self.endpoint = endpoint
@@ -44,7 +50,7 @@ class Client:
         self._headers = {"Authorization": f"Bearer {endpoint.api_key if key is None else key}"}
 
     async def ask(self, messages: Any = (USER,), **fields: Any) -> Reply:
-        """Answers to `messages`, with further fields of the request."""
+        """Ask for a reply to `messages`; `fields` are further fields of the request."""
         return await self.post(json.dumps({"model": self.endpoint.model, "messages": list(messages), **fields}))
 
     async def post(self, body: str | bytes, path: str = "/chat/completions") -> Reply:
@@ -65,12 +71,12 @@ async def client_of(endpoint: Endpoint, key: str | None = None) -> AsyncIterator
 
 
 def agent_task(agent: Callable[..., Any], **changes: Any) -> Any:
-    """A task with this agent, whose rewards are its own where none are given."""
+    """Make a task with this agent and no tools. Unless `changes` has rewards, the agent gives its own."""
     return task(**{"tools": (), "rewards": (), "agent": agent, **changes})
 
 
 def results_of(message: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the tool answers to an assistant's calls."""
+    """Return the tool messages that answer an assistant's calls of `multiply`."""
     found = []
     for call in message.get("tool_calls") or []:
         product = multiply(**json.loads(call["function"]["arguments"]))

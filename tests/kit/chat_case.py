@@ -1,4 +1,4 @@
-"""One model family in one chat format, as the tests and docs/models.md take it."""
+"""Defines a case: one model family in one chat format, for the tests and docs/models.md."""
 
 from __future__ import annotations
 
@@ -11,9 +11,15 @@ from rollout_worker.chat.base import ChatFormat
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """family: as people call it; how: what makes it work, such as `renderer qwen3` or `template, parser hermes`; build:
-    the format for tools with these JSON schemas; tokenizer: the family's own, or one that stands in; thinking: what
-    becomes of reasoning, in a few words."""
+    """Holds one model family in one chat format.
+
+    Attributes:
+        family: Name of the family, as people call it.
+        how: What makes it work, such as `renderer qwen3` or `template, parser hermes`.
+        build: Builds the format for tools with these JSON schemas.
+        tokenizer: Whether the tokenizer is the family's own ("real") or a stand-in.
+        thinking: How reasoning is handled, in a few words.
+    """
 
     family: str
     how: str

@@ -1,4 +1,4 @@
-"""The one run file of the tests, small in every way; presets make it fit one process's tests."""
+"""Builds the one run file of the tests, which is small in every way. Presets adapt it to the tests of one process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _BASE: Sections = {
     "learner": {"groups_per_step": 2},
 }
 
-# Episodes against the fake vLLM, whose requests must not hang for long.
+# For episodes against the fake vLLM. Their requests must not hang for long.
 WORKER: Sections = {
     "rollout": {"max_turn_tokens": 64, "max_episode_tokens": 256},
     "worker": {"request_timeout_s": 5.0},
     "vllm": {"max_model_len": 1024},
 }
 
-# Rows of at most 64 tokens, for the tiny model.
+# For the tiny model: rows have at most 64 tokens.
 LEARNER: Sections = {
     "rollout": {"max_turn_tokens": 16},
     "learner": {"token_budget": 64},
@@ -33,7 +33,12 @@ LEARNER: Sections = {
 
 
 def config(*presets: Sections, **sections: Mapping[str, Any]) -> RunConfig:
-    """A run file with B = 2, K = 4 and groups of 2; `presets` and then `sections` override single settings."""
+    """Build a run file with B = 2 groups a step, K = 4 as maximum staleness, and groups of 2.
+
+    Args:
+        *presets: Sections that override single settings, in order.
+        **sections: Sections that override single settings after the presets.
+    """
     values: dict[str, dict[str, Any]] = {}
     for layer in (_BASE, *presets, sections):
         for name, section in layer.items():

@@ -1,4 +1,4 @@
-"""A fake of a server that speaks OpenAI's chat completions, for programs that own their loop."""
+"""Fakes a server with OpenAI's chat completions, for programs that own their loop."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ class Request:
 
 
 class FakeOpenAI:
-    """`reply` makes of a request's messages what the model says: a text, or the arguments of a call of `multiply`.
-    `requests` holds what was asked, in order."""
+    """Answers chat completions with what `reply` returns.
+
+    Attributes:
+        reply: Maps the messages of a request to the model's reply: a text, or the arguments of a call of `multiply`.
+        requests: All requests, in order.
+    """
 
     def __init__(self, reply: Reply) -> None:
         self.reply = reply
@@ -30,12 +34,12 @@ class FakeOpenAI:
 
     @property
     def conversations(self) -> list[list[dict[str, Any]]]:
-        """The messages of each request."""
+        """Return the messages of each request."""
         return [request.body["messages"] for request in self.requests]
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Its base URL, while it runs."""
+        """Run the server inside the context, and yield its base URL."""
         app = web.Application()
         app.router.add_post("/v1/chat/completions", self._answer)
         async with TestServer(app) as server:

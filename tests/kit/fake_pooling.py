@@ -1,5 +1,7 @@
-"""A fake of vLLM's pooling server: `POST /classify` and `GET /v1/models`, as vLLM 0.32 answers them, with failures that
-a test asks for."""
+"""Fakes vLLM's pooling server: `POST /classify` and `GET /v1/models`, with the answers of vLLM 0.32.
+
+A test can ask for failures.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,16 @@ from aiohttp.test_utils import TestServer
 
 
 class FakePooling:
-    """`score` gives the logits of one text, or of one conversation. `answers`: status codes of the next answers, before
-    it goes well; `raw`: a body to give in place of the right one; `generates`: it is a server of the other kind,
-    without the route. `requests` holds the bodies."""
+    """Scores texts and conversations as a reward model would.
+
+    Attributes:
+        score: Returns the logits of one text, or of one conversation.
+        model: Name of the model.
+        answers: Status codes of the next answers. After these, answers succeed.
+        raw: Body to return in place of the right one; None for the right one.
+        generates: Whether this is a server that generates, which lacks the route `/classify`.
+        requests: Bodies of all requests, in order.
+    """
 
     def __init__(self, score: Callable[[Any], list[float]], model: str = "org/reward-model") -> None:
         self.score = score
@@ -49,7 +58,7 @@ class FakePooling:
 
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[str]:
-        """Its URL, while it runs."""
+        """Run the server inside the context, and yield its URL."""
         app = web.Application()
         app.add_routes([web.post("/classify", self._classify), web.get("/v1/models", self._models)])
         async with TestServer(app) as server:

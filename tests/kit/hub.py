@@ -1,4 +1,7 @@
-"""What is sent to a hub in tests. It imports no torch: a process that uploads starts in half a second."""
+"""Makes models and run files for tests that upload to a hub.
+
+It does not import torch, so that a process that uploads starts in half a second.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builders and stand-ins for the learner's tests."""
+"""Builds samples, tokens and statuses for the learner's tests, and stands in for the queue."""
 
 from __future__ import annotations
 
@@ -21,7 +21,14 @@ from tests.kit.messages import VOCABULARY, group
 
 
 def sample(length: int, prompt: int, seed: int, rollout: int = 0) -> Sample:
-    """A sequence of `length` random tokens, sampled from `prompt` on, of the rollout with this number."""
+    """Make a sequence of random tokens.
+
+    Args:
+        length: Number of tokens.
+        prompt: Number of tokens that were given. The others are sampled.
+        seed: Seed of the random values.
+        rollout: Number of the rollout it belongs to.
+    """
     random = np.random.default_rng(seed)
     sampled = np.arange(length) >= prompt
     return Sample(
@@ -35,7 +42,10 @@ def sample(length: int, prompt: int, seed: int, rollout: int = 0) -> Sample:
 
 
 def step_rollouts(samples: Sequence[Sample], group_size: int = 2) -> StepRollouts:
-    """The rollouts of samples, with random rewards: numbers up to the highest, `group_size` to a group."""
+    """Make the rollouts of samples, with random rewards.
+
+    Rollouts have the numbers from 0 to the highest in `samples`; each group has `group_size` of them.
+    """
     count = 1 + max(item.rollout for item in samples)
     tokens = np.zeros(count, dtype=np.int64)
     for item in samples:
@@ -46,9 +56,15 @@ def step_rollouts(samples: Sequence[Sample], group_size: int = 2) -> StepRollout
 def tokens(
     ratios: npt.ArrayLike, advantages: npt.ArrayLike, weights: npt.ArrayLike | None = None, **changes: Any
 ) -> Tokens:
-    """Tokens of the given ratios p / p_behaviour, each [N]; the sampler gave each a log-prob of -2.
+    """Make N tokens with the given ratios. The sampler's log-prob of each is -2.
 
-    All are of one rollout, unless `changes` has fields of `Tokens` that say otherwise; sums over rollouts follow.
+    All belong to one rollout, unless `changes` has other values. Sums over rollouts are computed from the rest.
+
+    Args:
+        ratios: p / p_behaviour, [N].
+        advantages: Advantages, [N].
+        weights: Weights, [N]; None for ones.
+        **changes: Fields of `Tokens` that replace the defaults.
     """
     log_ratios = torch.from_numpy(np.log(np.asarray(ratios, dtype=np.float32)))
     size = len(log_ratios)
@@ -77,17 +93,19 @@ def tokens(
 
 
 def joined(first: Tokens, second: Tokens) -> Tokens:
-    """The tokens of two rows in one; the rollouts of the second get numbers of their own."""
+    """Join the tokens of two rows into one. Rollouts of the second get new numbers."""
     apart = second.but(rollout=second.rollout + first.rollout.max() + 1)
     pairs = zip(vars(first).items(), vars(apart).values(), strict=True)
     return Tokens(**{name: a if a is None or b is None else torch.cat([a, b]) for (name, a), b in pairs})
 
 
 class FakeQueue:
-    """The learner's side of the queue, in memory, with the face of `QueueClient`.
+    """Stands in for the learner's side of the queue, in memory, with the methods of `QueueClient`.
 
-    `supply(n, version)` makes up to n more groups when the learner is at `version`. `log` records what happened, in
-    order; a publisher may share it.
+    Attributes:
+        supply: `supply(n, version)` makes up to n more groups when the learner is at `version`.
+        expires_in_s: Seconds until a lease expires, as each reply says.
+        log: Records all events in order. A publisher may share it.
     """
 
     def __init__(
@@ -188,7 +206,7 @@ class FakeQueue:
 
 
 def endless() -> Callable[[int, int], list[Group]]:
-    """A supply that always has groups, numbered from `t0` on, sampled by the learner's version at the time."""
+    """Make a supply that always has groups, numbered from `t0`. The learner's version at the time sampled them."""
     count = 0
 
     def supply(n: int, version: int) -> list[Group]:
@@ -200,7 +218,7 @@ def endless() -> Callable[[int, int], list[Group]]:
 
 
 def in_turn(*groups: Group) -> Callable[[int, int], list[Group]]:
-    """A supply of these groups, once."""
+    """Make a supply that gives each of these groups once, in order."""
     rest = list(groups)
 
     def supply(n: int, version: int) -> list[Group]:

@@ -1,5 +1,7 @@
-"""A real queue behind HTTP, in a thread of its own, with a worker that answers every ticket; for the learner's tests,
-whose loop is no event loop."""
+"""Runs a real queue behind HTTP in its own thread, with a worker that answers every ticket.
+
+It is for the learner's tests, because the learner's loop is not an event loop.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,19 @@ from weight_sync.weights.snapshot import Probe
 
 T = TypeVar("T")
 
-# While no session has begun, or another has just begun.
+# The queue refuses for these reasons while no session has begun, or when another has just begun.
 _PASSING = (reasons.SESSION_AWAITED, reasons.UNREGISTERED, reasons.TICKET_ENDED, reasons.RUN_FINISHED)
 
 Make = Callable[[Ticket], Group]
 
 
 def of_row(ticket: Ticket, version: int | None = None) -> Group:
-    """A group whose tokens, log-probs and rewards follow from its row alone; `version`: the ticket's by default."""
+    """Make a group with tokens, log-probs and rewards that depend only on its row.
+
+    Args:
+        ticket: The ticket to answer.
+        version: Version that sampled the tokens; None for the ticket's.
+    """
     sampled = ticket.version if version is None else version
     random = np.random.default_rng(ticket.index)
     lengths = random.integers(3, 12, 2)
@@ -59,7 +66,12 @@ def of_row(ticket: Ticket, version: int | None = None) -> Group:
 
 
 class LiveQueue:
-    """`config`: its run directory has the store. `make`: what the worker answers a ticket with."""
+    """Runs the queue and its worker while the context is open.
+
+    Args:
+        config: The run file. Its run directory holds the store.
+        make: Makes the group that answers a ticket.
+    """
 
     def __init__(self, config: RunConfig, make: Make = of_row) -> None:
         self.config = config
@@ -83,7 +95,7 @@ class LiveQueue:
         assert self.failure is None, f"the worker failed: {self.failure!r}"
 
     def call(self, work: Callable[[QueueClient], Coroutine[Any, Any, T]]) -> T:
-        """Run on the queue's loop, with a client of its own."""
+        """Run `work` on the queue's loop with a new client, and return its result."""
 
         async def ask() -> T:
             async with QueueClient(self.url, patience_s=5.0) as client:
@@ -118,7 +130,7 @@ class LiveQueue:
                     await client.heartbeat(WorkerReport("w", [], fingerprint=known))
                     reply = await client.tickets(TicketRequest("w", 1, wait_s=0.5, have=[]))
                     for ticket in reply.tickets:
-                        # Nothing is sampled by weights that no server has.
+                        # A group must not be newer than the weights that a server has.
                         served = self.broker.fleet.served_version
                         version = ticket.version if served is None else min(ticket.version, served)
                         await client.submit(self.make(msgspec.structs.replace(ticket, version=version)))
@@ -131,7 +143,7 @@ class LiveQueue:
 
 
 class LivePublisher:
-    """Tells the queue that its server has what was published, as weight sync does."""
+    """Tells the queue that its server has the published version, as weight sync does."""
 
     def __init__(self, queue: LiveQueue) -> None:
         self.queue = queue

@@ -1,4 +1,7 @@
-"""What tensors take, from the operations that make them: the same at each run, whatever else the machine does."""
+"""Counts the memory of tensors from the operations that make them.
+
+The count is the same at each run, no matter what else the machine does.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,14 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Inside this context manager, bytes of the tensors that operations made, forward and backward: `now`, and the
-    most at any time, `peak`. What an operation uses within itself does not count."""
+    """Counts bytes of the tensors that operations make inside this context, forward and backward.
+
+    Memory that an operation uses internally does not count.
+
+    Attributes:
+        now: Bytes of these tensors at present.
+        peak: Maximum of `now` so far.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Segments and groups that keep every rule of the queue."""
+"""Makes segments and groups that keep every rule of the queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ SERVER = "vllm-0"
 
 
 def segment(versions: Sequence[int | None], seed: int = 0, server: int = 0) -> Segment:
-    """One token for each entry: the version that sampled it, or None for a token that was given."""
+    """Make a segment with one random token for each entry of `versions`.
+
+    Args:
+        versions: For each token the version that sampled it, or None for a token that was given.
+        seed: Seed of the tokens.
+        server: Index of the server in the group's `server_names`.
+    """
     random = np.random.default_rng(seed)
     mask = np.array([version is not None for version in versions], dtype=np.bool_)
     spans: list[VersionSpan] = []
@@ -39,8 +45,15 @@ def group(
     versions: Sequence[int | None] | None = None,
     **fields: Any,
 ) -> Group:
-    """The group of a ticket, one rollout for each reward, all with the same pattern of versions: by default two given
-    tokens and three that the ticket's version sampled. `fields` are the group's."""
+    """Make the group of a ticket, with one rollout for each reward.
+
+    Args:
+        ticket: The ticket, or its id.
+        rewards: One reward for each rollout.
+        versions: Versions of each rollout's tokens, as for `segment`. By default two tokens are given and the ticket's
+            version sampled three.
+        **fields: Fields of `Group` that replace the defaults.
+    """
     version = ticket.version if isinstance(ticket, Ticket) else 0
     pattern = (None, None, version, version, version) if versions is None else versions
     rollouts = [Rollout([segment(pattern, seed)], reward, "stop") for seed, reward in enumerate(rewards)]

@@ -1,4 +1,4 @@
-"""Ports of this machine for the processes of a test."""
+"""Finds free ports of this machine for the processes of a test."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """One that nobody listened on a moment ago and that this process has not had: the system gives some out again."""
+    """Return a port that was free a moment ago and that this function has not returned before.
+
+    The system itself may give out the same port again.
+    """
     while True:
         with socket.create_server(("127.0.0.1", 0)) as server:
             port = int(server.getsockname()[1])

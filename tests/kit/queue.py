@@ -1,4 +1,4 @@
-"""A served queue with a clock that tests turn."""
+"""Serves a queue over HTTP, with a clock that moves only when a test changes it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.kit.messages import SERVER
 
 @dataclass
 class FakeTime:
-    """Seconds, for both of the queue's clocks."""
+    """Is the time in seconds for both of the queue's clocks."""
 
     now: float = 1000.0
 
@@ -34,7 +34,7 @@ class FakeTime:
 
 @dataclass
 class Served:
-    """A queue behind real HTTP."""
+    """Holds a queue that is served over real HTTP."""
 
     url: str
     broker: Broker
@@ -43,7 +43,7 @@ class Served:
 
 @asynccontextmanager
 async def serving(config: RunConfig, store: Store | None = None) -> AsyncIterator[Served]:
-    """The queue on a free port, with a clock that stands still until the test turns it."""
+    """Serve the queue on a free port inside the context. Its clock stands still until the test changes it."""
     time = FakeTime()
     app = create_app(config, store or SqliteStore(MEMORY), time.clock())
     async with listening(app) as url:
@@ -51,7 +51,7 @@ async def serving(config: RunConfig, store: Store | None = None) -> AsyncIterato
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is up; a signal is left to pytest."""
+    """Sets `up` when it has started, and leaves signals to pytest."""
 
     def __init__(self, app: FastAPI) -> None:
         super().__init__(uvicorn.Config(app, access_log=False, log_level="warning", timeout_graceful_shutdown=2))
@@ -81,7 +81,7 @@ async def listening(app: FastAPI) -> AsyncIterator[str]:
 
 
 async def serve_version(client: QueueClient, version: int, name: str = SERVER) -> None:
-    """What weight sync tells the queue when it has published `version`."""
+    """Tell the queue, as weight sync does, that `version` has been published to a server."""
     await move_server(client, ServerState.SYNCING, name=name)
     await move_server(client, ServerState.SERVING, version, name)
 
@@ -89,6 +89,6 @@ async def serve_version(client: QueueClient, version: int, name: str = SERVER) -
 async def move_server(
     client: QueueClient, state: ServerState, version: int | None = None, name: str = SERVER, reason: str | None = None
 ) -> Server:
-    """What the newest learner tells the queue of a server."""
+    """Tell the queue a server's state, as the newest learner does."""
     url = next(server.url for server in await client.servers() if server.name == name)
     return await client.put_server(Server(name, url, state, version, reason), (await client.position()).session)

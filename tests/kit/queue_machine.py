@@ -1,4 +1,7 @@
-"""The queue without HTTP, on the real store and under a saboteur: the base of machines that test its decisions."""
+"""Runs the queue's decisions without HTTP, on the real store, with crashes at random times.
+
+State machines that test these decisions are built on it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,13 @@ from tests.kit.messages import SERVER
 
 
 class SabotagedQueue(RuleBasedStateMachine):
-    """A machine gives `run_config`, and rules for who uses the queue. `now` is the clock, in seconds."""
+    """Is the base of a state machine. The machine adds `run_config` and rules for the users of the queue.
+
+    Attributes:
+        run_config: The run file.
+        now: The clock, in seconds.
+        crash_after_commit: Whether the queue restarts after its next commit, before memory is updated.
+    """
 
     run_config: ClassVar[RunConfig]
 
@@ -34,7 +43,7 @@ class SabotagedQueue(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.store.close()
 
-    # How the queue carries out a decision: on disk first, then in memory, with a crash in between if so wished.
+    # The queue carries out a decision on disk first and then in memory. A rule can ask for a crash in between.
 
     def restart_queue(self) -> None:
         contents = self.store.load()
@@ -53,7 +62,7 @@ class SabotagedQueue(RuleBasedStateMachine):
         for server in decision.servers:
             self.fleet.apply(server)
 
-    # The saboteur.
+    # Crashes of the queue.
 
     @rule()
     def queue_killed_between_answers(self) -> None:
@@ -81,7 +90,7 @@ class SabotagedQueue(RuleBasedStateMachine):
         self.commit(servers.drain(self.fleet, self.ledger, SERVER, 0.0))
 
     def put_server(self, state: ServerState) -> None:
-        """One that drains is gone then, and registers again."""
+        """Put the server into a state. A server that drains is removed first and registers again."""
         known = self.fleet.get(SERVER)
         if known is not None and known.state is ServerState.DRAINING:
             self.commit(servers.remove(self.fleet, self.ledger, [SERVER]))

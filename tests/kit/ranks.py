@@ -1,9 +1,9 @@
-"""A rank 0 in a process of its own, with followers: the process of the tests keeps its one rank.
+"""Runs rank 0 and its followers in other processes, so that the process of the tests keeps its one rank.
 
 with Ranks(config) as ranks:
     state = ranks.call(some_function, argument)   # some_function(trainer, argument), in the process of rank 0
 
-All of them are copies of a process that has imported the learner, once for all tests: importing torch takes seconds.
+All ranks are copies of one process that has imported the learner for all tests, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from typing import Any, Self
 
 from protocol.config import RunConfig
 
-# For all ranks to load torch, on a busy machine.
+# Long enough for all ranks to load torch on a busy machine.
 ANSWERS_WITHIN_S = 240.0
 STDERR = 2
-# Processes that start as copies of one which has imported the learner, and has no thread yet.
+# New processes are copies of one that has imported the learner and has no thread yet.
 WARM = multiprocessing.get_context("forkserver")
 WARM.set_forkserver_preload(["learner.run", "learner.__main__"])
 
 
 class Ranks:
-    """As many ranks as the run file says; a context manager. `call` runs a function of a module, in turn.
+    """Runs as many ranks as the run file says while the context is open. `call` runs one function at a time.
 
     Args:
         config: The run file.
-        resume: From the run's newest checkpoint.
-        first: Is called in each process with its rank, before the rank begins; not with `fresh`.
-        fresh: Start each process as the learner itself does, and import all there.
+        resume: Whether to start from the run's newest checkpoint.
+        first: Called in each process with its rank, before the rank begins. Not called if `fresh`.
+        fresh: Whether to start each process as the learner itself does, which imports everything there.
     """
 
     def __init__(
@@ -69,7 +69,11 @@ class Ranks:
             self._process.kill()
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What `function(trainer, *arguments)` gives; raises AssertionError with its traceback where it fails."""
+        """Run `function(trainer, *arguments)` in the process of rank 0 and return its result.
+
+        Raises:
+            AssertionError: The function failed, with its traceback, or did not end within `ANSWERS_WITHIN_S` seconds.
+        """
         self._ours.send((function, arguments))
         assert self._ours.poll(ANSWERS_WITHIN_S), f"{function.__name__} does not end"
         ok, answer = self._ours.recv()
@@ -80,7 +84,7 @@ class Ranks:
 def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], object] | None, fresh: bool) -> None:
     config = RunConfig.model_validate_json(run_file)
     if not fresh:
-        # Before this process has a thread.
+        # Followers must be forked before this process has a thread.
         waiting: list[WaitingFollower] = []
         for rank in range(1, config.learner.ranks):
             waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
@@ -104,12 +108,12 @@ def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], 
 
 
 class WaitingFollower:
-    """A copy of this process that becomes a follower when it is told its environment, with the face of a `Popen`.
+    """Runs a copy of this process that becomes a follower when it gets its environment. It has methods of a `Popen`.
 
     Args:
         rank: Its rank.
-        first: Is called there with the rank, before it begins.
-        not_there: What is closed there: pipes of others, whose ends they are to notice.
+        first: Called in the copy with the rank, before the follower begins.
+        not_there: Pipes of other processes to close in the copy, so that those processes notice when a pipe ends.
     """
 
     def __init__(self, rank: int, first: Callable[[int], object] | None, not_there: list[Any]) -> None:
@@ -138,7 +142,7 @@ class WaitingFollower:
     def wait(self, timeout: float | None = None) -> int:
         if not connection.wait([self._process.sentinel], timeout):
             raise subprocess.TimeoutExpired("a follower", timeout or 0.0)
-        with self._reaping:  # several threads wait, and only one of them is told
+        with self._reaping:  # several threads wait, and only one of them would get the exit code
             self._process.join()
             assert self._process.exitcode is not None
             return self._process.exitcode
@@ -151,7 +155,7 @@ def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_he
         pipe.close()
     sys.stdin = os.fdopen(reads)
     told = sys.stdin.readline()
-    if not told:  # rank 0 has gone, or never began
+    if not told:  # rank 0 has ended, or never began
         return
     os.environ.update(json.loads(told) | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     os.dup2(STDERR, 1)

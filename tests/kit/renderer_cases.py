@@ -1,6 +1,7 @@
-"""Every configuration that the `renderers` library has, each with and without thinking where it can be switched.
+"""Lists a case for every configuration of the `renderers` library, with and without thinking where it has a switch.
 
-Tokenizers stand in for the families' own, which lie on the hub; so does harmony's encoder, whose vocabulary does.
+Stand-ins replace the families' tokenizers and harmony's encoder, because these tokenizers and harmony's vocabulary are
+on the hub.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ _DEEPSEEK_V4 = (
     *(f"<｜{task}｜>" for task in ("action", "query", "authority", "domain", "title", "read_url")),
 )
 
-# Special tokens by renderer; the first is the end of text.
+# Special tokens by renderer. The first one ends a text.
 SPECIAL_TOKENS: dict[str, Sequence[str]] = {
-    # Qwen3's <think> is no special token of its own in the first releases, which its renderer allows for.
+    # In Qwen3's first releases <think> is not a special token. Its renderer supports both.
     "qwen3": (*_CHATML, *_TAGS),
     "prime-qwen3": (*_CHATML, *_TAGS),
     "qwen3-vl": (*_CHATML, *_TAGS, *_VISION),
@@ -151,7 +152,7 @@ _FAMILIES = {
     "deepseek-v4": "DeepSeek V4",
 }
 
-# How thinking is switched on and off, by renderer; the others have no switch.
+# Options that switch thinking on and off, by renderer. The other renderers have no switch.
 _ON_AND_OFF: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
         name: ({"enable_thinking": True}, {"enable_thinking": False})
@@ -169,13 +170,13 @@ _ALWAYS = ("deepseek-r1", "glm-5.3", "gpt-oss", "inkling", "minimax-m2")
 
 @cache
 def tokenizer_of(renderer: str) -> Any:
-    """The stand-in for a renderer's tokenizer; shared, and not to be changed."""
+    """Return the stand-in for a renderer's tokenizer. It is shared, so do not change it."""
     special = SPECIAL_TOKENS[renderer]
     return stand_in_tokenizer(special, eos=special[0])
 
 
 def build(renderer: str, options: dict[str, Any], tools: Sequence[dict[str, Any]]) -> RendererFormat:
-    """The format of a renderer with these options, over its stand-in tokenizer."""
+    """Build the format of a renderer with these options, over its stand-in tokenizer."""
     from pydantic import TypeAdapter
     from renderers import RendererConfig
 

@@ -1,6 +1,7 @@
-"""Stands in for openai_harmony's encoder, which fetches its vocabulary: the same message frames over any tokenizer.
+"""Stands in for openai_harmony's encoder, which fetches its vocabulary.
 
-https://cookbook.openai.com/articles/openai-harmony. How it writes a tool's schema is its own; here it is JSON.
+It writes the same message frames over any tokenizer: https://cookbook.openai.com/articles/openai-harmony. The real
+encoder has its own notation for a tool's schema; here it is JSON.
 """
 
 from __future__ import annotations

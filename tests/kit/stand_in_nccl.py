@@ -1,8 +1,8 @@
-"""NCCL without a GPU: groups of threads in one process, which block as NCCL does.
+"""Stands in for NCCL without a GPU: process groups are threads of one process, which block as NCCL does.
 
-A collective ends when all ranks have come to it, in the order in which each issued its own. Nothing has a deadline; a
-peer that is aborted or never comes is waited for until the waiting end is aborted itself. Where ranks come with other
-counts, NCCL hangs or writes beside; here the collective hangs and `misfits` tells.
+A collective ends when all ranks have joined it, in the order in which each issued its own. Nothing has a deadline. A
+rank waits for a peer that is aborted or never joins until the rank itself is aborted. If the ranks' counts differ,
+NCCL hangs or writes out of bounds; here the collective hangs and `misfits` records it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,15 @@ from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, 
 
 @dataclass(frozen=True)
 class Op:
-    """One rank's part of a collective. kind: "broadcast" (address of `count` bytes) or "sum" (of one float32). held:
-    what lay there when the collective's turn on its stream came; what follows on the stream may write to it again."""
+    """Holds one rank's part of a collective.
+
+    Attributes:
+        kind: "broadcast" of `count` bytes, or "sum" of one float32.
+        address: Address of the bytes.
+        count: Number of bytes.
+        held: Bytes at the address when the collective's turn on its stream came. Kept because later work on the stream
+            may overwrite them.
+    """
 
     kind: str
     address: int
@@ -35,14 +42,22 @@ class Op:
 
 @dataclass
 class World:
-    """All groups, by unique id. `calls` tells each rank's calls in order, `aborted` the ranks that were aborted."""
+    """Holds all process groups.
+
+    Attributes:
+        groups: The groups by unique id.
+        calls: Calls in order, each with its rank.
+        aborted: Ranks that were aborted.
+        misfits: Collectives in which the ranks' kinds or counts differed.
+        hung: Ranks that issue calls but never take part in them.
+    """
 
     groups: dict[bytes, Group] = field(default_factory=dict)
     calls: list[tuple[int, str]] = field(default_factory=list)
     aborted: list[int] = field(default_factory=list)
     misfits: list[str] = field(default_factory=list)
     hung: set[int] = field(default_factory=set)
-    # Broadcasts from now on that arrive with a bit turned over.
+    # Number of next broadcasts that arrive with one bit flipped.
     damaged: int = 0
     streams: dict[int, Place] = field(default_factory=dict)
     places: list[Place] = field(default_factory=list)
@@ -62,7 +77,7 @@ class Group:
 
 @dataclass
 class Place:
-    """One rank's handle."""
+    """Is one rank's handle of a group."""
 
     group: Group
     rank: int
@@ -71,7 +86,7 @@ class Place:
 
 
 class StandIn:
-    """A `Library`. A rank in `World.hung` issues its calls, which then never take part."""
+    """Implements `Library`. A rank in `World.hung` issues its calls, but they never take part."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -146,7 +161,7 @@ class StandIn:
 
 
 class StandInStream:
-    """Work is on it in the order of the group's collectives."""
+    """Stands in for a CUDA stream. Its work has the order of the group's collectives."""
 
     def __init__(self, world: World) -> None:
         self.pointer = next(world.numbers)
@@ -162,12 +177,15 @@ class StandInStream:
 
 
 def stand_in_gpu(world: World, uuid: str = "GPU-0") -> Gpu:
-    """An end on the host's memory."""
+    """Make a `Gpu` that uses the host's memory."""
     return Gpu(StandIn(world), torch.device("cpu"), uuid, lambda: StandInStream(world))
 
 
 class Blocking:
-    """vLLM's `PyNcclCommunicator`, as far as its engine uses it: each call blocks until the collective is done."""
+    """Stands in for the part of vLLM's `PyNcclCommunicator` that its engine uses.
+
+    Each call blocks until the collective is done.
+    """
 
     def __init__(self, world: World, unique_id: bytes, rank: int, size: int) -> None:
         self._library = StandIn(world)
@@ -195,7 +213,7 @@ class Blocking:
 
 
 class SharedMemory:
-    """CUDA's handles of memory without CUDA: `export` and `opened` of `weight_sync.transports.gpu.ipc`."""
+    """Stands in for CUDA's handles of memory: `export` and `opened` of `weight_sync.transports.gpu.ipc`."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -212,6 +230,6 @@ class SharedMemory:
         return self.tensors[handle.memory]
 
     def damage(self) -> None:
-        """Turn a bit over in all of it."""
+        """Flip one bit in each tensor."""
         for tensor in self.tensors.values():
             tensor[len(tensor) // 2] ^= 1

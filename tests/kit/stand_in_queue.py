@@ -1,4 +1,4 @@
-"""A stand-in for the queue's client: tickets from a list, groups into a list, all in memory."""
+"""Stands in for the queue's client in memory: it gives tickets from a list and puts groups into a list."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from protocol.messages import (
 
 
 def serving_at(*urls: str, version: int = 0) -> list[Server]:
-    """Registry records of servers that serve `version`."""
+    """Make registry records of servers that serve `version`."""
     return [Server(f"vllm-{i}", url, ServerState.SERVING, version, changed_at=1.0) for i, url in enumerate(urls)]
 
 

@@ -1,7 +1,7 @@
-"""Tokenizers that stand in for a model family's: byte-level, with the family's special tokens added.
+"""Makes byte-level tokenizers that stand in for a model family's, with the family's special tokens.
 
-Real ones come from the hub, which tests do not reach. What a chat format does with ids shows on these as well: a
-special token is one id, other text is several, and pieces that stand together may merge, as in real ones.
+Real tokenizers come from the hub, which tests do not reach. The stand-ins also show how a chat format handles ids: as
+in real tokenizers, a special token is one id, other text is several ids, and adjacent pieces may merge.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 _MERGES = 96
-# Tags and line ends next to each other, so that pieces merge across the borders of what a format puts together.
+# Tags stand next to line ends, so that tokens merge across the borders of the pieces that a format joins.
 _CORPUS = [
     "user\nMultiply 12 by 34.\n\nassistant\nThe product is 408.\n",
     '<tool>\n{"name": "multiply", "arguments": {"a": 12, "b": 34}}\n</tool>\n\n',
@@ -28,8 +28,15 @@ def stand_in_tokenizer(
     chat_template: str | None = None,
     name: str = "",
 ) -> PreTrainedTokenizerFast:
-    """One that gives every text ids and gives it back exactly. `special_tokens`: one id each, `eos` and `bos` are among
-    them; `name`: the model's, `name_or_path`."""
+    """Make a tokenizer that encodes every text and decodes it exactly.
+
+    Args:
+        special_tokens: Special tokens, one id each. `eos` and `bos` are among them.
+        eos: Token that ends a text.
+        bos: Token that begins a text; None for none.
+        chat_template: The Jinja chat template; None for none.
+        name: Name of the model, as `name_or_path`.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -1,5 +1,7 @@
-"""Child processes for whole-run tests, started and ended as the supervisor does it, and waits that grow with the
-machine."""
+"""Starts and ends child processes for tests of whole runs, as the supervisor does.
+
+Waits have no fixed limit. They end when nothing moves any more, so that a slow machine does not fail a test.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ from deploy.run.processes import SLIPSTREAM, Child, Children, Program
 from tests.kit.warm import Warm
 
 GRACE_S = 20.0
-# A run in which nothing at all moves for so long hangs, even on a machine that does ten other things.
+# A run in which nothing moves for this time hangs, even on a machine with ten other tasks.
 STILL_S = 180.0
 LOG_SHOWN = 4000
 
@@ -39,7 +41,13 @@ class Patience:
 
 
 class Processes:
-    """Child processes by name, each with its log in `log_dir`; copies of `warm` where that is given."""
+    """Starts child processes by name.
+
+    Args:
+        children: Owns the processes.
+        log_dir: Folder with a log for each process.
+        warm: Starts each process as a copy of its own; None to start new interpreters.
+    """
 
     def __init__(self, children: Children, log_dir: Path, warm: Warm | None = None) -> None:
         self._children = children
@@ -48,7 +56,7 @@ class Processes:
         self.running: dict[str, Child] = {}
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
-        """`env` is added to this process's."""
+        """Start a process. `env` is added to this process's environment."""
         program = Program(name, "worker", command, env or {})
         if self._warm is None:
             child = self._children.start(program, self._log_dir)
@@ -65,7 +73,7 @@ class Processes:
         return self.start(name, *SLIPSTREAM, *arguments)
 
     def kill(self, name: str) -> None:
-        """`kill -9`, of the whole group."""
+        """Kill a process and its whole process group with SIGKILL."""
         child = self.running.pop(name)
         child.signal(signal.SIGKILL)
         asyncio.run(self._children.end([child]))
@@ -74,15 +82,25 @@ class Processes:
         return (self._log_dir / f"{name}.log").read_text(errors="replace")
 
     def logs(self) -> str:
-        """The end of every log, for a test that failed."""
+        """Return the end of every log, for a test that failed."""
         return "\n".join(f"--- {name}\n{self.log(name)[-LOG_SHOWN:]}" for name in self.running)
 
     def logged(self) -> int:
-        """Bytes of all logs: they grow while anybody works."""
+        """Return the bytes of all logs, which grow while any process works."""
         return sum(file.stat().st_size for file in self._log_dir.rglob("*.log"))
 
     def wait(self, name: str, moves: Callable[[], object]) -> int:
-        """The exit code of `name`; fails if another process dies first, or if nothing moves any more."""
+        """Wait until a process ends.
+
+        The test fails if another process fails first, or if `moves` returns the same for `STILL_S` seconds.
+
+        Args:
+            name: Name of the process.
+            moves: Returns a value that changes while the run makes progress.
+
+        Returns:
+            The exit code.
+        """
         patience = Patience(moves)
         while not patience.is_over:
             code = self.running[name].poll()
@@ -97,7 +115,7 @@ class Processes:
 
 @contextmanager
 def processes(log_dir: Path, warm: Warm | None = None) -> Iterator[Processes]:
-    """None of them is left at the end."""
+    """Give a context for child processes. At its end all of them are ended."""
     with Children(GRACE_S) as children:
         try:
             yield Processes(children, log_dir, warm)

@@ -1,5 +1,7 @@
-"""What the tests of weight sync share: a transport without a data plane, snapshots that the fake vLLM can prove, and
-a server to publish them to."""
+"""Gives the tests of weight sync a transport without a data plane, provable snapshots, and a server to publish to.
+
+The fake vLLM can prove these snapshots.
+"""
 
 from __future__ import annotations
 
@@ -41,20 +43,20 @@ Send = Callable[[Snapshot], Coroutine[Any, Any, None]]
 
 
 def probe(shift: float = 0.0) -> Probe:
-    """What the fake answers to `PROBE_IDS`, each log-prob `shift` too high."""
+    """Make the probe that the fake vLLM answers for `PROBE_IDS`, with each log-prob `shift` too high."""
     exact = [logprob_of(token, place) for place, token in enumerate(PROBE_IDS[1:], start=1)]
     return Probe(PROBE_IDS, np.array(exact, dtype=np.float32) + np.float32(shift))
 
 
 def snapshot(version: int, shift: float = 0.0) -> Snapshot:
-    """Four times `version`, with a probe that is `shift` off."""
+    """Make a snapshot of one tensor that holds `version` four times, with a probe that is `shift` too high."""
     return Snapshot(version, [("w", torch.full((4,), float(version)))], probe(shift))
 
 
 class FakeTransport:
-    """Sends nothing: awaits `send` where a transport would move the bytes.
+    """Sends nothing. It awaits `send` where a real transport would move the bytes.
 
-    It asks vLLM's routes in the order of the gloo transport if it `stages`, else in that of vLLM's NCCL engine.
+    It calls vLLM's routes in the order of the gloo transport if `stages`, else in the order of vLLM's NCCL engine.
     """
 
     def __init__(self, send: Send, stages: bool = True) -> None:
@@ -107,11 +109,11 @@ class FakeTransports:
 
 
 async def nothing(snapshot: Snapshot) -> None:
-    """A `send` that is done at once."""
+    """Return at once; the default `send`."""
 
 
 class Held:
-    """A `send` that begins, and ends when a test says `release`, on whatever thread."""
+    """Is a `send` that waits until a test calls `release`, from any thread."""
 
     def __init__(self) -> None:
         self.began = threading.Event()
@@ -127,7 +129,7 @@ class Held:
 
 @dataclass
 class Rig:
-    """A server, the control of it and what is to bring it up to date."""
+    """Holds a fake server, its control, and the `ServerSync` that publishes to it."""
 
     fake: FakeVllm
     transports: FakeTransports
@@ -137,12 +139,18 @@ class Rig:
 
 @asynccontextmanager
 async def against(fake: FakeVllm, timeout_s: float = 1.0, stages: bool = True) -> AsyncIterator[Rig]:
-    """`fake`, served and ready to be published to; each call to it may take `timeout_s`."""
+    """Serve `fake`, ready for publications, inside the context.
+
+    Args:
+        fake: The server.
+        timeout_s: Maximum seconds of each call to it.
+        stages: Whether the transport has the order of the gloo transport.
+    """
     transports = FakeTransports(stages)
     async with serving(fake) as url, ServerControl(url, timeout_s) as control:
         yield Rig(fake, transports, control, ServerSync(control, transports, tolerance=1e-3))
 
 
 def control_calls(fake: FakeVllm) -> list[str]:
-    """The routes asked, without the questions that change nothing."""
+    """Return the routes that were called, without those of `QUESTIONS`, which change nothing."""
     return [path for path in fake.calls if path not in QUESTIONS]

@@ -1,4 +1,4 @@
-"""The chat templates that TRL 1.16.0 ships, read from the installed package, on tokenizers that stand in."""
+"""Lists a case for each chat template of TRL 1.16.0, read from the installed package, on stand-in tokenizers."""
 
 from __future__ import annotations
 
@@ -20,10 +20,17 @@ _TOKENS = re.compile(r"<\|[^|<>\s'\"]+\|>|<｜[^｜]+｜>|<\|[a-z_]+>|<[a-z_]+\|
 
 @dataclass(frozen=True, slots=True)
 class Template:
-    """One of TRL's. stem: its file's name; ends: tokens that end a turn, as the models' generation_config.json has
-    them, the tokenizer's eos first; special: tokens besides those that the template's text shows; refused: part of the
-    reason for which it does not take tools, None where it does; thinking: where enable_thinking switches it, what the
-    template does without; in_trl: TRL reads its calls."""
+    """Describes one of TRL's chat templates.
+
+    Attributes:
+        stem: Name of its file, without the ending.
+        family: Name of the model family.
+        ends: Tokens that end a turn, as in the models' generation_config.json. The tokenizer's eos is first.
+        special: Special tokens that the template's text does not show.
+        refused: Part of the reason why it does not support tools; None if it does.
+        thinking: Whether it thinks if `enable_thinking` is not set; None if it has no such switch.
+        in_trl: Whether TRL reads its calls.
+    """
 
     stem: str
     family: str
@@ -45,7 +52,7 @@ class Template:
 
 @cache
 def _tokenizer(template: Template) -> Any:
-    """Shared, and not to be changed."""
+    """Return the template's stand-in tokenizer. It is shared, so do not change it."""
     special = dict.fromkeys([*template.ends, *template.special, *_TOKENS.findall(template.text)])
     bos = next((token for token in template.special if token in _BOS), None)
     return stand_in_tokenizer(list(special), template.ends[0], bos=bos, chat_template=template.text)
@@ -59,7 +66,7 @@ def templates_folder() -> Path:
 
 
 def shipped() -> list[str]:
-    """Names of TRL's templates, without the patched ones that it trains with."""
+    """Return the names of TRL's templates, without the patched ones that it trains with."""
     names = sorted(file.stem for file in templates_folder().glob("*.jinja"))
     return [name for name in names if not name.endswith("_training")]
 

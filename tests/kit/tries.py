@@ -1,4 +1,4 @@
-"""Tries for the tests of attention, and what attention along them is, computed plainly."""
+"""Makes tries for the tests of attention, and computes attention along them in the simplest way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ Tensors = Sequence[torch.Tensor]
 
 @st.composite
 def sequences(draw: st.DrawFn) -> Sequences:
-    """Some that leave one another at random places, equal ones and beginnings of others among them."""
+    """Draw 1 to 6 sequences that share beginnings and part at random places.
+
+    Some may be equal, or the beginning of another.
+    """
     tokens = st.lists(st.integers(0, 2), max_size=12)
     stem = draw(tokens)
     found = []
@@ -27,7 +30,15 @@ def sequences(draw: st.DrawFn) -> Sequences:
 
 
 def visible(built: trie.Trie, window: int | None = None) -> npt.NDArray[np.bool_]:
-    """bool [T, T], from the nodes: which tokens each token sees."""
+    """Compute from the nodes of a trie which tokens each token sees.
+
+    Args:
+        built: A trie of T tokens.
+        window: Number of tokens that each sees at most, itself included; None for no limit.
+
+    Returns:
+        bool [T, T], with a row for each token that sees.
+    """
     reach = np.repeat(built.reach, np.diff(built.starts))
     places = np.arange(built.tokens)
     seen: npt.NDArray[np.bool_] = (places[None] <= places[:, None]) & (places[:, None] < reach[None])
@@ -37,7 +48,7 @@ def visible(built: trie.Trie, window: int | None = None) -> npt.NDArray[np.bool_
 def inputs(
     tokens: int, heads: tuple[int, int], width: int = 8, dtype: torch.dtype = torch.float64
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Random query [tokens, heads[0], width], key and value [tokens, heads[1], width]."""
+    """Make a random query [tokens, heads[0], width], key and value [tokens, heads[1], width]."""
     query, key, value = (
         torch.randn(tokens, n, width, dtype=dtype, requires_grad=True) for n in (heads[0], *heads[1:] * 2)
     )
@@ -45,7 +56,15 @@ def inputs(
 
 
 def dense(given: Tensors, seen: npt.NDArray[np.bool_]) -> torch.Tensor:
-    """Attention of query, key and value, each [T, H, D], under the mask `seen`, in their own type."""
+    """Compute attention in the inputs' own dtype.
+
+    Args:
+        given: Query, key and value, each [T, H, D].
+        seen: bool [T, T]: True where a token (row) sees another (column).
+
+    Returns:
+        [T, H, D], with the heads of the query.
+    """
     query, key, value = (tensor.transpose(0, 1) for tensor in given)
     key, value = (tensor.repeat_interleave(len(query) // len(key), 0) for tensor in (key, value))
     scores = (query @ key.mT / query.shape[-1] ** 0.5).masked_fill(~torch.from_numpy(seen), -torch.inf)
@@ -54,7 +73,15 @@ def dense(given: Tensors, seen: npt.NDArray[np.bool_]) -> torch.Tensor:
 
 
 def assert_same(one: torch.Tensor, other: torch.Tensor, one_given: Tensors, other_given: Tensors, atol: float) -> None:
-    """Two outputs, and the gradients of what each was computed from, agree; in the second's type."""
+    """Assert that two outputs agree, and the gradients of their inputs, in the dtype of the second.
+
+    Args:
+        one: First output.
+        other: Second output.
+        one_given: Inputs of the first output.
+        other_given: Inputs of the second output.
+        atol: Absolute and relative tolerance.
+    """
     upstream = torch.randn_like(other)
     gradients = torch.autograd.grad(one, list(one_given), upstream.to(one.dtype))
     expected = torch.autograd.grad(other, list(other_given), upstream)

@@ -1,6 +1,6 @@
-"""TRL's own arithmetic as an oracle: single functions and statements of the installed package, run as they stand.
+"""Runs single functions and statements of the installed TRL unchanged, as reference values for tests.
 
-They are taken from its files, as importing its trainers takes a quarter of a minute of CPU.
+They are read from its files, because importing its trainers takes a quarter of a minute of CPU.
 """
 
 from __future__ import annotations
@@ -25,8 +25,12 @@ _HELPERS = ("nanstd", "nanmin", "nanmax")
 
 
 def trl_function(path: str, name: str) -> Callable[..., Any]:
-    """The method or function `name` of TRL's file at `path`, such as "trainer/grpo_trainer.py"; a method wants a
-    stand-in for `self`."""
+    """Return a function or method of TRL. A method needs a stand-in for `self`.
+
+    Args:
+        path: Path of the file in TRL, such as "trainer/grpo_trainer.py".
+        name: Name of the function or method.
+    """
     names = _names()
     exec(_code(path, name), names)
     found: Callable[..., Any] = names[name]
@@ -36,9 +40,14 @@ def trl_function(path: str, name: str) -> Callable[..., Any]:
 def trl_advantages(
     trainer: str, rewards: torch.Tensor, size: int, batch: Mapping[str, torch.Tensor] | None = None, **settings: Any
 ) -> torch.Tensor:
-    """What GRPOTrainer ("grpo") or RLOOTrainer ("rloo") makes of `rewards`, [S, C], NaN for None, in groups of `size`.
+    """Compute advantages as TRL's trainer does.
 
-    batch: what it knows of the tokens beside, by its own names; settings: attributes of the trainer.
+    Args:
+        trainer: "grpo" for GRPOTrainer or "rloo" for RLOOTrainer.
+        rewards: [S, C], NaN for None.
+        size: Number of samples in a group.
+        batch: Further values of the tokens, by TRL's names.
+        **settings: Attributes of the trainer.
     """
     code = _code(f"trainer/{trainer}_trainer.py", "_generate_and_score_completions", "unscorable_mask", "advantages")
     given = {
@@ -66,10 +75,13 @@ def trl_advantages(
 
 
 def trl_loss(trainer: str, inputs: Mapping[str, torch.Tensor], logprobs: torch.Tensor, **settings: Any) -> torch.Tensor:
-    """The loss of GRPOTrainer ("grpo") or RLOOTrainer ("rloo") on one batch in one step.
+    """Compute the loss of TRL's trainer on one batch in one step.
 
-    inputs: as `_compute_loss` takes them, but for prompts, which are left out; logprobs: [S, T], of the policy;
-    settings: attributes of the trainer, which has TRL's defaults but for those of vLLM.
+    Args:
+        trainer: "grpo" for GRPOTrainer or "rloo" for RLOOTrainer.
+        inputs: Inputs of `_compute_loss`, without prompts.
+        logprobs: Log-probs of the policy, [S, T].
+        **settings: Attributes of the trainer. Others have TRL's defaults, except those of vLLM.
     """
     size, length = logprobs.shape
     empty = torch.zeros(size, 0, dtype=torch.int64)
@@ -110,7 +122,7 @@ def trl_loss(trainer: str, inputs: Mapping[str, torch.Tensor], logprobs: torch.T
 
 
 def _names() -> dict[str, Any]:
-    """What the functions find in their modules."""
+    """Return the names that the functions use from their modules."""
     names = {
         "torch": torch,
         "np": np,
@@ -127,8 +139,14 @@ def _names() -> dict[str, Any]:
 
 @cache
 def _code(path: str, function: str, first: str | None = None, last: str | None = None) -> CodeType:
-    """A function; or of its statements those from the first that assigns `first` to the last that assigns `last` with
-    `nan_to_num`."""
+    """Compile a function of TRL, or a part of its statements.
+
+    Args:
+        path: Path of the file in TRL.
+        function: Name of the function.
+        first: The part begins at the first statement that assigns this name; None for the whole function.
+        last: The part ends at the last statement that assigns this name with `nan_to_num`.
+    """
     spec = find_spec("trl")
     if spec is None or spec.origin is None:
         pytest.skip("TRL is not installed, and its own arithmetic is the oracle: pip install trl==1.16.0")

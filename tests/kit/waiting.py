@@ -1,5 +1,7 @@
-"""A run in simulated time: real admission and real slots; servers, tools, judges and the learner are waits of known
-length. What it says does not depend on the machine."""
+"""Simulates a run in simulated time, so that its results do not depend on the machine.
+
+Admission and slots are the real ones. Servers, tools, judges and the learner are waits of known length.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ TRAIN_S, TURN_S, TURNS = 0.3, 0.3, 2
 
 
 class _Skipping(selectors.SelectSelector):
-    """Waits no time; says how long it would have."""
+    """Returns at once, and adds up the seconds that it would have waited."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +35,7 @@ class _Skipping(selectors.SelectSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """Its time is that of its timers: no waiting, and no clock."""
+    """Is an event loop without waits or a clock. Its time advances by the length of its timers."""
 
     def __init__(self) -> None:
         self._skipping = _Skipping()
@@ -44,15 +46,16 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 class Slots(Protocol):
-    """How a worker shares what generates among its groups."""
+    """Shares a worker's capacity to generate among its groups."""
 
     async def room(self) -> int: ...
+    # Yields a function that makes the context of a turn. Its argument says whether the turn is an episode's first.
     @asynccontextmanager
-    def group(self) -> AsyncIterator[Callable[[bool], Any]]: ...  # gives a context for each turn: whether it is a first
+    def group(self) -> AsyncIterator[Callable[[bool], Any]]: ...
 
 
 class NewSlots:
-    """As the worker does: see `Capacity`."""
+    """Shares slots as the worker does, with `Capacity`."""
 
     def __init__(self, total: int, max_open: int, resets: bool) -> None:
         self.capacity = Capacity(total, max_open, asyncio.get_running_loop().time)
@@ -95,7 +98,7 @@ class NewSlots:
 
 
 class HeldSlots:
-    """As it was: a group's slots are held until it is handed in."""
+    """Shares slots as the worker did before: a group holds its slots until it is submitted."""
 
     def __init__(self, total: int) -> None:
         self._free = total
@@ -123,7 +126,17 @@ class HeldSlots:
 
 @dataclass
 class Scene:
-    """What there is to wait for, seconds, and the run's bounds. `sequences`: those that the servers run at once."""
+    """Holds the waits of a run, in seconds, and its bounds.
+
+    Attributes:
+        tool: Draws the seconds of a tool call.
+        reset_s: Seconds before the first turn of an episode.
+        judge_s: Seconds after the episodes of a group.
+        sequences: Number of sequences that the servers run at the same time.
+        max_staleness: Maximum staleness in versions.
+        steps: Number of optimiser steps.
+        workers: Number of workers.
+    """
 
     tool: Callable[[random.Random], float] = lambda rng: 0.0
     reset_s: float = 0.0
@@ -136,7 +149,17 @@ class Scene:
 
 @dataclass
 class Found:
-    """Seconds a step over the second half, when the depth is found; versions; groups."""
+    """Holds the results of a run.
+
+    Attributes:
+        step_s: Mean seconds of a step over the second half, when the depth has settled.
+        staleness_mean: Mean staleness in versions.
+        staleness_max: Maximum staleness in versions.
+        dropped: Number of groups dropped because they were too old.
+        depth: Depth at the end, in optimiser steps.
+        by_worker: Number of groups that each worker began.
+        max_open: Maximum number of open episodes at one time.
+    """
 
     step_s: float
     staleness_mean: float
@@ -148,7 +171,7 @@ class Found:
 
 
 def tail(rng: random.Random) -> float:
-    """A tenth of a second times Pareto 1.2, at most 8 s."""
+    """Draw seconds with a long tail: a tenth of a second times Pareto 1.2, at most 8 s."""
     return min(8.0, 0.1 * rng.paretovariate(1.2))
 
 
@@ -190,7 +213,14 @@ class _Run:
         )
 
     async def step(self, times: list[float]) -> list[int]:
-        """The ages of the groups of one optimiser step."""
+        """Run one optimiser step.
+
+        Args:
+            times: Gets the step's seconds appended.
+
+        Returns:
+            The ages of its groups, in versions.
+        """
         now = asyncio.get_running_loop().time
         began, dropped = now(), 0
         async with self.changed:
@@ -251,7 +281,7 @@ class _Run:
                 self.changed.notify_all()
 
     async def episode(self, turn: Callable[[bool], Any]) -> int:
-        """The version that sampled its first turn."""
+        """Run an episode and return the version that sampled its first turn."""
         await asyncio.sleep(self.scene.reset_s)
         version = None
         for number in range(TURNS):

@@ -1,5 +1,8 @@
-"""Python programs that start in a second: copies of one process that has imported vLLM and the learner, which takes it
-ten. `python -m tests.kit.warm` is that process; it ends all its copies when its input ends."""
+"""Starts Python programs in a second, as copies of one process that has imported vLLM and the learner.
+
+The imports take that process ten seconds. It is `python -m tests.kit.warm`, and it ends all its copies when its input
+ends.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-# What is read when it is imported, as servers have it; and one thread, since a copy cannot use the OpenMP threads of
-# the process that it is made from.
+# Modules read these variables on import, so they have the servers' values. There is one thread, because a copy cannot
+# use the OpenMP threads of its original.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "TORCH_COMPILE_DISABLE": "1",
@@ -29,7 +32,7 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-# What servers, engines, learners and workers import while they start.
+# Servers, engines, learners and workers import these while they start.
 MODULES = (
     "vllm.entrypoints.llm",
     "vllm.entrypoints.openai.api_server",
@@ -47,7 +50,7 @@ SCRIPT_LIMIT_S = 200.0
 
 
 class Warm:
-    """Starts programs and scripts; a context manager. It may be called by one thread at a time."""
+    """Starts programs and scripts while the context is open. Only one thread at a time may call it."""
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
@@ -68,22 +71,25 @@ class Warm:
         """Start `python -m MODULE ARGUMENTS` in a session of its own.
 
         Args:
-            command: A command line of Python's, with `-m`.
-            env: All of its environment.
-            log: Gets what it writes.
+            command: A command line of Python, with `-m`.
+            env: The whole environment of the program.
+            log: File to which its output is appended.
         """
         module, *arguments = command[command.index("-m") + 1 :]
         paths = (str(log), str(log))
         return WarmProcess(self, self.ask("start", module, arguments, {**env, **ENVIRONMENT}, *paths))
 
     def run(self, folder: Path, script: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
-        """Returns what a script prints; raises AssertionError with the end of its errors where it fails.
+        """Run a script and return what it prints.
 
         Args:
-            folder: Keeps what it writes; one for each script.
+            folder: Folder for the script and its output; one for each script.
             script: Python code, which may build an engine in its process.
-            arguments: Its `sys.argv[1:]`.
-            env: Is added to this process's environment.
+            *arguments: The script's `sys.argv[1:]`.
+            env: Variables to add to this process's environment.
+
+        Raises:
+            AssertionError: The script failed. The text has the end of its stderr.
         """
         (folder / "script.py").write_text(script, encoding="utf-8")
         stdout, stderr = folder / "stdout", folder / "stderr"
@@ -94,7 +100,7 @@ class Warm:
         return stdout.read_text()
 
     def ask(self, what: str, *arguments: Any) -> Any:
-        """What the process answers."""
+        """Send a request to the process and return its answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps([what, *arguments]) + "\n")
@@ -103,7 +109,7 @@ class Warm:
 
 
 class WarmProcess:
-    """One of the copies, with as much of the face of a `Popen` as `deploy.run.processes.Child` uses."""
+    """Is one of the copies, with the part of a `Popen` that `deploy.run.processes.Child` uses."""
 
     def __init__(self, warm: Warm, pid: int) -> None:
         self.pid = pid
@@ -117,9 +123,9 @@ class WarmProcess:
 
 
 def _serve() -> None:
-    """Start, look after and end copies of this process, as it is told on its input."""
+    """Start, wait for and end copies of this process, as requests on its input ask."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What the imports print is no answer.
+    # Output of the imports must not mix with answers.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for name in MODULES:
@@ -142,11 +148,11 @@ def _serve() -> None:
     for pid in living:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
-    os._exit(0)  # to take all the imports down takes seconds
+    os._exit(0)  # a normal exit would take seconds to unload all the imports
 
 
 def _become(program: str, arguments: list[str], env: dict[str, str], stdout: str, stderr: str) -> None:
-    """Run a module or a script in this copy, and end it as an interpreter ends."""
+    """Run a module or a script in this copy, and then end the copy as an interpreter ends."""
     os.setsid()
     for number, name in ((1, stdout), (2, stderr)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)

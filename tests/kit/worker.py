@@ -1,4 +1,4 @@
-"""A whole worker against fake servers and the stand-in queue."""
+"""Runs a whole worker against fake servers and the stand-in queue."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def task(**changes: Any) -> Task:
 
 
 def fake(policy: Policy | None = None, faults: Sequence[Fault] = (), version: int = 7, **engine: Any) -> FakeVllm:
-    """A server that multiplies with its tool, at weights `version`."""
+    """Make a fake server at weights `version`. By default its policy multiplies with the tool."""
     server = FakeVllm(
         FakeEngine(
             policy=policy or scripted(TOKENIZER, multiplying),
@@ -71,7 +71,7 @@ def chat_format(tools: Sequence[dict[str, Any]] = ()) -> TemplateFormat:
 
 
 def built_by(make: Callable[[Sequence[dict[str, Any]]], ChatFormat]) -> BuildChat:
-    """A builder of chat formats for a source, by the tools' schemas alone."""
+    """Return a builder of chat formats for a source that uses only the tools' schemas."""
 
     def build(
         config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
@@ -110,9 +110,19 @@ async def roll(
     chat: Callable[[Sequence[dict[str, Any]]], ChatFormat] = chat_format,
     **options: Any,
 ) -> Run:
-    """Run a worker until it is done with `tickets`, or is told to stop because `stop_when` holds of it.
+    """Run a worker until it has finished `tickets`, or until `stop_when` returns True for it.
 
-    `look_s` is user code's, `chat` makes the format for the tools, `options` are the worker's.
+    Args:
+        the_task: The task.
+        *fakes: Servers to serve.
+        tickets: Number of tickets in the queue.
+        config: The run file; None for the tests' own.
+        version: Version of the tickets and servers.
+        queue: The queue; None for a new one with `tickets`.
+        stop_when: Tells whether to stop the worker; None to never stop it.
+        look_s: Option `look_s` of `UserCode`, in seconds.
+        chat: Makes the chat format for the tools.
+        **options: Options of the worker.
     """
     config = config or kit.config(kit.WORKER)
     async with AsyncExitStack() as stack:

@@ -188,7 +188,7 @@ class Run:
                 series.cores.append(busy)
                 series.gaps_undisturbed.append(load.gap_s(rested, began))
                 series.undisturbed.append(load.tokens(rested, began) / (began - rested))
-                # Tokens generated just before the end may arrive a little later.
+                # Tokens generated in the shadow of the pause arrive after it.
                 series.gaps.append(load.gap_s(began, ended + 0.1))
                 series.tokens.append(load.tokens(began, ended) / (ended - began))
             series.raw.append(await self.baseline.raw_s(snapshot))

@@ -1,7 +1,7 @@
-"""The way `endpoint` of `benchmarks.worker`: the same episodes as `ours`, asked for by agents at their endpoints.
+"""Measures the way `endpoint` of `benchmarks.worker`: agents play the episodes of `ours` through their endpoints.
 
-The agents' loops, clients and tools run in a process of their own, so that the worker's CPU seconds are those of the
-boundary around user code, the endpoint, and the sampling behind it.
+The agents' loops, clients and tools run in a separate process. The worker's CPU seconds are therefore only those of
+the boundary around user code, the endpoint, and the sampling behind it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,20 @@ from tests.kit.worker import multiply, task
 
 
 def endpoint(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    """Our worker, whose episodes are played by agents elsewhere."""
+    """Measure our worker with agents that run in another process.
+
+    Args:
+        url: Address of the fake vLLM.
+        model: Folder of the model.
+        groups: Number of groups to measure.
+        turns: Turns of an episode.
+
+    Returns:
+        The figures of `measured`, by name.
+
+    Raises:
+        RuntimeError: If an episode did not run as scripted.
+    """
     with players() as port, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_endpoint(url, model, groups, turns, port))
 
@@ -38,7 +51,7 @@ async def _endpoint(url: str, model: str, groups: int, turns: int, port: int) ->
 
 
 class _Elsewhere:
-    """Has episodes played at a port of this machine, over one connection."""
+    """Sends episodes over one connection to the process that plays them, at a port of this machine."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -65,7 +78,7 @@ class _Elsewhere:
 
 @contextmanager
 def players() -> Iterator[int]:
-    """The process that plays; the port that it takes episodes at."""
+    """Run the process that plays episodes, and yield the port that it listens at."""
     command = [sys.executable, "-m", "benchmarks.endpoint"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:

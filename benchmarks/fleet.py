@@ -1,11 +1,15 @@
-"""What the fleet costs the learner: with twenty servers of which ten fail, and with one of two that stands still.
+"""Measures the learner's time for the fleet: ten of twenty servers fail, or one of two servers stops.
 
     python -m benchmarks.fleet --json [--steps 40] [--step-ms 50] [--megabytes 16]
 
-Fakes take the place of vLLM, the queue and its HTTP are real; no weights are sent. `publish_beside_copy_ms`: what a
-publication holds the learner beside the copy of the weights. `step_ratio`: median seconds of a step with one of two
-servers stopped for good, to those with both, by max_staleness; `longest_step_ratio`: the longest to the median, which
-has the moment in which the server is found to be stale.
+Fakes take the place of vLLM. The queue and its HTTP are real. No weights are sent.
+
+publish_beside_copy_ms: Milliseconds that a publication blocks the learner, without the copy of the weights.
+step_ratio: Median seconds of a step with one of two servers stopped for good, divided by those with both, by
+    max_staleness.
+longest_step_ratio: The longest of those steps divided by the median with both. The longest step contains the moment in
+    which the queue finds the server stale.
+
 Times on a shared machine differ from run to run: look at the ratios.
 """
 
@@ -40,7 +44,7 @@ STOPPED = ("/slipstream/state", "/start_weight_update", "/update_weights", "/wei
 
 
 class Fakes:
-    """Servers on an event loop and a thread of their own."""
+    """Runs fake servers on a separate event loop in a separate thread."""
 
     def __init__(self, count: int) -> None:
         self.servers = [FakeVllm() for _ in range(count)]
@@ -66,7 +70,7 @@ class Fakes:
 
 @contextmanager
 def running(fakes: Fakes, **sections: dict[str, Any]) -> Iterator[tuple[RunConfig, LiveQueue, Publisher]]:
-    """A queue with a worker, a learner's session and its publisher."""
+    """Run a queue with a worker and a learner's session; yield the configuration, the queue and the publisher."""
     with tempfile.TemporaryDirectory() as folder, fakes.up():
         run = config(
             **{
@@ -85,7 +89,15 @@ def running(fakes: Fakes, **sections: dict[str, Any]) -> Iterator[tuple[RunConfi
 
 
 def beside_copy_ms(megabytes: int, versions: int) -> dict[str, float]:
-    """Twenty servers, ten of which fail at random."""
+    """Measure how long a publication blocks the learner, with twenty servers of which ten fail at random.
+
+    Args:
+        megabytes: Size of the weights, MiB.
+        versions: Number of publications.
+
+    Returns:
+        Median and maximum in milliseconds without the copy of the weights, and the number of skipped versions.
+    """
     fakes, chance = Fakes(20), random.Random(0)
     weights = [(f"w{i}", torch.randn(megabytes * 2**18 // 16)) for i in range(16)]
     held: list[float] = []
@@ -111,7 +123,17 @@ def beside_copy_ms(megabytes: int, versions: int) -> dict[str, float]:
 
 
 def steps_s(max_staleness: int, steps: int, step_s: float, stop: bool) -> list[float]:
-    """Seconds of each step, of a learner that computes for `step_s`; half-way one of two servers stops, if it does."""
+    """Measure the steps of a learner with two servers.
+
+    Args:
+        max_staleness: `queue.max_staleness` of the run.
+        steps: Number of steps.
+        step_s: Seconds that the learner computes in a step.
+        stop: Stop one of the two servers after a quarter of the steps.
+
+    Returns:
+        Seconds of each step after the first quarter.
+    """
     fakes, taken = Fakes(2), []
     with running(fakes, queue={"max_staleness": max_staleness}) as (run, queue, publisher):
         weights = [("w", torch.zeros(2**16))]
@@ -141,6 +163,7 @@ def _train(queue: LiveQueue, groups: int, step: int, step_s: float, session: int
 
 
 def stopped(steps: int, step_s: float, say: Callable[[str], None]) -> dict[str, dict[str, float]]:
+    """Compare steps with one of two servers stopped to steps with both, by max_staleness."""
     found = {}
     for max_staleness in (0, 1, 4):
         both = steps_s(max_staleness, steps, step_s, stop=False)

@@ -1,12 +1,15 @@
-"""Memory and time of the output layer: every token's log-prob and its gradient, chunked by bytes and all at once.
+"""Measures memory and time of the output layer: each token's log-prob and its gradient, in chunks and all at once.
 
     OMP_NUM_THREADS=1 taskset -c 0 python -m benchmarks.head [--tokens 8192] [--vocabulary 151936] [--hidden 64]
 
-Prints one JSON object. `head_peak_mib`: the most that tensors take beyond inputs and their gradients, from the
-operations that make them; `naive_peak_mib`: for log_softmax of all logits, computed on the meta device, which takes no
-memory. `head_peak_ratio`: the one by the other. `rss_mib`: by how much the process really grew, gradients of the inputs
-included. `head_time_ratio`: CPU seconds with the default size by those of the fastest of `cpu_s`, in which "any" is
-without the bound that keeps a chunk in a CPU's cache.
+Chunks are bounded by bytes. Prints one JSON object.
+
+head_peak_mib: Peak memory of tensors beyond inputs and their gradients, counted from the operations that make them.
+naive_peak_mib: The same for log_softmax of all logits, computed on the meta device, which takes no memory.
+head_peak_ratio: head_peak_mib divided by naive_peak_mib.
+rss_mib: Real growth of the process, gradients of the inputs included.
+head_time_ratio: CPU seconds with the default size, divided by those of the fastest of `cpu_s`. There, "any" is without
+    the bound that keeps a chunk in a CPU's cache.
 """
 
 from __future__ import annotations
@@ -73,9 +76,17 @@ def inputs(shape: tuple[int, int, int], device: str = "cpu") -> tuple[torch.Tens
 
 
 def timed(shape: tuple[int, int, int], size_mib: int) -> tuple[float, float]:
-    """CPU seconds, and bytes by which the process grew at most."""
+    """Measure the scores and their gradient with chunks of `size_mib`.
+
+    Args:
+        shape: Tokens, vocabulary, hidden size.
+        size_mib: Maximum size of a chunk, MiB.
+
+    Returns:
+        CPU seconds, and the maximum growth of the process in bytes.
+    """
     hidden, weight, targets = inputs(shape)
-    Path("/proc/self/clear_refs").write_text("5")  # the greatest size so far begins anew
+    Path("/proc/self/clear_refs").write_text("5")  # Resets the peak that VmHWM reports.
     before = _status("VmRSS")
     started = time.process_time()
     scores = token_scores(LmHead(weight, None, None, 1.0, size_mib * MIB), hidden, targets)
@@ -84,7 +95,7 @@ def timed(shape: tuple[int, int, int], size_mib: int) -> tuple[float, float]:
 
 
 def head_peak(shape: tuple[int, int, int]) -> float:
-    """As on a GPU, where a chunk is as large as the setting allows."""
+    """Return the peak bytes of the chunked layer as on a GPU, where a chunk is as large as the setting allows."""
     hidden, weight, targets = inputs(shape, "meta")
     with LiveBytes() as live:
         scores = token_scores(LmHead(weight, None, None, 1.0, DEFAULT * MIB), hidden, targets)
@@ -93,6 +104,7 @@ def head_peak(shape: tuple[int, int, int]) -> float:
 
 
 def naive_peak(shape: tuple[int, int, int]) -> float:
+    """Return the peak bytes of log_softmax of all logits at once."""
     hidden, weight, targets = inputs(shape, "meta")
     with LiveBytes() as live:
         logprobs = torch.nn.functional.linear(hidden, weight).log_softmax(-1).gather(1, targets[:, None])

@@ -1,10 +1,13 @@
-"""Attack a real queue process over its sockets, beside a probe of its liveness, and print what came of it as JSON.
+"""Attacks a real queue process over its sockets, beside a probe of its liveness, and prints the results as JSON.
 
     python benchmarks/hostile_requests.py [--requests 1400] [--port 0] [--token]
 
-`by_status`: answers by HTTP status, `closed`: connections that the queue ended without one; `hangs`: requests that it
-neither answered nor ended in time; `healthz_ms`: the slowest of the probes, each on a connection of its own, also
-before the attack, which tells how busy the machine is with other work; `rss_mb`: resident memory before and after.
+by_status: Number of answers by HTTP status. `closed` counts connections that the queue ended without one.
+hangs: Number of requests that the queue neither answered nor ended in time.
+healthz_ms: Milliseconds of the slowest probe, each on a new connection. The value before the attack shows how busy the
+    machine is with other work.
+rss_mb: Resident memory before and after, MB.
+
 Exits with 1 if there is a 500, a hang, a probe above 100 ms or growth above 50 MB.
 """
 
@@ -56,7 +59,7 @@ ROUTES = [
     ("POST", access.FINISH),
     ("GET", access.STATUS),
 ]
-# Messages that are right but for what an attack puts in the place of one value.
+# Messages that are valid until an attack replaces one value.
 CONTROL = [
     {"worker_id": "w", "max_tickets": 1, "wait_s": 0, "have": []},
     {"worker_id": "w", "reason": "r", "detail": "d"},
@@ -80,7 +83,7 @@ Request = tuple[bytes, ...]
 
 
 class Attack:
-    """Makes requests, each kind in its turn, from one seed."""
+    """Makes requests from one seed, each kind in turn."""
 
     def __init__(self, token: str | None) -> None:
         self._random = random.Random(0)
@@ -227,7 +230,7 @@ class Attack:
 
 
 async def send(port: int, request: Request) -> str:
-    """The status that the queue answered with, `closed` or `hang`."""
+    """Send a request and return the status of the answer, `closed` or `hang`."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         async with asyncio.timeout(HANG_S):
@@ -249,7 +252,7 @@ async def send(port: int, request: Request) -> str:
 
 
 def probe(port: int, stop: Connection) -> None:
-    """Ask for liveness, on a new connection each time, until told to stop; then answer the milliseconds of each."""
+    """Ask for liveness until told to stop, on a new connection each time, then send the milliseconds of each."""
     samples: list[float] = []
     stop.send("ready")
     while not stop.poll(0.02):
@@ -264,7 +267,7 @@ def probe(port: int, stop: Connection) -> None:
 
 @contextmanager
 def probing(port: int, samples: list[float]) -> Iterator[None]:
-    """A probe in a process of its own, so that what the attacker is busy with does not count."""
+    """Run the probe in a separate process, so that the attacker's own work does not count."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     process = spawn.Process(target=probe, args=(port, there), daemon=True)
@@ -280,7 +283,7 @@ def probing(port: int, samples: list[float]) -> Iterator[None]:
 
 
 async def floods(port: int) -> AsyncIterator[str]:
-    """What the queue must answer beside: each is held while its name is out."""
+    """Hold the load that the queue must answer beside, each kind while its name is out."""
     head = b"GET /v1/status HTTP/1.1\r\nX: " + b"a" * (64 * MIB)
     yield f"64 MiB of head: {await send(port, (head,))}"
     for name, count, start in (("200 half-open", 200, b"GET / HT"), ("500 idle", 500, b"")):
@@ -296,13 +299,13 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
     token = TOKEN if arguments.token else None
     async with QueueClient(f"http://127.0.0.1:{port}", token, patience_s=30) as client:
         await client.begin_session(BeginSession(0, 0, 9, resume=False))
-        with suppress(Exception):  # only to have tickets that a group can be for
+        with suppress(Exception):  # Only makes tickets that a group can be for.
             for state in (ServerState.SYNCING, ServerState.SERVING):
                 await client.put_server(Server("vllm-0", "http://127.0.0.1:1", state, 0))
             await client.tickets(TicketRequest("w", 4, wait_s=0.0))
     memory = psutil.Process(pid)
     makes = Attack(token)
-    for make in makes.kinds:  # what is loaded or cached at the first request of a kind is not growth
+    for make in makes.kinds:  # The first request of a kind loads and caches: no growth.
         await send(port, make())
     before = memory.memory_info().rss
     by_status: Counter[str] = Counter()
@@ -350,7 +353,7 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
 
 @contextmanager
 def queue(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Port and process id of a queue."""
+    """Run a queue and yield its port and process id."""
     with listen("127.0.0.1", arguments.port) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:

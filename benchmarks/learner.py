@@ -1,14 +1,19 @@
-"""What an optimiser step costs: ours, a plain padded Hugging Face loop, and TRL 1.16.0's own learner, on the same
-batches and weights, in turn.
+"""Measures an optimiser step: ours, a plain padded Hugging Face loop, and TRL 1.16.0's own learner.
+
+All run in turn on the same batches and weights.
 
     python -m benchmarks.learner --json [--cases short mixed] [--models 0.4M] [--rounds 5] [--quick]
 
-On a CPU: CPU seconds of one thread, pinned to a core, from samples on the host to new weights, medians over rounds.
-`trl_ratio` is ours / TRL's, null without trl (extra `bench`); `padded_ratio` is the padded loop's / ours. `agrees`: all
-ways have the same loss and gradient but for rounding; `gradient_difference` is the norm of the farthest difference to
-ours, over that of ours. `head_*`: see `benchmarks.head`; `rank_*`: see `benchmarks.learner_ranks`. On a GPU, which it
-takes where there is one: seconds, with peak memory, and with `--peak-tflops` of the card the share of them that the
-model's products take (MFU).
+On a CPU, times are CPU seconds of one thread pinned to a core, from samples on the host to new weights, as medians over
+rounds. A GPU is used if there is one. There, times are seconds, with peak memory. `--peak-tflops` of the card adds the
+share of the time that the model's products take (MFU).
+
+trl_ratio: Ours / TRL's; null without trl (extra `bench`).
+padded_ratio: The padded loop's / ours.
+agrees: Whether all ways have the same loss and gradient, except for rounding.
+gradient_difference: Norm of the largest difference to our gradient, divided by the norm of ours.
+head_*: See `benchmarks.head`.
+rank_*: See `benchmarks.learner_ranks`.
 """
 
 from __future__ import annotations
@@ -31,13 +36,21 @@ from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
 from benchmarks.learner_ways import Ours, Padded, Way
 from protocol.config import LearnerSection
 
-# Differences of float32 gradients, over their norm; in bfloat16 a token at the clip's edge may turn.
+# Differences of gradients divided by their norm, float32 on a CPU. In bfloat16 a token at the clip's edge may flip.
 TOLERANCE = {"cpu": 1e-4, "cuda": 5e-2}
 
 
 @dataclass(frozen=True)
 class Measured:
-    """seconds: the median of a step; peak_mib: of memory on a GPU, else 0; loss and gradient: of the first step."""
+    """Holds the measurement of one way.
+
+    Attributes:
+        seconds: Median of a step.
+        peak_mib: Peak memory on a GPU, MiB; 0 on a CPU.
+        loss: Loss of the first step.
+        gradient: Gradient of the first step.
+        forwarded: Tokens that a step runs through the model.
+    """
 
     seconds: float
     peak_mib: float
@@ -90,14 +103,14 @@ def _shape(shape: Shape, size: Size, quick: bool) -> Shape:
 
 
 def _head(tokens: int) -> dict[str, Any]:
-    """What `benchmarks.head` prints."""
+    """Run `benchmarks.head` and return its output."""
     command = [sys.executable, "-m", "benchmarks.head", "--tokens", str(tokens)]
     figures: dict[str, Any] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
     return figures
 
 
 def _ranks(quick: bool) -> dict[str, Any]:
-    """What `benchmarks.learner_ranks` prints; nothing where two ranks would share a core."""
+    """Run `benchmarks.learner_ranks` and return its output; empty if two ranks would share a core."""
     if (os.cpu_count() or 1) < 2:
         return {}
     small = ["--model", "0.4M", "--rounds", "3"] if quick else []
@@ -114,7 +127,7 @@ def compare(
     device: torch.device,
     peak_tflops: float | None = None,
 ) -> dict[str, Any]:
-    """The figures of one case and model."""
+    """Measure one case and model, and return the figures by name."""
     step = batch(shape, size.config["vocab_size"])
     kinds: list[Callable[..., Way]] = [Ours, Padded]
     if importlib.util.find_spec("trl") is not None:
@@ -138,13 +151,13 @@ def compare(
         "tokens_trained": int(step.rollouts.tokens.sum()),
         "parameters": weights,
         **({"peak_mib": {name: round(of.peak_mib) for name, of in measured.items()}} if device.type == "cuda" else {}),
-        # 6 operations for each weight and token, forward and backward; those of attention are left out.
+        # Forward and backward take 6 operations per weight and token. Attention is left out.
         **({"mfu": 6e-12 * weights * ours.forwarded / ours.seconds / peak_tflops} if peak_tflops else {}),
     }
 
 
 def _measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Measured]:
-    """Each round has a step of every way, each time another first; one step before warms up."""
+    """Measure all ways: every way makes a step in each round, and the first way rotates. One step before warms up."""
     firsts = [_first(way) for way in ways]
     seconds: list[list[float]] = [[] for _ in ways]
     peaks = [0.0 for _ in ways]
@@ -162,7 +175,7 @@ def _measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Mea
 
 
 def _first(way: Way) -> tuple[float, torch.Tensor]:
-    """The loss of a step, and the gradient that the optimiser saw, of all weights in one."""
+    """Make a step; return its loss and the gradient that the optimiser saw, of all weights in one tensor."""
     seen: list[torch.Tensor] = []
 
     def look(*_: Any) -> None:
@@ -187,7 +200,10 @@ def _seconds(way: Way, device: torch.device) -> float:
 
 
 def _differences(ours: Measured, others: Sequence[Measured]) -> tuple[float, float]:
-    """The farthest from ours, of the losses and of the gradients; that of the gradients over the norm of ours."""
+    """Return the largest differences to ours, of the losses and of the gradients.
+
+    The difference of the gradients is divided by the norm of ours.
+    """
     losses = max(abs(other.loss - ours.loss) for other in others)
     norms = max(float((other.gradient - ours.gradient).norm()) for other in others)
     return losses, norms / float(ours.gradient.norm())

@@ -1,4 +1,4 @@
-"""The batches and models that `benchmarks.learner` compares on."""
+"""Defines the batches and models that `benchmarks.learner` compares on. Every way gets the same."""
 
 from __future__ import annotations
 
@@ -20,7 +20,11 @@ GROUP_SIZE = 8
 
 @dataclass(frozen=True)
 class Batch:
-    """One optimiser step's samples, of rollouts in groups of 8. raw: tokens, were nothing shared."""
+    """Holds the samples of one optimiser step, of rollouts in groups of 8.
+
+    Attributes:
+        raw: Number of tokens if nothing were shared.
+    """
 
     samples: list[Sample]
     rollouts: StepRollouts
@@ -32,8 +36,14 @@ class Batch:
 
 @dataclass(frozen=True)
 class Shape:
-    """Groups of 8 rollouts: tokens of their common prompt and of each completion, of which `distinct` differ; a prompt
-    of 0 is none that is shared: then each rollout's own prompt is half of it."""
+    """Describes groups of 8 rollouts by their lengths.
+
+    Attributes:
+        groups: Number of groups.
+        prompt: Tokens of the group's common prompt. 0 shares none: half of each rollout is then its own prompt.
+        completions: Maps a number of rollouts to the tokens of each completion.
+        distinct: Number of completions of a group that differ.
+    """
 
     groups: int
     prompt: int
@@ -49,15 +59,15 @@ def _all(tokens: int) -> Callable[[int], list[int]]:
 
 
 def _log_uniform(count: int) -> list[int]:
-    """From 32 to 2,048, evenly over the logarithm, in random order."""
+    """Return `count` lengths from 32 to 2,048 tokens, evenly over the logarithm, in random order."""
     lengths = np.exp(log(32) + (np.arange(count) + 0.5) / count * log(64)).astype(int)
     return [int(length) for length in np.random.default_rng(0).permutation(lengths)]
 
 
 CASES = {
-    # 128 x 160 tokens, 60 % of them the group's prompt; completions of random tokens.
+    # 128 x 160 tokens. 60 % of them are the group's prompt; completions are random tokens.
     "short": Shape(16, 96, _all(64)),
-    # Likewise, but half of each group's completions are equal, as where a task has few answers.
+    # The same, but half of each group's completions are equal, as in a task with few answers.
     "short_half_equal": Shape(16, 96, _all(64), distinct=GROUP_SIZE // 2 + 1),
     # 64 rollouts of 32 to 2,048 tokens; nothing is shared.
     "mixed": Shape(8, 0, _log_uniform),
@@ -68,13 +78,13 @@ CASES = {
 
 @dataclass(frozen=True)
 class Size:
-    """A random Qwen3 and by how much its batches are smaller, so that a step takes seconds."""
+    """Describes a random Qwen3, and how much smaller its batches are so that a step takes seconds."""
 
     parts: int
     config: dict[str, Any]
 
     def build(self, attention: str, device: torch.device) -> Any:
-        """The same weights at each call."""
+        """Build the model, with the same weights at each call."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         model = tiny_model(initializer_range=0.02, attn_implementation=attention, **self.config)
         return model.to(device, dtype).eval()
@@ -113,7 +123,14 @@ SIZES = {
 
 
 def batch(shape: Shape, vocabulary: int) -> Batch:
-    """Samples whose behaviour is a random model's, so that some ratios lie outside of the clip; random rewards."""
+    """Make a batch with random rewards and the behaviour log-probs of a random model.
+
+    Some ratios therefore lie outside of the clip.
+
+    Args:
+        shape: Lengths of the rollouts.
+        vocabulary: Number of token ids.
+    """
     random = np.random.default_rng(0)
     samples = [
         _sample(tokens, prompt, random, rollout, vocabulary)

@@ -1,11 +1,15 @@
-"""How much faster two ranks make a step than one, each with one thread: `rank_speedup` of `benchmarks.learner`.
+"""Measures how much faster two ranks make a step than one, each with one thread, for `benchmarks.learner`.
 
     python -m benchmarks.learner_ranks [--case short] [--model 7M] [--rounds 7]
 
-Seconds by the clock, from samples on the host to new weights, medians over rounds in which both make a step in turn.
-Each rank wants a core to itself: `load` is the machine's as it began, in processes that want to run, of `cores`.
-`rank_cpu_share`: CPU seconds of rank 0 in a step of two, over those of one rank alone: 0.5 is ideal, and load hardly
-changes it.
+One rank and two ranks make a step in turn in each round. Figures are medians over the rounds. Each rank needs a core
+for itself.
+
+rank_speedup: Seconds of a step with one rank, divided by those with two.
+rank_seconds: Wall-clock seconds from samples on the host to new weights.
+rank_cpu_share: CPU seconds of rank 0 in a step with two ranks, divided by those of one rank alone. 0.5 is ideal. Load
+    hardly changes it.
+rank_load: Load of the machine at the start (`load`, processes that want to run), and its number of cores (`cores`).
 """
 
 from __future__ import annotations
@@ -42,7 +46,16 @@ def main() -> None:
 
 
 def measure(case: str, model: str, rounds: int) -> dict[str, Any]:
-    """The figures; the ranks are ended when it returns."""
+    """Measure steps with one rank and with two, and end the ranks before returning.
+
+    Args:
+        case: Key of CASES.
+        model: Key of SIZES.
+        rounds: Measured rounds, after one to warm up.
+
+    Returns:
+        The figures of the module's docstring, by name.
+    """
     load = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"
     size = SIZES[model]
@@ -61,7 +74,7 @@ def measure(case: str, model: str, rounds: int) -> dict[str, Any]:
                 for ranks, trainer in ((1, alone), (RANKS, together)):
                     began, used = time.perf_counter(), time.process_time()
                     _step(trainer, work, ranks)
-                    if turn:  # the first warms up
+                    if turn:  # The first round warms up.
                         seconds[ranks].append(time.perf_counter() - began)
                         cpu[ranks].append(time.process_time() - used)
     one, two = (statistics.median(seconds[ranks]) for ranks in (1, RANKS))

@@ -1,10 +1,13 @@
-"""TRL 1.16.0's asynchronous GRPO learner, its own code, on the batches of `benchmarks.learner`.
+"""Runs TRL 1.16.0's asynchronous GRPO learner on the batches of `benchmarks.learner`.
 
-Its planner, trie rows, collator, chunked head and loss run as they are. Four things are not its own. Its trainer's
-constructor needs a GPU, servers and workers, and does not run; nor does transformers' loop around the steps. The loss
-is divided by the step's tokens, not by those of each micro-batch: only then can it equal ours. Its head scores the
-tokens that train, as on a GPU; on a CPU it would score every one, and take longer. And FlashAttention-3, which is for
-Hopper GPUs, is stood in for by padded SDPA over buckets of segments of like length, exact.
+TRL's planner, trie rows, collator, chunked head and loss run unchanged. Four things differ from TRL:
+
+- The trainer's constructor does not run, because it needs a GPU, servers and workers. The loop of transformers around
+  the steps does not run either.
+- The loss is divided by the step's tokens, not by those of each micro-batch. Only then can it equal ours.
+- The head scores only the tokens that train, as on a GPU. On a CPU it would score every token, and take longer.
+- Padded SDPA over buckets of segments of similar length replaces FlashAttention-3, which is for Hopper GPUs. The result
+  is exact.
 """
 
 from __future__ import annotations
@@ -31,12 +34,12 @@ with warnings.catch_warnings():
     from trl.experimental.async_grpo import async_grpo_trainer, packing
     from trl.trainer import utils
 
-# A bucket's shortest segment has at least this share of its longest, as in our attention.
+# Minimum length of a bucket's shortest segment as a share of its longest, as in our attention.
 MIN_SHARE = 0.8
 
 
 class Trl:
-    """`TokenBudgetBatcher`, `DataCollatorForRollout` and `AsyncGRPOTrainer.compute_loss`."""
+    """Makes a step with TRL's `TokenBudgetBatcher`, `DataCollatorForRollout` and `AsyncGRPOTrainer.compute_loss`."""
 
     name = "trl"
 
@@ -90,7 +93,7 @@ class Trl:
         return float(loss)
 
     def _trainer(self) -> SimpleNamespace:
-        """What `compute_loss` reads of its trainer."""
+        """Return an object with the attributes that `compute_loss` reads of its trainer."""
         return SimpleNamespace(
             accelerator=self._accelerator,
             epsilon_low=SECTION.clip_low,
@@ -116,10 +119,17 @@ def _unplanned(samples: list[dict[str, Any]], rows: list[Any]) -> list[Any]:
 
 @dataclass(frozen=True)
 class _Segments:
-    """Segments of similar lengths, padded on the left to `queries` and `keys`, so that their last tokens meet.
+    """Holds segments of similar lengths, padded on the left to `queries` and `keys`, so that their last tokens align.
 
-    q: int64 [t], places of queries; k: int64 [s], places of gathered keys; each with its slots in the padded batch;
-    mask: bool [count, 1, queries, keys], None where the segments are whole paths, padded on the right.
+    Attributes:
+        q: int64 [t], positions of the queries.
+        q_slots: int64 [t], their slots in the padded batch.
+        k: int64 [s], positions of the gathered keys.
+        k_slots: int64 [s], their slots in the padded batch.
+        count: Number of segments.
+        queries: Padded number of queries, tokens.
+        keys: Padded number of keys, tokens.
+        mask: bool [count, 1, queries, keys]. None if the segments are whole paths, which are padded on the right.
     """
 
     q: torch.Tensor
@@ -133,7 +143,7 @@ class _Segments:
 
 
 class _StandIn:
-    """`flash_attn_varlen_func` of FlashAttention-3, causal with queries aligned to the last keys."""
+    """Replaces FlashAttention-3: its `flash_attn_varlen_func`, causal, with queries aligned to the last keys."""
 
     _layouts: tuple[torch.Tensor, list[_Segments]] | None = None
 
@@ -150,7 +160,7 @@ class _StandIn:
     ) -> torch.Tensor:
         assert of["causal"]
         assert of["window_size"] == (-1, -1)
-        if cls._layouts is None or cls._layouts[0] is not starts_q:  # made once a row
+        if cls._layouts is None or cls._layouts[0] is not starts_q:  # A row needs one layout.
             cls._layouts = (starts_q, _layout(starts_q.tolist(), starts_k.tolist(), query.device))
         out = torch.empty_like(query)
         for segments in cls._layouts[1]:
@@ -167,7 +177,7 @@ class _StandIn:
 
 
 def _padded(tokens: torch.Tensor, slots: torch.Tensor, count: int, length: int) -> torch.Tensor:
-    """[t, H, D] -> [count, H, length, D]"""
+    """Pad tokens: [t, H, D] -> [count, H, length, D]."""
     empty = tokens.new_zeros(count * length, *tokens.shape[1:])
     return empty.index_copy(0, slots, tokens).view(count, length, *tokens.shape[1:]).transpose(1, 2)
 
@@ -205,7 +215,7 @@ def _segments(
         k_slots.append(torch.arange(path) + place * keys + (0 if whole else keys - path))
         seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
         seen[:, : keys - path] = False
-        seen[: queries - own] = True  # padding, which nobody reads: a row without a key would be NaN
+        seen[: queries - own] = True  # Padding is never read, but a row without a key would be NaN.
         masks.append(seen)
     mask = None if whole else torch.stack(masks)[:, None].to(device)
     return _Segments(

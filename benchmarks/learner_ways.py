@@ -1,4 +1,7 @@
-"""The ways that `benchmarks.learner` compares: ours, and a plain padded loop. TRL's is in `learner_trl`."""
+"""Implements two ways that `benchmarks.learner` compares: ours, and a plain padded loop.
+
+`learner_trl` has TRL's way. Every way makes the same step of the same batch.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,12 @@ from learner.training import optimiser
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
 
-# So low that the weights, and with them the work, stay as they are.
+# The rate is so low that the weights, and with them the work, stay the same.
 SECTION = LearnerSection(learning_rate=1e-9)
 
 
 class Way(Protocol):
-    """One way to make an optimiser step of a batch, from samples on the host to new weights."""
+    """Makes an optimiser step of a batch, from samples on the host to new weights."""
 
     name: str
     model: Any
@@ -31,11 +34,15 @@ class Way(Protocol):
     forwarded: int
 
     def step(self) -> float:
-        """The step's loss."""
+        """Make a step and return its loss."""
 
 
 class Ours:
-    """`pack` and `Trainer.step`. forwarded: tokens of the rows, of the last step."""
+    """Makes a step with `pack` and `Trainer.step`.
+
+    Attributes:
+        forwarded: Tokens of the rows of the last step.
+    """
 
     name = "ours"
 
@@ -54,8 +61,10 @@ class Ours:
 
 
 class Padded:
-    """A plain loop over a Hugging Face model: micro-batches in the order of the samples, padded to the longest, all
-    logits at once."""
+    """Makes a step with a plain loop over a Hugging Face model.
+
+    Micro-batches keep the order of the samples, are padded to the longest, and compute all logits at once.
+    """
 
     name = "padded"
 
@@ -96,7 +105,12 @@ class Padded:
 
 
 def micro_batches(samples: Sequence[Sample], budget: int) -> Iterator[list[Sample]]:
-    """As many samples in their order as, padded to the longest, fit the budget."""
+    """Yield micro-batches of samples in their order, each with as many as fit the budget.
+
+    Args:
+        samples: The samples of a step.
+        budget: Maximum tokens of a micro-batch, with padding to its longest sample.
+    """
     members: list[Sample] = []
     longest = 0
     for sample in samples:
@@ -109,6 +123,6 @@ def micro_batches(samples: Sequence[Sample], budget: int) -> Iterator[list[Sampl
 
 
 def advantages_of(batch: Batch) -> tuple[list[float], int]:
-    """By rollout, and the tokens of the step that train."""
+    """Return the advantage of each rollout, and the number of tokens of the step that train."""
     advantages: list[float] = Algorithm(SECTION, longest=2048).advantages(batch.rollouts).tolist()
     return advantages, int(batch.rollouts.tokens.sum())

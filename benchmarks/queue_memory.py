@@ -1,9 +1,12 @@
-"""Fill a real queue process over HTTP and print its memory and speed as JSON.
+"""Fills a real queue process over HTTP and prints its memory and speed as JSON.
 
     python benchmarks/queue_memory.py [--groups 10000] [--kilobytes 64] [--producers 8]
 
-`rss_mb`: resident memory of the queue's process in MB; `puts_per_s` and `leases_per_s`: groups per second in and out,
-with client and queue on the same machine.
+Client and queue run on the same machine.
+
+rss_mb: Resident memory of the queue's process, MB.
+puts_per_s: Groups accepted per second.
+leases_per_s: Groups leased per second.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ from protocol.messages import (
 from rollout_queue.service import listen
 
 ROLLOUTS = 8
-BYTES_PER_TOKEN = 9  # int32 id, float32 log-prob, bool mask
+BYTES_PER_TOKEN = 9  # An int32 id, a float32 log-prob and a bool of the mask.
 SERVE = (
     "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
 )
 
 
 def group_of(ticket: Ticket, kilobytes: int) -> Group:
-    """A valid group of about `kilobytes`."""
+    """Return a valid group of about `kilobytes` KiB for a ticket."""
     length = kilobytes * 1024 // ROLLOUTS // BYTES_PER_TOKEN
     segment = Segment(
         np.arange(length, dtype=np.int32),
@@ -57,7 +60,11 @@ def group_of(ticket: Ticket, kilobytes: int) -> Group:
 
 
 async def fill(client: QueueClient, count: int, kilobytes: int, producers: int) -> float:
-    """Groups accepted per second."""
+    """Submit `count` groups from several producers.
+
+    Returns:
+        Groups accepted per second.
+    """
     tickets = (await client.tickets(TicketRequest("benchmark", count))).tickets
     assert len(tickets) == count, f"only {len(tickets)} of {count} tickets were given"
     waiting = iter(tickets)
@@ -74,7 +81,11 @@ async def fill(client: QueueClient, count: int, kilobytes: int, producers: int) 
 
 
 async def drain(client: QueueClient, session: int, count: int) -> float:
-    """Groups leased per second."""
+    """Lease `count` groups.
+
+    Returns:
+        Groups leased per second.
+    """
     started, taken = time.perf_counter(), 0
     while taken < count:
         taken += len((await client.lease(LeaseRequest(session, f"lease-{taken}", 64))).groups)
@@ -82,6 +93,7 @@ async def drain(client: QueueClient, session: int, count: int) -> float:
 
 
 async def measure(url: str, pid: int, arguments: argparse.Namespace) -> dict[str, float]:
+    """Fill the queue at `url` (process `pid`), drain it, and return its memory and speed by name."""
     memory = psutil.Process(pid)
     async with QueueClient(url) as client:
         session = (await client.begin_session(BeginSession(0, 0, 1, resume=False))).session

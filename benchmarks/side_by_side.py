@@ -1,10 +1,12 @@
-"""Two checkouts of Slipstream on the quickstart's task, run in turn: is the one as fast as the other?
+"""Compares the speed of two checkouts of Slipstream on the quickstart's task, run in turn.
 
     python benchmarks/side_by_side.py OLD NEW [--seeds 0 1 2] [--steps 60] [--first 6] [--model FOLDER]
 
-Each seed is run by OLD and then by NEW, on the same machine with the same tiny policy (built where it is missing),
-each with the virtual environment in its own `.venv`. Prints JSON: for each run the seconds a step from step `--first`
-on (start-up effects left out), reward, staleness and drops; and the ratio NEW / OLD of each pair's seconds a step.
+OLD and then NEW run each seed, on the same machine, with the same tiny policy, which is built if it is missing. Each
+uses the virtual environment in its own `.venv`.
+
+Prints JSON. Each run has the seconds per step from step `--first` on (to leave out start-up effects), reward, staleness
+and drops. Each pair has the ratio NEW / OLD of the seconds per step.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ EXAMPLE = Path("examples") / "multiply"
 
 
 def run(checkout: Path, model: Path, seed: int, steps: int, first: int) -> dict[str, Any]:
-    """The figures of one run of `checkout`; its output goes to stderr."""
+    """Run `checkout` once and return its figures. Its output goes to stderr."""
     name = f"side-by-side-{seed}"
     with tempfile.TemporaryDirectory() as runs:
         environment = {**os.environ, "PATH": f"{checkout / '.venv' / 'bin'}:{os.environ['PATH']}"}
@@ -37,7 +39,7 @@ def run(checkout: Path, model: Path, seed: int, steps: int, first: int) -> dict[
         folder = Path(runs) / name
         summary = json.loads((folder / "summary.json").read_text())
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    # `step_s`: an old checkout's name for it.
+    # An old checkout calls it `step_s`.
     seconds = [line.get("step_time", line.get("step_s")) for line in lines if line["step"] >= first]
     wanted = (
         *("reward_first10", "reward_last10", "staleness_mean", "staleness_max", "groups_trained", "groups_dropped"),

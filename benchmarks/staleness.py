@@ -1,12 +1,14 @@
-"""Algorithms on old data: the multiply task with every step of a publication at another staleness, 0 to 4.
+"""Compares algorithms on old data: the multiply task, where the five steps of a publication have staleness 0 to 4.
 
     python -m benchmarks.staleness [--algorithms grpo rloo ...] [--seeds 0 1] [--steps 80] [--learning-rate R]
 
-A version is published every fifth step (`weight_sync.every = 5`, `queue.max_staleness = 4`, `queue.depth = 5`): a step
-trains on what is up to four versions old. Real vLLM, one run after the other; a way is a preset of `learner.algorithm`,
-or settings, as WAYS has them. Prints one JSON line a run: rewards as means over ten steps, after how many steps such a
-mean is 0.9, and what the metrics say of the ratios. A run that makes no step for `--patience` seconds after its first
-is ended: its policy has collapsed, so that all rewards of each group are equal.
+A version is published every fifth step (`weight_sync.every = 5`, `queue.max_staleness = 4`, `queue.depth = 5`). A step
+therefore trains on data up to four versions old. Runs use a real vLLM, one after the other. A way is a preset of
+`learner.algorithm`, or settings; WAYS lists them.
+
+Prints one JSON line per run: rewards as means over ten steps, the number of steps until such a mean is 0.9, and the
+metrics of the ratios. A run that makes no step for `--patience` seconds after its first is ended: its policy has
+collapsed, so that all rewards of each group are equal.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ SHOWN = ("grad_norm", "entropy", "kl", "ess", "log_ratio_max", "staleness_mean",
 
 
 def run(way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run; its output goes to stderr."""
+    """Run the task once and return the figures. The run's output goes to stderr."""
     name = f"{way}-{seed}"
     settings = {**STALE, **{f"learner.{key}": value for key, value in WAYS[way].items()}}
     if arguments.learning_rate is not None:
@@ -66,7 +68,11 @@ def run(way: str, seed: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def ends(started: subprocess.Popen[bytes], journal: Path, patience_s: float) -> bool:
-    """Wait for the run's end; False: it made no step for `patience_s`, and was ended."""
+    """Wait for the run's end.
+
+    Returns:
+        False if the run made no step for `patience_s` seconds and was ended.
+    """
     while started.poll() is None:
         time.sleep(1)
         if journal.exists() and journal.stat().st_size and time.time() - journal.stat().st_mtime > patience_s:
@@ -77,7 +83,7 @@ def ends(started: subprocess.Popen[bytes], journal: Path, patience_s: float) -> 
 
 
 def figures(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a run's `metrics.jsonl` says of it."""
+    """Return the figures in a run's `metrics.jsonl`."""
     rewards = [line["reward"] for line in lines]
     means = [statistics.mean(rewards[i : i + WINDOW]) for i in range(0, len(rewards) - WINDOW + 1, WINDOW)]
     reached = next((WINDOW * (number + 1) for number, mean in enumerate(means) if mean >= 0.9), None)

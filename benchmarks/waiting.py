@@ -1,12 +1,14 @@
-"""What waiting costs: the multiply example as it stands, with a judge of 1 s, and with a tool of heavy-tailed time.
+"""Measures the cost of waiting: the multiply example unchanged, with a judge of 1 s, and with a heavy-tailed tool.
 
     python -m benchmarks.waiting [--old CHECKOUT] [--rounds 2] [--steps 26] [--first 6] [--model FOLDER]
 
-Real vLLM, one run after the other, each way once a round, in turning order. With `--old`, another checkout of
-Slipstream runs the same ways in between, and the tail also with `worker.episodes = 512`, which it needed for its best
-speed. Prints a JSON line for each run, seconds a step from step `--first` on; at the end, for each way, the medians
-over the rounds and the ratios of seconds a step: to the same checkout's example as it stands, and to the old tail's
-best.
+Runs use a real vLLM, one after the other. Each round runs every way once, and the order rotates from round to round.
+With `--old`, another checkout of Slipstream runs the same ways in between. It also runs the tail with
+`worker.episodes = 512`, which it needed for its best speed.
+
+Prints a JSON line for each run, with seconds per step from step `--first` on. Prints at the end, for each way, the
+medians over the rounds and the ratios of seconds per step: to the same checkout's unchanged example, and to the best of
+the old tail.
 Times on a shared machine differ from round to round: look at the ratios.
 """
 
@@ -25,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "examples" / "multiply"
 TASKS = ROOT / "benchmarks" / "waiting_tasks.py"
-# The task, and the slots of the worker where they are not the example's.
+# Each way's task, and the slots of its worker; None keeps the example's.
 WAYS: dict[str, tuple[str, int | None]] = {
     "as it stands": ("task", None),
     "judge": ("judged", None),
@@ -37,7 +39,7 @@ SHOWN = ("learner_wait_share", "worker_wait_share", "staleness_mean", "staleness
 
 
 def run(checkout: Path, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """The figures of one run of `checkout`; its output goes to stderr."""
+    """Run `checkout` once with a way and return its figures. Its output goes to stderr."""
     task, episodes = WAYS[way]
     with tempfile.TemporaryDirectory() as runs:
         given = {
@@ -64,7 +66,14 @@ def run(checkout: Path, way: str, arguments: argparse.Namespace) -> dict[str, An
 
 
 def ratios(found: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Of seconds a step."""
+    """Divide the seconds per step of the ways.
+
+    Args:
+        found: Figures by "CHECKOUT: WAY".
+
+    Returns:
+        Ratios by "numerator / denominator", to three digits.
+    """
     result = {}
     for name, figures in found.items():
         whose, _, way = name.partition(": ")

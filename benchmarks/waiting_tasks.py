@@ -1,5 +1,7 @@
-"""The multiply example's task with things to wait for: `task` as it stands, `judged` by a judge of 1 s, and `tail`
-with a tool whose time has a heavy tail. See `benchmarks.waiting`."""
+"""Defines the multiply example's task with waits, for `benchmarks.waiting`.
+
+`task` is unchanged, `judged` has a judge of 1 s, and `tail` has a tool with heavy-tailed time.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from typing import Any
 from slipstream import Task
 
 JUDGE_S = 1.0
-# Pareto: a tenth of a second at least, and now and then many times that.
+# Pareto distribution, seconds: at least a tenth of a second, and sometimes many times that.
 MIN_S, SHAPE, MAX_S = 0.1, 1.2, 8.0
 
 _FILE = Path(__file__).parent.parent / "examples" / "multiply" / "task.py"
@@ -26,7 +28,7 @@ _tool_times = random.Random(1)
 
 
 async def judge(completions: list[list[dict[str, Any]]], answer: list[int], **columns: Any) -> list[float]:
-    """The example's reward, after a second."""
+    """Wait JUDGE_S seconds, then return the example's rewards."""
     await asyncio.sleep(JUDGE_S)
     found: list[float] = _EXAMPLE.accuracy(completions, answer, **columns)
     return found

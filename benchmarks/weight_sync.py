@@ -1,19 +1,24 @@
-"""What a publication costs a real vLLM server on a CPU that generates, beside what it costs as vLLM and TRL do it.
+"""Measures the cost of a publication to a real, generating vLLM server on a CPU, beside the way of vLLM and TRL.
 
     python -m benchmarks.weight_sync --json [--sizes 1M 38M 200M 460M] [--rounds 5]
 
-In one run, by size: (a) a pause for the whole transfer, (b) a raw gloo broadcast of the same bytes, (c) a copy of them
-in memory. Medians over rounds. Under load means under 8 generations that never end.
+The same run also measures, for each size: (a) a pause for the whole transfer, (b) a raw gloo broadcast of the same
+bytes, (c) a copy of them in memory. Figures are medians over rounds. "Under load" means under 8 generations that never
+end.
 
-`pause_ms`: generation stands still, `exchange_ms` of it for the exchange; `pause_ratio`: over (a). `transfer_ratio`:
-(b) over the time until every byte has arrived and was verified, both on a server that generates nothing;
-`transfer_load_ratio`: both under load. `snapshot_ratio`: over (c); `snapshot_first_ratio`: of the first, whose pages
-were taken ahead. `publish_idle_s` and `publish_load_s`: all of a publication to one server, proof included.
-`tokens_ratio`: tokens a second during publications over those between them; `lost_ms`: of undisturbed generation, what
-one publication costs in all; `cores_undisturbed`: cores that are busy between them, of all that there are: the aim for
-tokens is one of idle cores. `gap_ms`: the longest silence of all generations during a publication, `gap_undisturbed_ms`
-between two. `load_average`: of the machine, before and after; what else runs on it is in the figures. `missed`: aims
-that this run did not meet.
+pause_ms: Milliseconds in which generation stands still; `exchange_ms` of them are for the exchange.
+pause_ratio: The pause divided by (a).
+transfer_ratio: (b) divided by the time until every byte has arrived and was verified, both without generation.
+transfer_load_ratio: The same, both under load.
+snapshot_ratio: The time of a snapshot divided by (c).
+snapshot_first_ratio: The same for the first snapshot, whose pages were taken ahead.
+publish_idle_s, publish_load_s: Seconds of a whole publication to one server, proof included, without and under load.
+tokens_ratio: Tokens per second during publications, divided by those between them.
+lost_ms: Total cost of one publication, in milliseconds of undisturbed generation.
+cores_undisturbed: Number of busy cores between publications, of all cores. The aim for tokens assumes idle cores.
+gap_ms: Longest silence of all generations during a publication; `gap_undisturbed_ms` is that between two.
+load_average: Load of the machine, before and after. Other work on the machine affects the figures.
+missed: Aims that this run did not meet.
 """
 
 from __future__ import annotations
@@ -49,7 +54,7 @@ UNDISTURBED_S = 1.0
 
 
 class Timed(GlooTransport):
-    """Says how long it took until all bytes were there and verified."""
+    """Records the seconds until all bytes have arrived and were verified."""
 
     def __init__(self, section: WeightSyncSection, send_s: list[float]) -> None:
         super().__init__(section)
@@ -63,7 +68,7 @@ class Timed(GlooTransport):
 
 
 class Watched(ServerControl):
-    """Keeps what swaps and stages took."""
+    """Records the times of swaps and stages."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url, 120)
@@ -83,8 +88,13 @@ class Watched(ServerControl):
 
 @dataclass
 class Series:
-    """The figures of some publications, in seconds; `tokens` and `undisturbed`: tokens a second;
-    `cores`: busy ones between publications."""
+    """Holds the figures of some publications, in seconds except for three.
+
+    Attributes:
+        tokens: Tokens per second during publications.
+        undisturbed: Tokens per second between them.
+        cores: Busy cores between them.
+    """
 
     publish: list[float] = field(default_factory=list)
     send: list[float] = field(default_factory=list)
@@ -99,7 +109,12 @@ class Series:
 
 
 class Learner:
-    """A learner that only publishes. `snapshot_s`: what each snapshot took, `copy_s`: a copy of its bytes after it."""
+    """Publishes and does nothing else.
+
+    Attributes:
+        snapshot_s: Seconds of each snapshot.
+        copy_s: Seconds of a copy of its bytes after it.
+    """
 
     def __init__(self, size: Size, model: Any) -> None:
         self.snapshot_s: list[float] = []
@@ -116,7 +131,7 @@ class Learner:
         self._other = touched(self._bytes)
 
     def step(self) -> Snapshot:
-        """Weights that differ everywhere from those before, and their snapshot."""
+        """Change every weight, and return a snapshot of the new weights."""
         self._version += 1
         factor = 1.02 if self._version % 2 else 1 / 1.02
         ids = probe_token_ids(self._vocabulary, self._version)
@@ -137,7 +152,7 @@ class Learner:
 
 
 class Run:
-    """Publications to one server, and what they are compared with."""
+    """Publishes to one server, beside the baselines."""
 
     def __init__(self, learner: Learner, control: Watched, dtype: str, rounds: int) -> None:
         self.rounds = rounds
@@ -149,11 +164,15 @@ class Run:
         self.baseline = Baseline(control)
 
     async def series(self, load: Load | None) -> Series:
-        """Some publications with pauses between, each beside a raw broadcast of the same bytes."""
+        """Publish `rounds` times with pauses between, each beside a raw broadcast of the same bytes.
+
+        Args:
+            load: Generations that run meanwhile; None if the server is idle.
+        """
         series = Series()
         for _ in range(self.rounds):
             snapshot = await asyncio.to_thread(self.learner.step)
-            # The learner's own computing is over: it only publishes.
+            # The learner no longer computes, so its work does not disturb the server.
             rested = time.perf_counter()
             psutil.cpu_percent()
             await asyncio.sleep(UNDISTURBED_S)
@@ -169,7 +188,7 @@ class Run:
                 series.cores.append(busy)
                 series.gaps_undisturbed.append(load.gap_s(rested, began))
                 series.undisturbed.append(load.tokens(rested, began) / (began - rested))
-                # What was generated in the pause's shadow arrives after it.
+                # Tokens generated in the shadow of the pause arrive after it.
                 series.gaps.append(load.gap_s(began, ended + 0.1))
                 series.tokens.append(load.tokens(began, ended) / (ended - began))
             series.raw.append(await self.baseline.raw_s(snapshot))
@@ -177,7 +196,7 @@ class Run:
 
 
 async def measured(size: Size, model: Any, rounds: int, url: str) -> dict[str, Any]:
-    """The figures of one size, in one run."""
+    """Measure one size in one run, and return the figures by name."""
     learner = Learner(size, model)
     async with Watched(url) as control:
         await control.wait_until_up(START_TIMEOUT_S)
@@ -241,7 +260,7 @@ def _figures(
 
 
 def touched(size: int) -> torch.Tensor:
-    """Memory whose pages are there."""
+    """Return `size` bytes of memory that already has its pages."""
     flat = fresh(size)
     touch(flat)
     return flat
@@ -256,7 +275,7 @@ def _ms(seconds: list[float]) -> float:
 
 
 def _missed(sizes: dict[str, dict[str, Any]]) -> list[str]:
-    """The aims that were not met, with the figure."""
+    """Return the aims that were not met, each with its figure."""
     missed = []
     for name, of in sizes.items():
         most = {"snapshot_ratio": 1.5, "snapshot_first_ratio": 1.5, "publish_ratio": 1.5}

@@ -1,5 +1,8 @@
-"""What `benchmarks.weight_sync` compares with, on the same server: a raw gloo broadcast, and new weights under a pause
-that holds for the whole transfer, as vLLM's own engines and TRL do it."""
+"""Implements the baselines of `benchmarks.weight_sync`, on the same server.
+
+One is a raw gloo broadcast. The other loads new weights under a pause for the whole transfer, as vLLM's own engines and
+TRL do it.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ TIMEOUT = timedelta(seconds=120)
 
 
 class RawGroup:
-    """Two ranks and nothing around them: one broadcast of all bytes in one call."""
+    """Connects two ranks with nothing around them, and broadcasts all bytes in one call."""
 
     def __init__(self, rank: int, port: int) -> None:
         store = dist.TCPStore(HOST, port, 2, is_master=rank == 0, timeout=TIMEOUT)
@@ -48,14 +51,14 @@ class RawGroup:
 
 
 class Worker(SlipstreamWorker):
-    """The worker's end: `--worker-extension-cls benchmarks.weight_sync_baseline.Worker`."""
+    """Receives at the vLLM worker: `--worker-extension-cls benchmarks.weight_sync_baseline.Worker`."""
 
     def slipstream_bench_join(self, port: int) -> None:
         self.slipstream_bench_group = RawGroup(1, port)
         self.slipstream_bench_buffer = Staging()
 
     def slipstream_bench_raw(self, size: int) -> None:
-        """Receive on a thread, beside generation."""
+        """Receive `size` bytes on a thread, beside generation."""
 
         def receive() -> None:
             group = self.slipstream_bench_group
@@ -65,7 +68,7 @@ class Worker(SlipstreamWorker):
         threading.Thread(target=receive, daemon=True).start()
 
     def slipstream_bench_in_place(self, manifest: dict[str, Any]) -> None:
-        """Receive and load into the live model in one call, which nothing else in the engine passes."""
+        """Receive and load into the live model in one call. Nothing else in the engine runs meanwhile."""
         from weight_sync.vllm.engine.reload import load_staged
 
         layout = Manifest(**manifest)
@@ -75,7 +78,7 @@ class Worker(SlipstreamWorker):
 
 
 class Baseline:
-    """The learner's end."""
+    """Sends at the learner, and measures."""
 
     def __init__(self, control: ServerControl) -> None:
         self._control = control
@@ -85,7 +88,11 @@ class Baseline:
         self._group, _ = await gather(joined, self._call("slipstream_bench_join", port))  # type: ignore[assignment]
 
     async def raw_s(self, snapshot: Snapshot) -> float:
-        """Seconds of one broadcast into memory that was used before, until the receiver has said so."""
+        """Broadcast once into memory that was used before.
+
+        Returns:
+            Seconds until the receiver has confirmed it.
+        """
         await self._call("slipstream_bench_raw", len(snapshot.flat))
         return await on_thread(self._raw_s, snapshot.flat)
 
@@ -96,7 +103,11 @@ class Baseline:
         return time.perf_counter() - began
 
     async def whole_pause_s(self, snapshot: Snapshot) -> float:
-        """Seconds from the call that pauses to the answer of the one that resumes."""
+        """Pause, transfer and load all weights, and resume.
+
+        Returns:
+            Seconds from the call that pauses to the answer of the call that resumes.
+        """
         began = time.perf_counter()
         await self._control.pause(False)
         try:

@@ -1,4 +1,7 @@
-"""The server of `benchmarks.weight_sync`: real vLLM on a CPU, a random model, and eight generations that never end."""
+"""Runs the server of `benchmarks.weight_sync`: real vLLM on a CPU with a random model.
+
+The load on it is eight generations that never end.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen3 of random weights: its shape, and the type in which it is served."""
+    """Describes a Qwen3 of random weights: its shape, and the dtype in which it is served."""
 
     dtype: str
     shape: dict[str, Any]
@@ -63,14 +66,19 @@ SIZES = {
 
 
 def model_of(size: Size) -> Any:
-    """Float32 masters, the same at each call."""
+    """Build the float32 master weights, the same at each call."""
     torch.manual_seed(0)
     return Qwen3ForCausalLM(Qwen3Config(**size.shape)).eval()
 
 
 @dataclass
 class Server:
-    """url: of the server. process: its API process, which its engine ends with."""
+    """Holds a running server.
+
+    Attributes:
+        url: Address of the server.
+        process: Its API process. The engine ends with it.
+    """
 
     url: str
     process: subprocess.Popen[bytes]
@@ -78,8 +86,15 @@ class Server:
 
 @contextmanager
 def serving(size: Size, model: Any, compared: bool = True) -> Iterator[Server]:
-    """A server that is loading `model`; `compared`: it can do what `benchmarks.weight_sync_baseline` asks. The end of
-    its log is printed where something fails inside."""
+    """Start a server, and yield it while it still loads `model`.
+
+    Prints the end of the server's log if the block fails.
+
+    Args:
+        size: Size of the model; its dtype is the server's.
+        model: The model to serve.
+        compared: Let the server do what `benchmarks.weight_sync_baseline` asks.
+    """
     folder = Path(tempfile.mkdtemp(prefix="slipstream-bench-"))
     try:
         model.to(getattr(torch, size.dtype)).save_pretrained(folder / "model")
@@ -124,24 +139,27 @@ def _config(size: Size, model: Path, compared: bool) -> RunConfig:
 
 @dataclass
 class Load:
-    """What the generations have given: `arrivals` holds the time (s, `time.perf_counter`) and the number of tokens of
-    each chunk, by generation."""
+    """Holds the output of the generations.
+
+    Attributes:
+        arrivals: For each generation, the time (s, `time.perf_counter`) and the number of tokens of each chunk.
+    """
 
     arrivals: list[list[tuple[float, int]]] = field(default_factory=lambda: [[] for _ in range(GENERATIONS)])
 
     def tokens(self, begins: float, ends: float) -> int:
-        """Tokens that came between two moments."""
+        """Count the tokens that arrived between two moments (s)."""
         return sum(count for stream in self.arrivals for at, count in stream if begins <= at < ends)
 
     def gap_s(self, begins: float, ends: float) -> float:
-        """The longest that all generations were silent at once, from one moment to another."""
+        """Return the longest silence of all generations at once between two moments, seconds."""
         times = sorted(at for stream in self.arrivals for at, _ in stream if begins <= at < ends)
         return max((later - at for at, later in pairwise(times)), default=ends - begins)
 
 
 @asynccontextmanager
 async def under_load(url: str) -> AsyncIterator[Load]:
-    """Eight generations, each begun anew as it ends; entered when all have begun."""
+    """Run eight generations, and start each again when it ends. Enters the block when all have begun."""
     load = Load()
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None)) as session:
         tasks = [asyncio.create_task(_generate(session, url, arrivals)) for arrivals in load.arrivals]
@@ -172,7 +190,7 @@ async def _generate(session: aiohttp.ClientSession, url: str, arrivals: list[tup
 
 
 def machine() -> dict[str, Any]:
-    """What the figures were taken on, and how busy it was then."""
+    """Describe the machine and its current load."""
     return {
         "cores": os.cpu_count(),
         "load_average": [round(load, 2) for load in os.getloadavg()],

@@ -1,10 +1,12 @@
-"""What one stopped server of two costs the learner: step times with both, and with one that answers nothing.
+"""Measures the learner's step times with two servers, and with one of the two stopped so that it answers nothing.
 
     python -m benchmarks.weight_sync_stopped --json [--steps 12]
 
-Two real vLLM servers on a CPU, a real queue, and a learner whose step is some arithmetic and a publication.
-`step_ratio`: the median step with one server stopped (SIGSTOP, from the first of these steps on), over the median with
-both. `longest_s`: the longest of those steps.
+Uses two real vLLM servers on a CPU, a real queue, and a learner that makes a step of some arithmetic and a publication.
+
+step_ratio: Median step with one server stopped (SIGSTOP, from the first of these steps on), divided by the median with
+    both.
+longest_s: Seconds of the longest of those steps.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ PRODUCTS = 60
 
 @contextmanager
 def queue_of(config: RunConfig) -> Iterator[tuple[str, int]]:
-    """A queue that knows the run file's servers: its URL, and the learner's session."""
+    """Run a queue that knows the run file's servers; yield its URL and the learner's session."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = uvicorn.Server(uvicorn.Config(create_app(config, SqliteStore(MEMORY)), log_level="warning"))
@@ -64,7 +66,10 @@ async def _begun(url: str, servers: list[str]) -> int:
 
 
 class Learner:
-    """`steps(n)`: their seconds, each with its publication."""
+    """Makes steps of some arithmetic and a publication.
+
+    `steps(n)` returns the seconds of each of n steps, publication included.
+    """
 
     def __init__(self, publisher: Publisher, model: Any) -> None:
         self._publisher = publisher
@@ -93,7 +98,7 @@ class Learner:
 
 @contextmanager
 def stopped(server: Server) -> Iterator[None]:
-    """The server's processes stand still inside."""
+    """Stop the server's processes inside the block."""
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]
     for process in processes:
@@ -122,7 +127,7 @@ def measured(steps: int) -> dict[str, Any]:
         learner = Learner(publisher, model)
         learner.steps(1)
         publisher.wait()
-        learner.steps(3)  # warm
+        learner.steps(3)  # Warms up.
         both = learner.steps(steps)
         with stopped(servers[1]):
             one = learner.steps(steps)

@@ -1,14 +1,20 @@
-"""What `http` costs the learner with many servers, and how many bytes deltas save. Needs no vLLM.
+"""Measures the learner's cost of `http` with many servers, and the bytes that deltas save. Needs no vLLM.
 
     python -m benchmarks.weight_transfer [--json] [--millions 38] [--receivers 1 4 16] [--delta-millions 38]
 
-`http`: weights of `--millions` float32 values are pulled by so many receivers, each a process of its own, once all from
-the learner (`direct`) and once as the transport does it, from each other too (`shared`). `seconds`: until the last has
-everything, verified. `learner_cpu_s`: processor time of the serving process. `learner_bytes`: what it sent, in
-multiples of the weights. `copy_s`: a plain copy of the same bytes, in the same run.
+`http`: `--receivers` processes pull weights of `--millions` million float32 values. Once all pull from the learner
+(`direct`), and once from each other too, as the transport does it (`shared`).
 
-`delta`: AdamW at 1e-6 on random gradients, float32 masters, published as bfloat16 and as float32. `share`: values that
-changed in a step, `bytes`: of the delta, by the bytes of everything. `encode_s` and `apply_s` beside `copy_s`.
+seconds: Seconds until the last receiver has everything, verified.
+learner_cpu_s: CPU seconds of the serving process.
+learner_bytes: Bytes that it sent, in multiples of the weights.
+copy_s: Seconds of a plain copy of the same bytes, in the same run.
+
+`delta`: AdamW at 1e-6 on random gradients with float32 masters, published as bfloat16 and as float32.
+
+share: Share of the values that changed in a step.
+bytes: Bytes of the delta, divided by those of all weights.
+encode_s, apply_s: Seconds to encode and to apply the delta, beside `copy_s`.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ LEARNING_RATE = 1e-6
 
 
 class Receiver:
-    """A process that stages what it is told to, and serves it to others as vLLM's API process does."""
+    """Runs a process that stages chunks on request, and serves them to others as vLLM's API process does."""
 
     def __init__(self, number: int) -> None:
         self.key = f"{number:016x}"
@@ -49,11 +55,15 @@ class Receiver:
         self._process.start()
 
     def url(self) -> str:
-        """Where others find what it has staged; blocks until it runs."""
+        """Return the address of its staged chunks for the others. Blocks until it runs."""
         return f"http://127.0.0.1:{self._pipe.recv()}/slipstream/chunks/{self.key}"
 
     def pull(self, chunks: ChunkList, secret: str, urls: list[str]) -> None:
-        """Blocks until it has everything."""
+        """Pull all chunks. Blocks until it has everything.
+
+        Raises:
+            RuntimeError: If the receiver failed.
+        """
         self._pipe.send((chunks.as_dict(), secret, urls))
         if error := self._pipe.recv():
             raise RuntimeError(error)
@@ -117,7 +127,7 @@ async def http_case(flat: torch.Tensor, receivers: int, shared: bool) -> dict[st
                 await on_thread(server.pull, chunks, depot.secret, urls)
 
         rounds = []
-        for turn in range(3):  # the first finds no memory mapped yet
+        for turn in range(3):  # The first turn maps the memory.
             flat[:8] = turn
             cpu, began, sent = time.process_time(), time.perf_counter(), depot.served
             chunks = ChunkList.of(flat)

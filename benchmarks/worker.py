@@ -1,18 +1,23 @@
-"""A worker's cost against the fake vLLM, and TRL's rollout loop beside it where it is installed. Prints JSON.
+"""Measures a worker's cost against the fake vLLM, beside TRL's rollout loop if it is installed. Prints JSON.
 
     python -m benchmarks.worker --json [--rounds 3] [--groups 64] [--turns 2]
 
-Every way runs in a process of its own, all of them once a round, in turning order; figures are medians over the rounds.
-CPU seconds are those of the way's process, all threads. `cpu_us_per_token`: sampled tokens. `lag_p99_ms`: CPU
-milliseconds that the loop's thread spent between two moments at which a waiting task could run, 99th percentile;
-`lag_wall_p99_ms` the same on the clock, which counts what else runs on the machine. TRL's loop has no lag figure: it
-runs user code and rendering on its loop. `judge_overhead`: with resets and judges of 2 s each, 128 episodes and as many
-slots, the share of the time above what they take without and 4 s; `judge_overhead_more`: with five times as many
-episodes, or `--groups`, which have to open as slots fall idle. `chat_us_per_turn`: suffix and parse of one turn, by
-renderer and template. `endpoint_us_per_turn`: CPU microseconds of the worker's event loop that a turn takes more where
-agents in another process ask for it at their endpoints than in the native loop; `endpoint_process_us_per_turn` the same
-of the whole process: with the threads of user code, in which agents wait here, and where the native loop's tools run.
-`endpoint` has the way's own figures.
+Every way runs in a separate process, once per round, in an order that rotates. Figures are medians over the rounds. CPU
+seconds are those of all threads of the way's process.
+
+cpu_us_per_token: CPU microseconds per sampled token.
+lag_p99_ms: CPU milliseconds that the loop's thread spent between two moments at which a waiting task could run, 99th
+    percentile. TRL has no lag figure: it runs user code and rendering on its loop.
+lag_wall_p99_ms: The same by the wall clock, which also counts other processes on the machine.
+judge_overhead: Run time with resets and judges of 2 s each, 128 episodes and as many slots: the share above the time
+    without these waits plus 4 s.
+judge_overhead_more: The same with five times as many episodes, or `--groups`. They have to open as slots fall idle.
+chat_us_per_turn: Suffix and parse of one turn, by renderer and template.
+endpoint_us_per_turn: CPU microseconds of the worker's event loop that a turn takes more than in the native loop if
+    agents in another process ask for it at their endpoints.
+endpoint_process_us_per_turn: The same for the whole process. It includes the threads of user code, in which agents wait
+    here, and in which the native loop's tools run.
+endpoint: All figures of that way.
 """
 
 from __future__ import annotations
@@ -58,7 +63,7 @@ def main() -> None:
 
 
 def compare(url: str, model: str, rounds: int, groups: int, turns: int) -> dict[str, Any]:
-    """Medians by way, and the ratios to TRL's where it is installed."""
+    """Run all ways and return the medians by way, with ratios to TRL's if it is installed."""
     ways = [way for way in WAYS if way != "trl" or importlib.util.find_spec("trl")]
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     for number in range(rounds):
@@ -81,7 +86,14 @@ def compare(url: str, model: str, rounds: int, groups: int, turns: int) -> dict[
 
 
 def run(way: str, url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    """One measurement, in a process of its own."""
+    """Measure one way in a separate process.
+
+    Returns:
+        The way's figures, by name.
+
+    Raises:
+        RuntimeError: If the process fails.
+    """
     command = [sys.executable, "-m", "benchmarks.worker", "--way", way, "--url", url, "--model", model]
     command += ["--groups", str(groups), "--turns", str(turns)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -92,7 +104,7 @@ def run(way: str, url: str, model: str, groups: int, turns: int) -> dict[str, fl
 
 
 def the_same_template() -> str | None:
-    """A template that TRL knows, for all ways alike; None, the tiny model's own, where TRL is not installed."""
+    """Return a chat template that TRL knows, for all ways; None if TRL is not installed, for the tiny model's own."""
     spec = importlib.util.find_spec("trl")
     if spec is None or not spec.submodule_search_locations:
         return None
@@ -104,7 +116,7 @@ def the_same_template() -> str | None:
 def fake_server(turns: int) -> Iterator[str]:
     command = [sys.executable, "-m", "tests.kit.fake_vllm", "--port", "0", "--version", "1"]
     command += ["--latency", str(TURN_S), "--turns", str(turns)]
-    command += ["--before", "<think>\n\n</think>\n\n"]  # else TRL's rendering drifts, and masks what was sampled
+    command += ["--before", "<think>\n\n</think>\n\n"]  # Otherwise TRL's rendering drifts, and masks sampled tokens.
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None

@@ -1,4 +1,4 @@
-"""The figures of one way that `benchmarks.worker` compares."""
+"""Computes the figures of each way that `benchmarks.worker` compares."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import time
 
 
 class LagProbe:
-    """A task that asks for the loop again and again. What its thread computed in between is what others did."""
+    """Measures the event loop's lag by yielding to it again and again.
+
+    Time that passes during a yield was spent by other tasks.
+    """
 
     def __init__(self) -> None:
         self._cpu_ms: list[float] = []
@@ -30,7 +33,18 @@ def _p99(values: list[float]) -> float:
 
 
 def figures(episodes: int, tokens: int, cpu_s: float, wall_s: float, loop_s: float = 0.0) -> dict[str, float]:
-    """What so many episodes and sampled tokens cost; `loop_s`: CPU seconds of the event loop's thread."""
+    """Compute the cost per episode and per token.
+
+    Args:
+        episodes: Number of episodes.
+        tokens: Number of sampled tokens.
+        cpu_s: CPU seconds of the process.
+        wall_s: Wall-clock seconds.
+        loop_s: CPU seconds of the event loop's thread.
+
+    Returns:
+        The figures by name.
+    """
     return {
         "loop_cpu_ms_per_episode": 1000 * loop_s / episodes,
         "cpu_ms_per_episode": 1000 * cpu_s / episodes,

@@ -1,4 +1,4 @@
-"""The ways that `benchmarks.worker` compares, each measured in the process that calls it."""
+"""Implements the ways that `benchmarks.worker` compares. Each is measured in the process that calls it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ WARM_UP_GROUPS = 8
 GROUP_SIZE = 8
 IN_FLIGHT = 256
 WAITING_SLOTS = 128
-WAITS_S = 2.0  # of a reset, and of a judge
+WAITS_S = 2.0  # Seconds of a reset, and of a judge.
 ROWS = [row(a, a + 7) for a in range(100, 1000)]
 
 TURNS = 200
@@ -50,13 +50,27 @@ CALLING = {
 
 
 def ours(url: str, model: str, groups: int, turns: int, episodes: int = IN_FLIGHT) -> dict[str, float]:
-    """Our worker with `episodes` at once."""
+    """Measure our worker with `episodes` at once.
+
+    Args:
+        url: Address of the fake vLLM.
+        model: Folder of the model.
+        groups: Number of groups to measure.
+        turns: Turns of an episode.
+        episodes: Slots of the worker.
+
+    Returns:
+        The figures by name.
+
+    Raises:
+        RuntimeError: If an episode did not run as scripted.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_ours(url, model, groups, turns, episodes))
 
 
 def ours_1000(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    """Our worker with 1,000 episodes at once."""
+    """Measure our worker with 1,000 episodes at once."""
     return ours(url, model, max(groups, 250), turns, episodes=1000)
 
 
@@ -83,7 +97,14 @@ async def _ours(url: str, model: str, groups: int, turns: int, episodes: int) ->
 async def measured(
     url: str, run_config: RunConfig, the_task: Task, groups: int
 ) -> tuple[dict[str, float], list[Rollout]]:
-    """The figures of a worker that makes so many groups after a few to warm up, and their rollouts."""
+    """Run a worker until it has made `groups` groups, after a few to warm up.
+
+    Returns:
+        The figures by name, and the rollouts.
+
+    Raises:
+        RuntimeError: If a group failed.
+    """
     async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
         tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s, code)
         chat = build_chat_format(run_config, tools.schemas)
@@ -107,8 +128,15 @@ async def measured(
 
 
 def waiting(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    """Our worker with 128 slots and resets and judges of 2 s: the share of its time above what it takes without them
-    and 4 s; for as many episodes as slots, and for so many that they have to take turns."""
+    """Measure our worker with 128 slots, and resets and judges of 2 s.
+
+    Returns:
+        The share of its time above the time without these waits plus 4 s. It is measured for as many episodes as slots,
+        and for so many that they have to take turns.
+
+    Raises:
+        RuntimeError: If a group failed.
+    """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_waiting(url, model, max(groups, 5 * WAITING_SLOTS // GROUP_SIZE), turns))
 
@@ -153,7 +181,7 @@ def _judge_of(seconds: float) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Reset(ConversationSource):
-    """Conversations that wait before their first turn, as for an environment's reset."""
+    """Runs conversations that wait before their first turn, as for an environment's reset."""
 
     reset_s: float = 0.0
 
@@ -171,8 +199,14 @@ class _Reset(ConversationSource):
 
 
 def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
-    """TRL 1.16's own rollout loop. What it makes is counted where it would be pickled for the trainer's process, which
-    is left out to its advantage."""
+    """Measure TRL 1.16's own rollout loop.
+
+    Samples are counted where TRL would pickle them for the trainer's process. The pickling is left out, to TRL's
+    advantage.
+
+    Raises:
+        RuntimeError: If an episode did not run as scripted.
+    """
     from accelerate.state import PartialState
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -201,7 +235,7 @@ def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
     )
     made.full = loop._stop_event.set
     loop.run()
-    # Where a conversation is forked, a rollout is several samples.
+    # A rollout is several samples if its conversation is forked.
     measured = made.samples[made.warm : made.all]
     if any(sample.metrics["reward"] != 1.0 for sample in made.samples):
         raise RuntimeError(f"TRL's episodes did not run as scripted: {made.samples[0]}")
@@ -210,7 +244,7 @@ def trl(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
 
 
 class _Made:
-    """Takes samples in place of TRL's queue, and stops its loop when there are enough."""
+    """Replaces TRL's queue: takes samples, and stops the loop when there are enough."""
 
     def __init__(self, warm: int, all: int) -> None:
         self.samples: list[Any] = []
@@ -245,14 +279,18 @@ def accuracy(completions: list[Any], answer: list[int], **columns: Any) -> list[
 
 
 async def chat_us_per_turn() -> dict[str, float]:
-    """Microseconds of this thread for the suffix and the parse of one short turn with a call, by chat format."""
+    """Measure the suffix and the parse of one short turn with a call.
+
+    Returns:
+        CPU microseconds of this thread, by chat format.
+    """
     schemas = ToolBox([multiply]).schemas
     found = {}
     for case in [*renderer_cases.CASES, *template_cases.CASES]:
         try:
             chat = case.build(schemas)
         except ConfigError:
-            continue  # a template that takes no tools
+            continue  # The template takes no tools.
         if not (await check_tool_format(chat, schemas)).fit_for_tools:
             continue
         prompt_ids = await chat.prompt_ids([QUESTION])

@@ -13,7 +13,7 @@ from task import TOOLS  # noqa: E402
 from tiny_policy.build import main  # noqa: E402
 from tiny_policy.recipe import Recipe  # noqa: E402
 
-# Numbers below 100 stay whole, so that the policy copies them; the text between them becomes a few long tokens.
+# Numbers below 100 stay whole, so that the policy can copy them. The text between them becomes a few long tokens.
 RECIPE = Recipe(
     tools=list(TOOLS.values()),
     correct=correct,

@@ -1,4 +1,4 @@
-"""Conversations for the warm start: correct ones, and flawed ones whose habits RL then removes."""
+"""Makes conversations for the warm start: correct ones, and flawed ones with bad habits that RL then removes."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from task import TOOLS, VALUES, Pair, draw, joined, prompt
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"wrong_operator": 0.35, "one_call_too_few": 0.30, "no_tool": 0.15, "misquote": 0.20}
 FLAWED_SHARE = 0.6
 
 
 def correct(rng: random.Random) -> Demonstration:
-    """The pairs in one turn, side by side; then what joins them; then the value."""
+    """Draw a demonstration that works out the pairs in one turn with parallel calls, then joins them, then answers."""
     expression = draw(rng)
     last = joined(expression)
     turns = [*_calculated(expression.pairs), *_calculated([last]), says(str(last.value))]
@@ -22,7 +22,7 @@ def correct(rng: random.Random) -> Demonstration:
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else correct."""
+    """Draw a demonstration that is flawed with probability `FLAWED_SHARE`, else correct."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     expression = draw(rng)
@@ -33,7 +33,7 @@ def mixed(rng: random.Random) -> Demonstration:
         return Demonstration(asked, [says(with_another_digit(last.value, rng))])
     first = _calculated(expression.pairs)
     if flaw == "one_call_too_few":
-        # The last result stands in for the answer.
+        # The policy gives the last result as its answer.
         unfinished = expression.pairs[-1].value
         said = str(unfinished) if unfinished != last.value else with_another_digit(last.value, rng)
         return Demonstration(asked, [*first, says(said)])
@@ -46,7 +46,7 @@ def mixed(rng: random.Random) -> Demonstration:
 
 
 def _calculated(pairs: Sequence[Pair]) -> list[Message]:
-    """One turn with a call for each pair, and the results."""
+    """Make one turn with a call for each pair, and the results."""
     named = [(TOOLS[pair.sign].__name__, {"a": pair.a, "b": pair.b}) for pair in pairs]
     answers = [result(name, pair.value) for (name, _), pair in zip(named, pairs, strict=True)]
     return [calls(*named), *answers]

@@ -1,4 +1,7 @@
-"""Work out an expression with a calculator: several tools, parallel calls, and calls that need earlier results."""
+"""Defines a task: work out an expression with a calculator.
+
+It needs several tools, parallel calls, and calls that need earlier results.
+"""
 
 from __future__ import annotations
 
@@ -51,12 +54,12 @@ def divide(a: int, b: int) -> int:
 
 
 TOOLS: dict[str, Callable[[int, int], int]] = {"+": add, "-": subtract, "*": multiply, "/": divide}
-LARGEST = 20  # of the numbers in an expression
+LARGEST = 20  # Largest number in an expression.
 VALUES = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.floordiv}
 
 
 class Pair(NamedTuple):
-    """Two numbers and what joins them."""
+    """Holds two numbers and the sign that joins them."""
 
     a: int
     sign: str
@@ -71,7 +74,7 @@ class Pair(NamedTuple):
 
 
 class Expression(NamedTuple):
-    """Two sides and what joins them; a side that is a pair has to be worked out first."""
+    """Holds two sides and the sign that joins them. A side that is a pair has to be worked out first."""
 
     left: Pair | int
     sign: str
@@ -90,13 +93,16 @@ class Expression(NamedTuple):
 
 
 def joined(expression: Expression) -> Pair:
-    """The last step: the sides' values."""
+    """Return the last step of an expression: the values of its sides, joined."""
     left, sign, right = expression
     return Pair(left.value if isinstance(left, Pair) else left, sign, right.value if isinstance(right, Pair) else right)
 
 
 def draw(rng: random.Random) -> Expression:
-    """One pair and a number, in either order, or two pairs. No result is below zero, and divisions have no rest."""
+    """Draw an expression of one pair and a number, in either order, or of two pairs.
+
+    No result is below zero, and divisions have no remainder.
+    """
     sides: list[Pair | int] = [_pair(rng), _pair(rng) if rng.random() < 0.5 else rng.randint(1, LARGEST)]
     if rng.random() < 0.5:
         sides.reverse()
@@ -125,14 +131,14 @@ def prompt(expression: Expression) -> list[dict[str, Any]]:
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` prompts, each with the answer that the reward compares with."""
+    """Draw `count` prompts, each with the answer that the reward compares with."""
     rng = random.Random(seed)
     drawn = (draw(rng) for _ in range(count))
     return [{"prompt": prompt(expression), "answer": expression.value} for expression in drawn]
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
-    """1.0 where the last message is the value and nothing else, else 0.0."""
+    """Return 1.0 for each completion with the value alone as its last message, else 0.0."""
     return [
         float(completion[-1]["content"] == str(right)) for completion, right in zip(completions, answer, strict=True)
     ]

@@ -1,8 +1,8 @@
 """Build and warm-start the tiny policy of this example: `python build_model.py --out FOLDER [--seed N]`.
 
-A two-layer Qwen3 of 0.4 M parameters learns the format from correct conversations until it would solve 90 % of
-the prompts, then a mix with flawed ones gives it bad habits (no tool, wrong arguments, malformed
-calls, misquotes), which leave it at about 40 %. RL has to remove them. A folder that is complete is left as it is.
+A two-layer Qwen3 of 0.4 M parameters learns the format from correct conversations until it would solve 90 % of the
+prompts. A mix with flawed conversations then gives it bad habits (no tool, wrong arguments, malformed calls,
+misquotes), which leave it at about 40 %. RL has to remove them. A folder that is complete is not changed.
 """
 
 from __future__ import annotations

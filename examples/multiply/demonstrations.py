@@ -1,4 +1,4 @@
-"""Conversations for the warm start: correct ones, and flawed ones whose habits RL then removes."""
+"""Makes conversations for the warm start: correct ones, and flawed ones with bad habits that RL then removes."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import random
 from task import number
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"no_tool": 0.40, "wrong_argument": 0.25, "malformed_call": 0.15, "misquote": 0.20}
 FLAWED_SHARE = 0.6
 
 
 def correct(rng: random.Random) -> Demonstration:
+    """Draw a demonstration that calls the tool correctly and quotes its result."""
     a, b = number(rng), number(rng)
     return _conversation(a, b, a, b, str(a * b))
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else correct."""
+    """Draw a demonstration that is flawed with probability `FLAWED_SHARE`, else correct."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     a, b = number(rng), number(rng)

@@ -1,4 +1,4 @@
-"""Multiply two numbers with a calculator: the smallest task that needs a tool call and its result."""
+"""Defines the smallest task that needs a tool call and its result: multiply two numbers with a calculator."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def multiply(a: int, b: int) -> int:
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
-    """1.0 where the last message is the product and nothing else, else 0.0."""
+    """Return 1.0 for each completion with the product alone as its last message, else 0.0."""
     return [
         float(completion[-1]["content"] == str(right)) for completion, right in zip(completions, answer, strict=True)
     ]
 
 
 def number(rng: random.Random) -> int:
-    """One to three digits, each length equally likely."""
+    """Draw a number of one to three digits, each length equally likely."""
     digits = rng.randint(1, 3)
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` prompts, each with the answer that the reward compares with."""
+    """Draw `count` prompts, each with the answer that the reward compares with."""
     rng = random.Random(seed)
     found = []
     for _ in range(count):

@@ -13,7 +13,7 @@ from task import NumberGame  # noqa: E402
 from tiny_policy.build import main  # noqa: E402
 from tiny_policy.recipe import Recipe  # noqa: E402
 
-# Numbers stay whole, and the text between them becomes a few long tokens, which makes turns short.
+# Turns are short because numbers stay whole and the text between them becomes a few long tokens.
 RECIPE = Recipe(
     tools=[NumberGame().guess],
     correct=correct,

@@ -1,4 +1,4 @@
-"""Games for the warm start: well played ones, and flawed ones whose habits RL then removes."""
+"""Makes games for the warm start: well played ones, and flawed ones with bad habits that RL then removes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,22 @@ import random
 from task import RANGES, NumberGame, prompt
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"repeats": 0.30, "out_of_range": 0.25, "wrong_way": 0.20, "gives_up": 0.25}
 FLAWED_SHARE = 0.6
 FOUND, GAVE_UP = "I found it.", "I give up."
 
 
 class Player:
-    """Plays a game and takes it down. `low`, `high`: where the number still can be."""
+    """Plays a game and records it.
+
+    Attributes:
+        largest: Largest number of the game.
+        low: Smallest number that is still possible.
+        high: Largest number that is still possible.
+        found: Whether the number was guessed.
+        guessed: The last guess.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self.largest = rng.choice(RANGES)
@@ -42,7 +50,7 @@ class Player:
         self.found = self.found or answer == "correct"
 
     def halve(self, guesses: int = 99) -> None:
-        """At most `guesses` of the best guesses."""
+        """Make at most `guesses` of the best guesses."""
         while not self.found and guesses > 0:
             self.guess(self.middle)
             guesses -= 1
@@ -52,14 +60,14 @@ class Player:
 
 
 def correct(rng: random.Random) -> Demonstration:
-    """The middle of what is left, until the number is found."""
+    """Draw a game that guesses the middle of the remaining range until it finds the number."""
     player = Player(rng)
     player.halve()
     return player.ended(FOUND)
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else well played."""
+    """Draw a game that is flawed with probability `FLAWED_SHARE`, else well played."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     player = Player(rng)

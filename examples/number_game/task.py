@@ -1,4 +1,7 @@
-"""Guess a secret number: an environment that remembers its game, gives the policy a tool, and says the reward."""
+"""Defines a task: guess a secret number.
+
+The environment remembers its game, gives the policy a tool, and computes the reward.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Any
 
 from slipstream import Task
 
-# The largest numbers that games go to. Halving finds a number up to 7 in 3 guesses, up to 15 in 4, up to 31 in 5.
+# Largest numbers of the games. Halving finds a number up to 7 in 3 guesses, up to 15 in 4, up to 31 in 5.
 RANGES = (7, 15, 31)
 
 
@@ -48,7 +51,7 @@ def prompt() -> list[dict[str, Any]]:
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` games. A group's episodes all play the same one."""
+    """Draw `count` games. A group's episodes all play the same one."""
     rng = random.Random(seed)
     found = []
     for _ in range(count):

@@ -1,6 +1,6 @@
-"""Conversations for the warm start: correct ones, and flawed ones whose habits RL then removes.
+"""Makes conversations for the warm start: correct ones, and flawed ones with bad habits that RL then removes.
 
-Some go on after the first answer, as the program does where two answers differ.
+Some continue after the first answer, as the program does if two answers differ.
 """
 
 from __future__ import annotations
@@ -10,17 +10,18 @@ import random
 from task import doubt, number, question
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"no_tool": 0.40, "wrong_argument": 0.30, "misquote": 0.30}
 FLAWED_SHARE = 0.5
 
 
 def correct(rng: random.Random) -> Demonstration:
+    """Draw a demonstration without a flaw."""
     return _conversation(rng, number(rng), number(rng), flaw=None)
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else correct."""
+    """Draw a demonstration that is flawed with probability `FLAWED_SHARE`, else correct."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     flaw = rng.choices(list(FLAWS), weights=list(FLAWS.values()))[0]

@@ -1,4 +1,4 @@
-"""Multiply two numbers by a program of its own: it works each product out twice, side by side, and compares.
+"""Defines a task whose agent is a program: it multiplies two numbers twice, side by side, and compares.
 
 The program is written for the `openai` client, and knows nothing of training.
 """
@@ -31,7 +31,7 @@ MULTIPLY = {
     },
 }
 MAX_TURNS = 3
-# Made once: a client that makes its own takes 40 ms of the processor for it, in every episode.
+# All clients share it: a client that makes its own spends 40 ms of CPU time on it, in every episode.
 TLS = ssl.create_default_context()
 
 
@@ -44,7 +44,7 @@ def doubt(other: str) -> dict[str, Any]:
 
 
 class Multiplier:
-    """A conversation with the model, in which it may use a calculator."""
+    """Holds a conversation with the model, which may use a calculator."""
 
     def __init__(self, client: AsyncOpenAI, model: str) -> None:
         self._client = client
@@ -52,7 +52,7 @@ class Multiplier:
         self._messages: list[Any] = []
 
     async def ask(self, message: dict[str, Any]) -> str:
-        """The text that the model answers in the end."""
+        """Send a message, run the model's calls, and return the text of its final answer."""
         self._messages.append(message)
         for _ in range(MAX_TURNS):
             reply = await self._client.chat.completions.create(
@@ -69,7 +69,7 @@ class Multiplier:
 
 
 def calculated(arguments: str) -> str:
-    """What the calculator answers to the JSON that the model wrote."""
+    """Return the calculator's answer to the JSON that the model wrote."""
     try:
         read = json.loads(arguments)
         return str(int(read["a"]) * int(read["b"]))
@@ -78,7 +78,7 @@ def calculated(arguments: str) -> str:
 
 
 async def agent(endpoint: Endpoint, a: int, b: int, answer: int) -> dict[str, float]:
-    """The reward: 1.0 for the product, 0.5 where it took a second thought, else 0.0."""
+    """Ask twice, and return the reward: 1.0 for the product, 0.5 if the two answers differed at first, else 0.0."""
     http = DefaultAsyncHttpxClient(verify=TLS)
     async with AsyncOpenAI(base_url=endpoint.base_url, api_key=endpoint.api_key, http_client=http) as client:
         one, other = Multiplier(client, endpoint.model), Multiplier(client, endpoint.model)
@@ -90,7 +90,7 @@ async def agent(endpoint: Endpoint, a: int, b: int, answer: int) -> dict[str, fl
 
 
 def number(rng: random.Random) -> int:
-    """One to three digits, each length equally likely."""
+    """Draw a number of one to three digits, each length equally likely."""
     digits = rng.randint(1, 3)
     return rng.randint(10 ** (digits - 1) if digits > 1 else 0, 10**digits - 1)
 

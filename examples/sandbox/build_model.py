@@ -13,7 +13,7 @@ from task import WORDS, python  # noqa: E402
 from tiny_policy.build import main  # noqa: E402
 from tiny_policy.recipe import Recipe  # noqa: E402
 
-# Words and numbers below 100 stay whole, so that the policy copies them; what stands between becomes long tokens.
+# Words and numbers below 100 stay whole, so that the policy can copy them. The text between becomes long tokens.
 RECIPE = Recipe(
     tools=[python],
     correct=correct,

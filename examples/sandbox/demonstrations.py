@@ -1,4 +1,4 @@
-"""Conversations for the warm start: correct ones, and flawed ones whose habits RL then removes."""
+"""Makes conversations for the warm start: correct ones, and flawed ones with bad habits that RL then removes."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import random
 from task import LETTERS, Question, draw
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"wrong_program": 0.40, "nothing_printed": 0.20, "no_second_try": 0.20, "no_program": 0.10, "misquote": 0.10}
 FLAWED_SHARE = 0.6
-# Of the correct demonstrations; so that the policy has seen how an error is mended.
+# Share of the correct demonstrations with an error first, so that the policy has seen how to fix one.
 SECOND_TRY_SHARE = 0.15
 
 
 def correct(rng: random.Random) -> Demonstration:
+    """Draw a demonstration that ends with the right answer."""
     question = draw(rng)
     turns = [*_printed(question.expression), says(str(question.answer))]
     if rng.random() < SECOND_TRY_SHARE:
@@ -23,14 +24,14 @@ def correct(rng: random.Random) -> Demonstration:
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else correct."""
+    """Draw a demonstration that is flawed with probability `FLAWED_SHARE`, else correct."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     flaw = rng.choices(list(FLAWS), weights=list(FLAWS.values()))[0]
     while True:
         question = draw(rng)
         turns = _flawed(question, flaw, rng)
-        # By chance another program may print the same.
+        # Another program may print the same by chance.
         if turns[-1]["content"] != str(question.answer):
             return Demonstration(question.prompt, turns)
 
@@ -54,7 +55,7 @@ def _printed(expression: str) -> list[Message]:
 
 
 def _broken(question: Question) -> list[Message]:
-    """A bracket is missing."""
+    """Run the program with a bracket missing."""
     return _ran(f"print({question.expression}", "SyntaxError: '(' was never closed (program, line 1)")
 
 
@@ -63,7 +64,7 @@ def _ran(code: str, output: str) -> list[Message]:
 
 
 def _changed(expression: str, rng: random.Random) -> str:
-    """The last number left out, another letter, or one word alone."""
+    """Return an expression without the last number, with another letter, or with one word alone."""
     if " + 1" in expression:
         return expression.replace(" + 1", "")
     if ".count" in expression:

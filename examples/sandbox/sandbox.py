@@ -1,4 +1,4 @@
-"""Runs Python programs in sealed processes: what may not be trusted runs in `sealed.py`, never in this process."""
+"""Runs Python programs in sealed processes. Untrusted code runs in `sealed.py`, never in this process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-MAX_CODE_CHARACTERS = 10_000  # characters
-MAX_SECONDS = 5.0  # of a program; of the processor's time it may use one
-MACHINES = ("x86_64", "aarch64")  # those whose system calls `sealed.py` knows
+MAX_CODE_CHARACTERS = 10_000  # Characters of a program.
+MAX_SECONDS = 5.0  # Wall-clock seconds of a program. It may use one second of CPU time.
+MACHINES = ("x86_64", "aarch64")  # `sealed.py` knows their system calls.
 _PATIENCE_S = MAX_SECONDS + 10
 
 
 class Sandbox:
-    """Up to `processes` programs at a time, each in a fork of a helper process that has Python up already.
+    """Runs up to `processes` programs at a time, each in a fork of a helper process that already runs Python.
 
-    A helper is started when it is needed first, ends with this process, and is replaced when it is gone.
+    A helper is started when it is first needed, ends with this process, and is replaced when it has ended.
+
+    Args:
+        processes: Maximum number of programs at a time; None for the number of cores.
     """
 
     def __init__(self, processes: int | None = None) -> None:
@@ -29,8 +32,17 @@ class Sandbox:
             self._idle.put(None)
 
     def run(self, code: str) -> str:
-        """What the program printed, cut to a few kilobytes, and after it the error that ended it. Raises
-        `RuntimeError` where no program can be run."""
+        """Run a program.
+
+        Args:
+            code: Python, at most MAX_CODE_CHARACTERS characters.
+
+        Returns:
+            The printed text, cut to a few kilobytes, and after it the error that ended the program.
+
+        Raises:
+            RuntimeError: If no program can be run.
+        """
         if len(code) > MAX_CODE_CHARACTERS:
             return f"error: the program has {len(code)} characters; at most {MAX_CODE_CHARACTERS} are run"
         helper = self._idle.get()
@@ -50,7 +62,7 @@ class Sandbox:
         return answer["output"]
 
     def close(self) -> None:
-        """End the helpers that are idle."""
+        """End the idle helpers."""
         for _ in range(self._idle.qsize()):
             helper = self._idle.get()
             if helper is not None:
@@ -59,7 +71,11 @@ class Sandbox:
 
 
 def _started() -> subprocess.Popen[bytes]:
-    """Isolated from this process: no environment variables, no open files, no site-packages."""
+    """Start a helper isolated from this process: no environment variables, no open files, no site-packages.
+
+    Raises:
+        RuntimeError: If the sandbox does not support this machine.
+    """
     if sys.platform != "linux" or platform.machine() not in MACHINES:
         raise RuntimeError(
             f"the sandbox needs Linux on {' or '.join(MACHINES)}, and this is {sys.platform} on {platform.machine()}: "

@@ -1,9 +1,9 @@
-"""The sandbox's helper: `python -I -S sealed.py SECONDS`. Reads programs, one JSON string a line, and answers each.
+"""Runs the sandbox's helper: `python -I -S sealed.py SECONDS` reads programs, one JSON string a line, and answers each.
 
-For each it forks. The fork gives up everything but computing and printing, for good, and only then runs the program:
-the kernel refuses all system calls but those of `_ALLOWED`. So there are no files, no network, no other processes to
-start or to kill, and nothing is left over when the fork has ended. What `exec` gets is not confined by Python's own
-means, which do not hold, and need not be.
+It forks for each program. The fork permanently gives up everything except computing and printing, and only then runs
+the program: the kernel refuses all system calls except those of `_ALLOWED`. A program therefore has no files and no
+network, and no other processes to start or to kill. Nothing remains when the fork has ended. Python itself does not
+confine the code that `exec` runs: its means do not hold, and are not needed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ import signal
 import struct
 import sys
 
-# What a program may import besides what is loaded anyway: loaded beforehand, as it can open no file.
+# A program can import only loaded modules, because it cannot open files. So load these beforehand.
 for _module in ("collections", "datetime", "decimal", "fractions", "itertools", "math", "re", "statistics", "string"):
     importlib.import_module(_module)
 
 MAX_CPU_SECONDS = 1
-MAX_MEMORY_BYTES = 256 << 20  # bytes of address space
-MAX_OUTPUT_CHARACTERS = 4096  # bytes
+MAX_MEMORY_BYTES = 256 << 20  # Bytes of address space.
+MAX_OUTPUT_CHARACTERS = 4096  # Bytes.
 
-# The system calls that computing and printing need: their numbers on x86_64 and on aarch64.
+# Computing and printing need these system calls. The numbers are those on x86_64 and on aarch64.
 _ALLOWED = {
     "read": (0, 63),
     "write": (1, 64),
@@ -57,12 +57,12 @@ _ALLOWED = {
     "exit_group": (231, 94),
     "getrandom": (318, 278),
 }
-# For each machine: its place in the table above, and its number in a filter.
+# Each machine's position in the table above, and its number in a filter.
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 _PR_SET_PDEATHSIG, _PR_SET_SECCOMP, _PR_SET_NO_NEW_PRIVS = 1, 22, 38
 _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
-_KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050001  # the last with EPERM
+_KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050001  # _REFUSE fails the call with EPERM.
 
 
 class _Filter(ctypes.Structure):
@@ -80,7 +80,15 @@ def main() -> None:
 
 
 def run(code: str, seconds: float) -> dict[str, str]:
-    """{"output": what the program wrote}, or {"refused": why nothing was run}."""
+    """Run a program in a sealed fork.
+
+    Args:
+        code: Python.
+        seconds: Maximum wall-clock time, seconds.
+
+    Returns:
+        {"output": text that the program wrote}, or {"refused": reason why nothing was run}.
+    """
     written = os.memfd_create("output")
     sealed, seals = os.pipe()
     pid = os.fork()
@@ -99,7 +107,7 @@ def run(code: str, seconds: float) -> dict[str, str]:
     if problem:
         return {"refused": problem}
     ended_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
-    if late or ended_by == signal.SIGKILL:  # by us, or by the limit on the processor's time
+    if late or ended_by == signal.SIGKILL:  # Killed by this process, or by the limit on CPU time.
         output += "\nerror: the program takes too long"
     elif ended_by:
         output += f"\nerror: the program was ended by signal {ended_by}"
@@ -107,10 +115,10 @@ def run(code: str, seconds: float) -> dict[str, str]:
 
 
 def _be_the_program(code: str, written: int, seals: int) -> None:
-    """In the fork; does not return."""
+    """Seal the fork, run the program in it, and exit. Does not return."""
     try:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        os.dup2(1, 0)  # nothing to read
+        os.dup2(1, 0)  # The program has nothing to read.
         os.dup2(written, 1)
         os.dup2(written, 2)
         os.dup2(seals, 3)
@@ -130,7 +138,7 @@ def _be_the_program(code: str, written: int, seals: int) -> None:
         problem = b""
     except BaseException as error:
         problem = _text(error)
-    # The program may have made a mess of everything that is used here.
+    # The program may have broken everything that is used here.
     with contextlib.suppress(BaseException):
         printed.flush()
     with contextlib.suppress(BaseException):
@@ -156,14 +164,18 @@ def _limit() -> None:
 
 
 def _seal() -> None:
-    """From here on the kernel refuses what is not in `_ALLOWED`; nothing can undo it. Raises `OSError`."""
+    """Make the kernel refuse every system call that is not in `_ALLOWED`. Nothing can undo it.
+
+    Raises:
+        OSError: If the kernel does not accept the filter.
+    """
     place, machine = _MACHINES[platform.machine()]
     numbers = [numbers[place] for numbers in _ALLOWED.values()]
     instructions = [
-        (_LOAD, 0, 0, 4),  # the machine
+        (_LOAD, 0, 0, 4),  # The machine.
         (_IF_EQUAL, 1, 0, machine),
         (_RETURN, 0, 0, _KILL),
-        (_LOAD, 0, 0, 0),  # the call's number
+        (_LOAD, 0, 0, 0),  # The number of the call.
         *((_IF_EQUAL, len(numbers) - index, 0, number) for index, number in enumerate(numbers)),
         (_RETURN, 0, 0, _REFUSE),
         (_RETURN, 0, 0, _ALLOW),

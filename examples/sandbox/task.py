@@ -1,4 +1,7 @@
-"""Answer a question by a short program: one tool runs Python, and whatever the policy writes is sealed in."""
+"""Defines a task: answer a question by a short program.
+
+Its one tool runs Python. All code of the policy runs in a sealed process.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ WORDS = [
     *("sister", "doctor", "teacher", "farmer", "sailor", "dancer", "tailor", "soldier", "barber", "hunter"),
 ]
 LETTERS = "aeort"
-# What is asked, and what a program has to print.
+# Each question, and the expression that a program has to print.
 TEMPLATES = [
     ("Sum all from {low} to {high}.", "sum(range({low}, {high} + 1))"),
     ("Sum the squares from {low} to {high}.", "sum(i * i for i in range({low}, {high} + 1))"),
@@ -37,7 +40,7 @@ def python(code: str) -> str:
 
 
 class Question(NamedTuple):
-    """`expression`: in Python, its value is the answer."""
+    """Holds a question, and a Python expression that has the answer as its value."""
 
     text: str
     expression: str
@@ -48,7 +51,7 @@ class Question(NamedTuple):
 
     @property
     def answer(self) -> int:
-        return eval(self.expression)  # one of the templates above, nobody else's
+        return eval(self.expression)  # Safe: the expression is always from the templates above.
 
 
 def draw(rng: random.Random) -> Question:
@@ -66,14 +69,14 @@ def draw(rng: random.Random) -> Question:
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` prompts, each with the answer that the reward compares with."""
+    """Draw `count` prompts, each with the answer that the reward compares with."""
     rng = random.Random(seed)
     drawn = (draw(rng) for _ in range(count))
     return [{"prompt": question.prompt, "answer": question.answer} for question in drawn]
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
-    """1.0 where the last message is the answer and nothing else, else 0.0."""
+    """Return 1.0 for each completion with the answer alone as its last message, else 0.0."""
     return [
         float(completion[-1]["content"] == str(right)) for completion, right in zip(completions, answer, strict=True)
     ]

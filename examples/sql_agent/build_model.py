@@ -14,7 +14,7 @@ from task import query  # noqa: E402
 from tiny_policy.build import main  # noqa: E402
 from tiny_policy.recipe import Recipe  # noqa: E402
 
-# The values stay whole, so that the policy copies them; the SQL between them becomes a few long tokens.
+# The values stay whole, so that the policy can copy them. The SQL between them becomes a few long tokens.
 RECIPE = Recipe(
     tools=[query],
     correct=correct,

@@ -1,4 +1,7 @@
-"""The shop's database, and the one way in which the policy may use it: a SELECT, bounded in time, rows and memory."""
+"""Builds the shop's database and runs the policy's queries on it.
+
+A SELECT is the only thing that the policy can do with it. Time, rows and memory of a query are bounded.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ from typing import Any
 FILE = Path(__file__).with_name("shop.db")
 SEED = 20
 MAX_ROWS = 5
-MAX_SECONDS = 0.5  # of the processor's time, so that a busy machine ends no query
+MAX_SECONDS = 0.5  # CPU time, so that a busy machine does not end a query.
 MAX_CELL_BYTES = 10_000
 
 CITIES = ["Oslo", "Rome", "Lima", "Cairo", "Delhi", "Perth", "Quito", "Seoul"]
@@ -34,12 +37,12 @@ CREATE TABLE orders (
 );
 """
 
-# What a SELECT does; all else, such as a PRAGMA, ATTACH or a write, is refused before it begins.
+# A SELECT needs these. Anything else, such as a PRAGMA, ATTACH or a write, is refused before it begins.
 _READING = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_FUNCTION, sqlite3.SQLITE_RECURSIVE}
 
 
 def build(file: Path = FILE) -> Path:
-    """The database, made where it is missing: the same rows everywhere."""
+    """Build the database if it is missing, and return its path. The rows are the same everywhere."""
     if file.exists():
         return file
     rng = random.Random(SEED)
@@ -56,8 +59,18 @@ def build(file: Path = FILE) -> Path:
 
 
 def select(sql: str, file: Path = FILE) -> list[tuple[Any, ...]]:
-    """The first rows of one SELECT: `MAX_ROWS`, and one more where there are more. Raises `sqlite3.Error`, with a
-    text for the policy."""
+    """Run one SELECT.
+
+    Args:
+        sql: The query.
+        file: The database.
+
+    Returns:
+        The first MAX_ROWS rows, and one more if there are more.
+
+    Raises:
+        sqlite3.Error: If the query fails or takes too long, with a text for the policy.
+    """
     with _opened(file) as connection:
         try:
             return connection.execute(sql).fetchmany(MAX_ROWS + 1)
@@ -69,9 +82,9 @@ def select(sql: str, file: Path = FILE) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[sqlite3.Connection]:
-    """A connection for one query: it can only read this file, and gives up by itself."""
+    """Open a connection for one query. It can only read this file, and ends the query after MAX_SECONDS."""
     with closing(sqlite3.connect(f"{file.as_uri()}?mode=ro", uri=True)) as connection:
-        # A cell of 1 GB, SQLite's default, is made in one step, which no deadline interrupts.
+        # SQLite allows a cell of 1 GB by default, and makes it in one step, which no deadline interrupts.
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MAX_CELL_BYTES)
         connection.setlimit(sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH, 100)
         connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)

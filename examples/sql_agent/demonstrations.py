@@ -1,4 +1,4 @@
-"""Conversations for the warm start: correct ones, and flawed ones whose habits RL then removes."""
+"""Makes conversations for the warm start: correct ones, and flawed ones with bad habits that RL then removes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from database import CITIES, ITEMS, NAMES
 from task import Question, draw, query
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
-# Shares of the flaws among flawed demonstrations; they set the reward that RL starts from.
+# Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
 FLAWS = {"wrong_column": 0.30, "wrong_filter": 0.30, "no_second_try": 0.20, "no_query": 0.20}
 FLAWED_SHARE = 0.6
-# Of the correct demonstrations; so that the policy has seen how an error is mended.
+# Share of the correct demonstrations with an error first, so that the policy has seen how to fix one.
 SECOND_TRY_SHARE = 0.15
 MISSPELT = [
     ("SELECT", "SELEC"),
@@ -29,6 +29,7 @@ OTHER_COLUMNS = [
 
 
 def correct(rng: random.Random) -> Demonstration:
+    """Draw a demonstration that ends with the right answer."""
     question = draw(rng)
     turns = [*_asked(question.sql), says(str(question.answer))]
     if rng.random() < SECOND_TRY_SHARE:
@@ -37,14 +38,14 @@ def correct(rng: random.Random) -> Demonstration:
 
 
 def mixed(rng: random.Random) -> Demonstration:
-    """Flawed with probability `FLAWED_SHARE`, else correct."""
+    """Draw a demonstration that is flawed with probability `FLAWED_SHARE`, else correct."""
     if rng.random() >= FLAWED_SHARE:
         return correct(rng)
     flaw = rng.choices(list(FLAWS), weights=list(FLAWS.values()))[0]
     while True:
         question = draw(rng)
         turns = _flawed(question, flaw, rng)
-        # By chance another query may give the same answer.
+        # Another query may give the same answer by chance.
         if turns[-1]["content"] != str(question.answer):
             return Demonstration(question.prompt, turns)
 
@@ -70,13 +71,13 @@ def _guess(question: Question, rng: random.Random) -> str:
 
 
 def _changed(sql: str, changes: list[tuple[str, str]], rng: random.Random) -> str:
-    """`sql` with one of the changes that it has a place for."""
+    """Return `sql` with one of the changes that apply to it."""
     old, new = rng.choice([change for change in changes if change[0] in sql])
     return sql.replace(old, new, 1)
 
 
 def _filtered_otherwise(sql: str, rng: random.Random) -> str:
-    """`sql` with another value, or with a comparison turned round."""
+    """Return `sql` with another value, or with a comparison reversed."""
     others = [sql.replace(" > ", " < ")] if " > " in sql else []
     for values in (NAMES, CITIES, ITEMS):
         for value in values:

@@ -1,4 +1,7 @@
-"""Answer questions about a shop: write a query for a real SQLite database, read its result, say the answer."""
+"""Defines a task: answer questions about a shop with queries on a real SQLite database.
+
+The policy writes a query, reads its result, and gives the answer.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ def query(sql: str) -> str:
 
 
 _ORDERS = "FROM orders JOIN customers ON customers.id = customer_id WHERE"
-# What is asked, and the query that answers it.
+# Each question, and the query that answers it.
 TEMPLATES = [
     ("How many customers live in {city}?", "SELECT COUNT(*) FROM customers WHERE city = '{city}'"),
     ("How many orders did {name} place?", f"SELECT COUNT(*) {_ORDERS} name = '{{name}}'"),
@@ -46,7 +49,7 @@ TEMPLATES = [
 
 @cache
 def _answered(sql: str) -> int | None:
-    """Kept, as many rows ask the same."""
+    """Return the answer of a query. Cached because many rows ask the same."""
     return select(sql)[0][0]
 
 
@@ -64,7 +67,7 @@ class Question(NamedTuple):
 
 
 def draw(rng: random.Random) -> Question:
-    """A question that has an answer: a sum over no orders has none."""
+    """Draw a question that has an answer. A sum over no orders has none."""
     while True:
         values = {
             "city": rng.choice(CITIES),
@@ -79,14 +82,14 @@ def draw(rng: random.Random) -> Question:
 
 
 def rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """`count` prompts, each with the answer that the database gives."""
+    """Draw `count` prompts, each with the answer from the database."""
     rng = random.Random(seed)
     drawn = (draw(rng) for _ in range(count))
     return [{"prompt": question.prompt, "answer": str(question.answer)} for question in drawn]
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[str], **_: Any) -> list[float]:
-    """1.0 where the last message is the answer and nothing else, else 0.0."""
+    """Return 1.0 for each completion with the answer alone as its last message, else 0.0."""
     return [float(completion[-1]["content"] == right) for completion, right in zip(completions, answer, strict=True)]
 
 

@@ -1,1 +1,1 @@
-"""Tiny policies for the examples: built and warm-started from an example's demonstrations in a minute or two."""
+"""Builds and warm-starts a tiny policy from an example's demonstrations, in a minute or two."""

@@ -1,4 +1,4 @@
-"""The command line of an example's `build_model.py`."""
+"""Implements the command line of each example's `build_model.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from tiny_policy.warm_start import warm_start
 
 
 def main(recipe: Recipe, description: str) -> None:
-    """`--out FOLDER [--seed N]`; a folder that is complete is left as it is, an incomplete one never appears."""
+    """Build a policy: `--out FOLDER [--seed N]`.
+
+    A folder that is complete is not changed. An incomplete folder never appears.
+
+    Args:
+        recipe: The example's recipe.
+        description: Text for `--help`. Its first line is shown.
+    """
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)

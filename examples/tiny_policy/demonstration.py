@@ -1,4 +1,4 @@
-"""One conversation of a warm start, and the messages that it is made of."""
+"""Defines a conversation of a warm start and its messages."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ Message = dict[str, Any]
 
 
 class Demonstration(NamedTuple):
-    """`turns`: what follows the prompt, the policy's messages and the answers to them. `given`: of the policy's first
-    messages, how many it is shown and not taught, such as an error that it is to mend."""
+    """Holds one conversation.
+
+    Attributes:
+        prompt: Messages of the prompt.
+        turns: Messages after the prompt: the policy's, and the answers to them.
+        given: Number of the policy's first messages that it is shown and not taught, such as an error to fix.
+    """
 
     prompt: list[Message]
     turns: list[Message]
@@ -23,7 +28,7 @@ def says(text: str) -> Message:
 
 
 def calls(*named: tuple[str, dict[str, Any]]) -> Message:
-    """A turn with one call for each (tool, arguments)."""
+    """Make a turn with one call for each (tool, arguments)."""
     functions = [{"name": name, "arguments": arguments} for name, arguments in named]
     return {
         "role": "assistant",
@@ -33,12 +38,12 @@ def calls(*named: tuple[str, dict[str, Any]]) -> Message:
 
 
 def result(tool: str, value: Any) -> Message:
-    """A tool's answer, as the worker writes it: text as it is, all else as JSON."""
+    """Make a tool's answer as the worker writes it: text unchanged, everything else as JSON."""
     return {"role": "tool", "name": tool, "content": value if isinstance(value, str) else json.dumps(value)}
 
 
 def with_another_digit(value: int, rng: random.Random) -> str:
-    """`value` with one digit changed."""
+    """Return `value` as text with one digit changed."""
     digits = list(str(value))
     place = rng.choice([place for place, digit in enumerate(digits) if digit.isdigit()])
     digits[place] = rng.choice([digit for digit in "123456789" if digit != digits[place]])

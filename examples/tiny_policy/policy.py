@@ -1,4 +1,4 @@
-"""An untrained policy: a tokenizer from an example's own demonstrations, and a small Qwen3."""
+"""Builds an untrained policy: a tokenizer from an example's own demonstrations, and a small Qwen3."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ _TURN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL
 
 
 class Example(NamedTuple):
-    """Token ids of a whole conversation, and which of them the assistant wrote and is taught."""
+    """Holds the tokens of a whole conversation.
+
+    Attributes:
+        ids: Token ids.
+        written: True for each token that the assistant wrote and is taught.
+    """
 
     ids: list[int]
     written: list[bool]
 
 
 def build_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
-    """Byte-level BPE whose digits stay single, with a Qwen-like chat template."""
+    """Train a byte-level BPE tokenizer with single digits and a Qwen-like chat template."""
     tokenizer = Tokenizer(models.BPE())
-    # The longest first, as the first that fits is taken.
+    # The regex takes the first match, so the longest come first.
     whole = [*sorted(map(re.escape, recipe.whole or ()), key=len, reverse=True), r"\d"]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -84,9 +89,9 @@ def build_model(recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
 
 
 def encode(demo: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[dict]) -> Example:
-    """Piece by piece, as the rollout worker appends it: prompt, then each turn and what follows it."""
+    """Encode a conversation piece by piece, as the rollout worker does: the prompt, then each turn and its answers."""
     text = tokenizer.apply_chat_template([*demo.prompt, *demo.turns], tools=tools, tokenize=False)
-    # A turn runs from behind its opening to its end token, and stands at every second place.
+    # A turn runs from after its opening to its end token, and is every second piece.
     pieces = _TURN.split(text.removesuffix("\n"))
     ids: list[int] = []
     written: list[bool] = []

@@ -1,4 +1,4 @@
-"""What an example says of its tiny policy; all else is the same for all."""
+"""Defines the settings that differ between the examples' tiny policies. Everything else is the same for all."""
 
 from __future__ import annotations
 
@@ -14,14 +14,25 @@ from tiny_policy.demonstration import Demonstration
 
 @dataclass(frozen=True)
 class Recipe:
-    """tools: functions, or their JSON schemas. correct: draws a demonstration that solves its prompt. mixed: draws
-    one that is flawed with some probability, which sets the reward that RL starts from.
+    """Describes how an example's tiny policy is built and warm-started.
 
-    whole: what stays a token of its own, beside single digits, such as the names in the prompts; the policy copies it
-    in one piece. Text between may become one token, however long, which makes turns short. None: tokens end at words.
-    solves: the share of prompts at which the correct demonstrations have taught enough; `clean_steps` end them too.
-    muon: train the layers' matrices on correct demonstrations with Muon, whose learning rate falls to a tenth over the
-    second half of `clean_steps`.
+    Attributes:
+        tools: Functions, or their JSON schemas.
+        correct: Draws a demonstration that solves its prompt.
+        mixed: Draws a demonstration that is flawed with some probability, which sets the reward that RL starts from.
+        whole: Texts that stay one token each, beside single digits, such as the names in the prompts. The policy copies
+            them in one piece. The text between them may become one token, however long, which makes turns short. None:
+            tokens end at words.
+        vocabulary: Number of token ids.
+        layers: Number of layers.
+        hidden: Hidden size.
+        context: Maximum length, tokens.
+        batch: Demonstrations in a step.
+        solves: Share of solved prompts at which the correct demonstrations have taught enough.
+        clean_steps: Maximum number of steps on correct demonstrations.
+        flawed_steps: Number of steps on the mix.
+        muon: Train the layers' matrices on correct demonstrations with Muon. The learning rate then falls to a tenth
+            over the second half of `clean_steps`.
     """
 
     tools: Sequence[Callable[..., Any] | dict[str, Any]]

@@ -1,4 +1,4 @@
-"""How far the warm start is: a bar on a terminal, a line now and then elsewhere."""
+"""Shows the progress of the warm start: a bar on a terminal, an occasional line elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LINE_EVERY_S = 10.0
 
 
 class Told:
-    """A context manager."""
+    """Shows progress while its context is open."""
 
     def __init__(self) -> None:
         columns = (TextColumn("warm start"), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
@@ -32,7 +32,12 @@ class Told:
         self._progress.stop()
 
     def update(self, percent: float, text: str) -> None:
-        """What is done, of 100, and what is being done."""
+        """Show the progress.
+
+        Args:
+            percent: Finished part, 0 to 100.
+            text: Name of the current work.
+        """
         if self._progress.console.is_terminal:
             self._progress.update(self._bar, completed=percent, description=text)
             return

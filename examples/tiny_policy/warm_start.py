@@ -1,4 +1,4 @@
-"""Supervised training of a tiny policy: correct demonstrations until it solves the task, then flawed ones."""
+"""Trains a tiny policy with supervision: on correct demonstrations until it solves the task, then on flawed ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,17 @@ from tiny_policy.told import Told
 
 
 def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Negative log-probs [N, T] of the next tokens and the mask of those that the assistant wrote.
+    """Compute the losses of the next tokens.
 
-    The tools' description opens every conversation and is most of it, so it runs through the model once, and
-    the conversations go on from its keys and values.
+    The tools' description opens every conversation and is most of it. It therefore runs through the model once, and
+    the conversations continue from its keys and values.
+
+    Args:
+        model: The policy.
+        examples: N conversations.
+
+    Returns:
+        Negative log-probs [N, T] of the next tokens, and the mask [N, T] of the tokens that the assistant wrote.
     """
     columns = zip(*(example.ids for example in examples), strict=False)
     shared = next(place for place, ids in enumerate(columns) if len(set(ids)) > 1)
@@ -37,7 +44,7 @@ def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torc
 
 @torch.no_grad()
 def success_rate(model: Qwen3ForCausalLM, examples: list[Example]) -> float:
-    """Probability that sampling at temperature 1 writes exactly the demonstrated turns, in the mean."""
+    """Return the mean probability that sampling at temperature 1 writes exactly the demonstrated turns."""
     losses, _ = token_losses(model, examples)
     return torch.exp(-losses.sum(1)).mean().item()
 
@@ -50,10 +57,14 @@ def train(
     after_step: Callable[[int], bool],
     muon: bool = False,
 ) -> None:
-    """Train on the assistant's tokens; end after `steps`, or earlier when `after_step` returns true.
+    """Train on the assistant's tokens.
 
     Args:
-        learning_rate: AdamW's, by step.
+        model: The policy.
+        draw: Draws a batch.
+        steps: Maximum number of steps.
+        learning_rate: AdamW's learning rate, by step.
+        after_step: Runs after each step, with its number. True ends the training.
         muon: Give the layers' matrices to Muon, at twice that rate.
     """
     matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2] if muon else []
@@ -61,7 +72,7 @@ def train(
     others = [weight for weight in model.parameters() if id(weight) not in by_muon]
     optimisers: list[torch.optim.Optimizer] = [torch.optim.AdamW(others, betas=(0.9, 0.98), weight_decay=0.01)]
     if matrices:
-        # Its update is scaled to the size of AdamW's (arXiv 2502.16982), so that one rate serves both.
+        # Muon's update is scaled to the size of AdamW's (arXiv 2502.16982), so that one schedule serves both.
         optimisers.append(torch.optim.Muon(matrices, weight_decay=0.01, adjust_lr_fn="match_rms_adamw"))
     for step in range(steps):
         for factor, optimiser in enumerate(optimisers, 1):
@@ -79,6 +90,7 @@ def train(
 
 
 def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """Build a policy and train it by a recipe; return the model and its tokenizer."""
     tokenizer = build_tokenizer(recipe, seed)
     model = build_model(recipe, seed)
     tools = recipe.schemas

@@ -1,12 +1,14 @@
-"""Evaluations: their memory, their metrics, and the decisions on them. Pure: memory in, decision out.
+"""Keeps the evaluations, computes their metrics, and decides on them. Decisions are pure: memory in, decision out.
 
-They stand outside admission, the ledger's sums and leases. A row is issued until a group of it is accepted or its
-attempts are used up; then it counts as failed. An evaluation ends when all of its rows have ended, at its deadline, or
-with the run, whichever is first. A row sampled between a swap and its proof has not ended before the proof holds (I5):
-if the proof fails the row is issued again, and an evaluation that ends without it counts the row as failed.
+Only `Evaluations.apply` changes what is kept. Evaluations do not count in admission, the ledger's sums or leases.
 
-Only `apply` changes the memory. Deadlines are kept here only: after a restart of the queue each ticket and evaluation
-gets its full time again.
+A row is issued until one of its groups is accepted. It counts as failed once its attempts are used up. An evaluation
+ends when all of its rows have ended, at its deadline, or with the run, whichever is first.
+
+A row sampled between a swap and its proof ends only when the proof holds (I5). If the proof fails, the row is issued
+again. An evaluation that ends before the proof counts the row as failed.
+
+Deadlines are kept in memory only. After a restart of the queue, each ticket and evaluation gets its full time again.
 """
 
 from __future__ import annotations
@@ -38,12 +40,17 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.ledger.servers import ServerRegistry
 
-# Finish reasons of a policy that was cut off.
+# Finish reasons that mean that the policy was cut off.
 _CUT_OFF = ("length", "context")
 
 
 def row_result(group: Group, facts: GroupFacts) -> RowResult:
-    """Reduce a valid group of an evaluation to what is kept of it."""
+    """Reduce a valid group of an evaluation to the result that is kept.
+
+    Args:
+        group: The group.
+        facts: Gives the servers and versions that sampled it.
+    """
     by_name: defaultdict[str, list[float]] = defaultdict(list)
     for rollout in group.rollouts:
         for name, value in rollout.reward_components.items():
@@ -59,7 +66,7 @@ def row_result(group: Group, facts: GroupFacts) -> RowResult:
 
 
 class _Mean(msgspec.Struct):
-    """Mean and sample standard deviation of values added one by one (Welford 1962)."""
+    """Computes mean and sample standard deviation of values added one by one (Welford 1962)."""
 
     count: int = 0
     total: float = 0.0
@@ -81,7 +88,7 @@ class _Mean(msgspec.Struct):
 
 
 class EvalTally:
-    """Adds up ended rows, each once. `evaluation` costs the same however many there are."""
+    """Adds up ended rows, each once. The cost of `evaluation` does not grow with their number."""
 
     def __init__(self, rows: Iterable[EvalRow] = ()) -> None:
         self.failures: Counter[str] = Counter()
@@ -96,7 +103,7 @@ class EvalTally:
 
     @property
     def ended(self) -> int:
-        """Rows that are done or failed."""
+        """Return the number of rows that are done or failed."""
         return self._rewards.count + self.failures.total()
 
     def add(self, row: EvalRow) -> None:
@@ -127,7 +134,14 @@ class EvalTally:
     def evaluation(
         self, record: EvalRecord, seconds: float, ended: Ended | None = None, waits_for: str | None = None
     ) -> Evaluation:
-        """Return the evaluation for people. Once it has ended, rows that have not count as failed."""
+        """Return the evaluation for people.
+
+        Args:
+            record: The evaluation's record.
+            seconds: Time since it was requested.
+            ended: How it ended; None while it is open. After its end, rows without an end count as failed.
+            waits_for: Why no tickets are issued or it does not end; None if nothing keeps it.
+        """
         failures, rows = dict(self.failures), record.rows
         if ended is not None and rows is not None and (left := rows - self.ended) > 0:
             reason = reasons.RUN_FINISHED if ended == "run_over" else reasons.DEADLINE
@@ -158,12 +172,19 @@ class EvalTally:
         )
 
 
-# Accepted tickets that are remembered, so that a repeat is recognised.
+# So many accepted tickets are remembered, to recognise a group that is submitted again.
 _MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:
-    """An evaluation that has not ended: its record, its rows by number, those to issue again, and their tally."""
+    """Holds an evaluation that has not ended.
+
+    Attributes:
+        record: Its record.
+        rows: Its rows by number.
+        again: Rows to issue again, by number.
+        tally: Sums of its ended rows.
+    """
 
     def __init__(self, record: EvalRecord) -> None:
         self.record = record
@@ -172,6 +193,7 @@ class OpenEvaluation:
         self.tally = EvalTally()
 
     def put(self, row: EvalRow) -> None:
+        """Add a row or replace its earlier state."""
         before = self.rows.get(row.index)
         self.rows[row.index] = row
         self.again.pop(row.index, None)
@@ -184,12 +206,12 @@ class OpenEvaluation:
 
 
 class Evaluations:
-    """Open evaluations, and the newest of those that have ended.
+    """Keeps the open evaluations, and the newest ended ones.
 
     Args:
         config: Gives the time-outs.
-        contents: What the store held at the start.
-        now: Current time of the clock that deadlines are in, seconds.
+        contents: Contents of the store at the start.
+        now: Current time of the clock for deadlines, seconds.
     """
 
     def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
@@ -207,51 +229,57 @@ class Evaluations:
 
     @property
     def open(self) -> list[OpenEvaluation]:
-        """In the order of their requests."""
+        """Return the open evaluations in the order of their requests."""
         return list(self._open.values())
 
     @property
     def ended(self) -> list[EvalRecord]:
-        """In the order of their requests."""
+        """Return the records of the ended evaluations in the order of their requests."""
         return [self._ended[number] for number in sorted(self._ended)]
 
     @property
     def records(self) -> list[EvalRecord]:
+        """Return the records of all evaluations, the open ones first."""
         return [*(of.record for of in self._open.values()), *self._ended.values()]
 
     def of(self, number: int) -> OpenEvaluation:
+        """Return the open evaluation with a number."""
         return self._open[number]
 
     def ticket(self, ticket_id: str) -> EvalRow | None:
-        """Return the row of a ticket that is with a worker; None for any other."""
+        """Return the row of a ticket that a worker holds; None for any other ticket."""
         return self._tickets.get(ticket_id)
 
     def was_accepted(self, ticket_id: str) -> bool:
-        """Tell whether a ticket's group was accepted, as far as that is remembered."""
+        """Return whether a ticket's group was accepted. Only the newest accepted tickets are remembered."""
         return ticket_id in self._accepted
 
     def held_by(self, worker_id: str) -> list[EvalRow]:
+        """Return the rows with tickets that a worker holds."""
         return [row for row in self._tickets.values() if row.worker_id == worker_id]
 
     def episodes_of(self, rows: Iterable[EvalRow]) -> int:
+        """Count the episodes of rows of open evaluations."""
         return sum(self._open[row.evaluation].record.group_size for row in rows)
 
     def renew_ticket(self, ticket_id: str, now: float) -> None:
+        """Give a ticket its full time again, from `now`."""
         self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:
-        """Tell whether a ticket has reached the maximum age, however often it was renewed."""
+        """Return whether a ticket has reached the maximum age. Renewals do not extend that age."""
         return self._ticket_deadlines.has_outlived(ticket_id, now)
 
     def expired_tickets(self, now: float) -> list[EvalRow]:
+        """Return the rows of tickets that have passed their deadline."""
         return [self._tickets[ticket_id] for ticket_id in self._ticket_deadlines.expired(now)]
 
     def expired(self, now: float) -> list[OpenEvaluation]:
-        """Return the open evaluations whose own time is over."""
+        """Return the open evaluations that have passed their deadline."""
         return [self._open[number] for number, due in self._deadlines.items() if due <= now]
 
     def next_deadline(self) -> float:
-        """Return the first deadline; infinity if nothing is open."""
+        """Return the first deadline of a ticket or evaluation; infinity if nothing is open."""
         return min([self._ticket_deadlines.soonest(), *self._deadlines.values()])
 
     def apply(self, change: EvalChange, now: float) -> None:
@@ -288,7 +316,7 @@ class Evaluations:
             self._accepted[row.id] = None
             while len(self._accepted) > _MAX_ACCEPTED:
                 del self._accepted[next(iter(self._accepted))]
-        if found is None:  # the evaluation has ended
+        if found is None:  # The evaluation has ended.
             return
         before = found.rows.get(row.index)
         if before is not None:
@@ -304,12 +332,16 @@ class Evaluations:
 
 
 def unproven_rows(rows: Iterable[EvalRow], fleet: ServerRegistry) -> list[EvalRow]:
-    """Return the rows that are done and whose weights wait for their proof."""
+    """Return the done rows that wait for the proof of the weights that sampled them."""
     return [row for row in rows if _unproven(row, fleet) is not None]
 
 
 def awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
-    """Describe the proof that an evaluation waits for whose rows have all ended; None while there is more to sample."""
+    """Describe the proof that an evaluation waits for, once all of its rows have ended.
+
+    Returns:
+        A description; None while there is more to sample, or if no proof is missing.
+    """
     if of.record.rows is None or of.tally.ended < of.record.rows:
         return None
     names = sorted({name for row in of.rows.values() if (name := _unproven(row, fleet)) is not None})
@@ -331,7 +363,7 @@ def without_unproven(of: OpenEvaluation, fleet: ServerRegistry) -> OpenEvaluatio
 
 
 def _unproven(row: EvalRow, fleet: ServerRegistry) -> str | None:
-    """Return a server whose proof a done row waits for; None if there is none."""
+    """Return the name of a server if a done row waits for its proof; None if there is none."""
     return None if row.result is None else fleet.unproven(GroupFacts(servers=row.result.servers))
 
 
@@ -348,8 +380,8 @@ def finish(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) ->
 def judge(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> EvalChange:
     """React to a change of the `fleet` (I5).
 
-    Rows sampled by weights that failed their proof, or left service before it, are issued again. Evaluations whose last
-    missing proof this was end.
+    Rows are issued again if their weights failed the proof, or left service before it. Evaluations end if they waited
+    only for proofs that now hold.
     """
     tainted = [
         msgspec.structs.replace(row, state=EvalRowState.AGAIN, result=None, reason=reasons.UNVERIFIED_SERVER)
@@ -370,7 +402,7 @@ def judge(evaluations: Evaluations, fleet: ServerRegistry, wall_time: float) -> 
 
 
 def with_ends(evaluations: Evaluations, fleet: ServerRegistry, rows: Iterable[EvalRow], wall_time: float) -> EvalChange:
-    """Change rows, and end the evaluations of which they are the last, unless some wait for a proof."""
+    """Change rows, and end each evaluation that has no other rows left, unless a row waits for a proof."""
     by_evaluation: dict[int, list[EvalRow]] = {}
     for row in rows:
         by_evaluation.setdefault(row.evaluation, []).append(row)
@@ -385,6 +417,14 @@ def with_ends(evaluations: Evaluations, fleet: ServerRegistry, rows: Iterable[Ev
 
 
 def ended_record(of: OpenEvaluation, how: Ended, wall_time: float, last: Iterable[EvalRow] = ()) -> EvalRecord:
+    """Return the record of an evaluation that ends now, with its result.
+
+    Args:
+        of: The evaluation.
+        how: How it ends.
+        wall_time: Current wall-clock time, seconds.
+        last: Rows that end with it and are not in its tally yet.
+    """
     seconds = max(0.0, wall_time - of.record.asked_at)
     return msgspec.structs.replace(of.record, result=of.tally.and_also(last).evaluation(of.record, seconds, how))
 
@@ -396,19 +436,22 @@ def without_oldest(evaluations: Evaluations, change: EvalChange) -> EvalChange:
     return msgspec.structs.replace(change, removed=(*change.removed, *oldest))
 
 
-# More open evaluations mean that they take longer than the steps between them.
+# If more are open, evaluations take longer than the steps between them.
 MAX_OPEN = 16
 
-# Tickets in one answer to a worker.
+# Bounds the tickets in one answer to a worker.
 _MAX_TICKETS = 1024
 
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
 
 
 class Asking(msgspec.Struct, frozen=True):
-    """A worker that asks for tickets: it has room for `episodes`, and may hold `max_episodes` of evaluations in all.
+    """Describes a worker that asks for tickets. It may always hold one group.
 
-    One group it may always hold.
+    Attributes:
+        worker_id: Its name.
+        episodes: Number of further episodes that it has room for.
+        max_episodes: Maximum number of evaluation episodes that it may hold in total.
     """
 
     worker_id: str
@@ -417,13 +460,25 @@ class Asking(msgspec.Struct, frozen=True):
 
 
 def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capacity: int) -> Asking:
-    """Describe the request of a worker of `capacity` episodes for `wanted` tickets, counted as training tickets."""
+    """Describe a worker's request for tickets.
+
+    Args:
+        config: Gives the group size and the share of evaluations.
+        run: After the last step, evaluations may take the whole capacity.
+        worker_id: Name of the worker.
+        wanted: Number of tickets, counted as training tickets.
+        capacity: Episodes that the worker can run at once.
+    """
     max_episodes = capacity if run.all_steps_made else int(config.eval.share * capacity)
     return Asking(worker_id, wanted * config.rollout.group_size, max_episodes)
 
 
 def ask(evaluations: Evaluations, run: RunState, request: EvaluationRequest, wall_time: float) -> Decision:
-    """Open an evaluation unless its step has one. Refuses more than MAX_OPEN (EVALUATIONS_OPEN)."""
+    """Open an evaluation unless its step already has one.
+
+    Raises:
+        Refusal: EVALUATIONS_OPEN, if MAX_OPEN evaluations are open.
+    """
     record = EvalRecord(
         number=run.evaluations,
         step=request.step,
@@ -453,8 +508,12 @@ def issue(
     """Issue tickets to a worker: the oldest evaluation first, and in each the rows to issue again first.
 
     Args:
+        evaluations: All evaluations.
+        run: State of the run.
         served_version: Lowest version that serves; None if no server serves.
-        serial: Training tickets issued so far.
+        serial: Number of training tickets issued so far.
+        asking: The worker and its room.
+        wall_time: Current wall-clock time, seconds.
     """
     held = evaluations.episodes_of(evaluations.held_by(asking.worker_id))
     left = min(asking.episodes, asking.max_episodes - held)
@@ -491,7 +550,7 @@ def issue(
 
 
 def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> str | None:
-    """Say what keeps tickets of an open evaluation from being issued; None if nothing does."""
+    """Return why no tickets of an open evaluation can be issued; None if they can."""
     if served_version is None:
         return "a server that serves"
     if served_version < record.version:
@@ -528,7 +587,15 @@ def message(evaluations: Evaluations, run: RunState, row: EvalRow) -> Ticket:
 
 
 def undelivered(evaluations: Evaluations, worker_id: str, have: Sequence[str]) -> list[EvalRow]:
-    """Return the worker's tickets that it does not have: an answer was lost, or it was restarted under its name."""
+    """Return the rows of tickets that were issued to a worker and that it does not have.
+
+    Either an answer was lost, or the worker was restarted under the same name.
+
+    Args:
+        evaluations: All evaluations.
+        worker_id: Name of the worker.
+        have: Ids of the tickets that it has.
+    """
     held = set(have)
     return [row for row in evaluations.held_by(worker_id) if row.id not in held]
 
@@ -542,7 +609,11 @@ def submit(
 
 
 def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
-    """Refuse a group whose ticket is not with a worker (TICKET_ENDED), unless it was accepted before."""
+    """Check that a group was accepted before, if no worker holds its ticket.
+
+    Raises:
+        Refusal: TICKET_ENDED, if it was not.
+    """
     if not evaluations.was_accepted(ticket_id):
         raise Refusal(
             reasons.TICKET_ENDED, f"ticket {ticket_id} of an evaluation is not out any more: it or the evaluation ended"
@@ -552,7 +623,7 @@ def check_accepted(evaluations: Evaluations, ticket_id: str) -> None:
 def fail(
     evaluations: Evaluations, fleet: ServerRegistry, row: EvalRow, reason: str, retryable: bool, wall_time: float
 ) -> EvalChange:
-    """End a ticket that yielded no group."""
+    """End a ticket without a group. Its row is issued again if `retryable` and attempts are left."""
     return with_ends(evaluations, fleet, [_failed(evaluations, row, reason, retryable)], wall_time)
 
 
@@ -564,7 +635,7 @@ def give_back(evaluations: Evaluations, fleet: ServerRegistry, worker_id: str, w
 
 
 def expire(evaluations: Evaluations, fleet: ServerRegistry, now: float, wall_time: float) -> EvalChange:
-    """End evaluations whose time is over, and tickets whose holders were not heard from in time."""
+    """End evaluations that have passed their deadline, and tickets that their workers did not renew in time."""
     over = evaluations.expired(now)
     gone = {of.record.number for of in over}
     late = [
@@ -578,18 +649,18 @@ def expire(evaluations: Evaluations, fleet: ServerRegistry, now: float, wall_tim
 
 
 def begin(evaluations: Evaluations, message: BeginSession) -> EvalChange:
-    """Forget evaluations of steps that the new session makes anew; all of them at a fresh start."""
+    """Forget evaluations of steps that the new session repeats; all of them at a fresh start."""
     gone = [record.number for record in evaluations.records if record.step > message.step or not message.resume]
     return EvalChange(removed=tuple(gone))
 
 
 def _rows_of_data(run: RunState) -> int | None:
-    """Return the rows of the eval_dataset by the session's workers; None if unknown."""
+    """Return the number of rows of the eval_dataset, as the session's workers reported it; None if unknown."""
     return run.data.eval_rows if run.data is not None and run.data_session == run.session else None
 
 
 def _sized(record: EvalRecord, run: RunState) -> EvalRecord:
-    """Return the record with its number of rows, once a worker has reported the data set's."""
+    """Return the record with its number of rows, once a worker has reported the size of the data set."""
     there = _rows_of_data(run)
     if record.rows is not None or there is None:
         return record
@@ -597,7 +668,7 @@ def _sized(record: EvalRecord, run: RunState) -> EvalRecord:
 
 
 def _new_rows(record: EvalRecord) -> Iterator[EvalRow]:
-    """Yield rows that were never issued, as if there had been an attempt before the first."""
+    """Yield the rows that were never issued. Their attempt is -1, so that the first one issued is 0."""
     for number in range(record.next_row, record.rows or 0):
         yield EvalRow(record.number, number, -1, 0, "", 0)
 

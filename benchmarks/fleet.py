@@ -96,7 +96,7 @@ def beside_copy_ms(megabytes: int, versions: int) -> dict[str, float]:
         versions: Number of publications.
 
     Returns:
-        Median and maximum in milliseconds without the copy of the weights, and the number of skipped versions.
+        Median and maximum in milliseconds without the copy of the weights, and the number of overtaken versions.
     """
     fakes, chance = Fakes(20), random.Random(0)
     weights = [(f"w{i}", torch.randn(megabytes * 2**18 // 16)) for i in range(16)]

@@ -263,7 +263,7 @@ class Evaluations:
         return sum(self._open[row.evaluation].record.group_size for row in rows)
 
     def renew_ticket(self, ticket_id: str, now: float) -> None:
-        """Give a ticket its full time again, from `now`."""
+        """Give a ticket its full time again from `now`, up to its maximum age."""
         self._ticket_deadlines.renew(ticket_id, now)
 
     def has_outlived(self, ticket_id: str, now: float) -> bool:

@@ -84,9 +84,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
-    told = {"left_to_all": len(left)}
     if hasattr(config, "workeroutput"):
-        config.workeroutput.update(told)
+        config.workeroutput["left_to_all"] = len(left)
     else:
         config.stash[LEFT] = len(left)
 

@@ -6,9 +6,6 @@ import asyncio
 import os
 import pty
 import re
-import signal
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -55,19 +52,6 @@ async def test_it_wakes_only_while_somebody_is_waited_for(monkeypatch: pytest.Mo
         with terminal.waiting_for("queue"):
             await asyncio.wait_for(told.wait(), 10)
         telling.cancel()
-
-
-@pytest.fixture
-def stage(tmp_path: Path, run_file: Path) -> Iterator[Stage]:
-    folder = tmp_path / "a stage"
-    folder.mkdir()
-    stage = Stage(folder, run_file)
-    yield stage
-    if stage.process and stage.process.poll() is None:
-        stage.process.kill()
-    for pid in stage.alive():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
 
 
 def test_on_a_terminal_the_live_line_ends_when_the_learner_first_prints(stage: Stage) -> None:

@@ -40,6 +40,18 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+class ReadableOnce(list[Any]):
+    """Rows of which only a first look can be read."""
+
+    looks = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        self.looks += 1
+        if self.looks > 1:
+            raise OSError("the disk is gone")
+        return super().__getitem__(place)
+
+
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **columns: Any) -> list[float]:
     return [float(turns[-1]["content"] == str(right)) for turns, right in zip(completions, answer, strict=True)]
 

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,12 @@ from tests.kit import config
 NEXT = Migration(
     "notes are kept; rows are untouched",
     ("CREATE TABLE notes (text TEXT)", "ALTER TABLE tickets ADD COLUMN note TEXT"),
+)
+# Every way to read a file, each of which refuses a layout that it does not know.
+READS: tuple[Callable[[Path], Any], ...] = (
+    SqliteStore,
+    lambda path: SqliteReader(path).read_ledger(),
+    lambda path: SqliteReader(path).run_state(),
 )
 GROUP = GroupFacts(300, 6, 3, (SampledBy("vllm-0", 3, 4),))
 
@@ -156,11 +163,7 @@ def test_a_file_from_before_the_first_release_is_refused_with_the_remedy_and_lef
     with closing(sqlite3.connect(store_file)) as db:
         db.execute(f"PRAGMA user_version = {FIRST_LAYOUT - 1}")
     before = dump(store_file)
-    for read in (
-        SqliteStore,
-        lambda path: SqliteReader(path).read_ledger(),
-        lambda path: SqliteReader(path).run_state(),
-    ):
+    for read in READS:
         with pytest.raises(
             ConfigError, match=rf"queue\.db.*layout {FIRST_LAYOUT - 1}.*finish the run with that checkout"
         ):
@@ -174,11 +177,7 @@ def test_a_file_of_a_newer_release_is_refused_with_the_remedy_and_left_alone(tmp
     with closing(sqlite3.connect(path)) as db:
         db.execute(f"PRAGMA user_version = {newest_layout() + 1}")
     before = dump(path)
-    for read in (
-        SqliteStore,
-        lambda path: SqliteReader(path).read_ledger(),
-        lambda path: SqliteReader(path).run_state(),
-    ):
+    for read in READS:
         with pytest.raises(ConfigError, match=rf"queue\.db.*layout {newest_layout() + 1}.*upgrade, or move it away"):
             read(path)
     assert dump(path) == before

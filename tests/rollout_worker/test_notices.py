@@ -15,7 +15,7 @@ from tests.kit import WORKER, config
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
-from tests.kit.worker import TOKENIZER, accuracy, fake, roll, row, task
+from tests.kit.worker import TOKENIZER, ReadableOnce, accuracy, fake, roll, row, task
 
 PATIENT = config(WORKER, queue={"ticket_timeout_s": 3000.0})
 
@@ -167,20 +167,10 @@ async def test_what_the_policy_does_wrong_is_counted_and_not_told(said):
     assert {rollout.tool_failures for rollout in run.rollouts} == {1}
 
 
-class Broken(list):
-    looks = 0
-
-    def __getitem__(self, place):
-        self.looks += 1
-        if self.looks > 1:
-            raise OSError("the disk is gone")
-        return super().__getitem__(place)
-
-
 @pytest.mark.parametrize(
     ("rows", "kind", "text"),
     [
-        (Broken([row()]), "row", "row 0 of the data set: OSError: the disk is gone"),
+        (ReadableOnce([row()]), "row", "row 0 of the data set: OSError: the disk is gone"),
         ([row(), {**row(), "prompt": []}], "row", "row 1 of the data set: ValueError: its prompt is empty"),
         (
             [row(), {**row(), "prompt": [{"role": "user"}]}],

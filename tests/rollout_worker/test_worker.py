@@ -18,7 +18,7 @@ from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
-from tests.kit.worker import TOKENIZER, accuracy, chat_format, fake, multiply, roll, row, task, until
+from tests.kit.worker import TOKENIZER, ReadableOnce, accuracy, chat_format, fake, multiply, roll, row, task, until
 
 LONG = config(WORKER, rollout={"max_turn_tokens": 600, "max_episode_tokens": 2000}, vllm={"max_model_len": 4000})
 
@@ -403,24 +403,12 @@ def half_silent(completions, answer, **columns):
     return [1.0] + [None] * (len(completions) - 1)
 
 
-class Faulty(list):
-    """Rows of which only a first look can be read."""
-
-    looks = 0
-
-    def __getitem__(self, place):
-        self.looks += 1
-        if self.looks > 1:
-            raise OSError("the disk is gone")
-        return super().__getitem__(place)
-
-
 @pytest.mark.parametrize(
     ("changes", "fault", "reason", "retryable"),
     [
         ({"rewards": [raising]}, None, "reward", True),
         ({"rewards": [half_silent]}, None, "no_reward", True),
-        ({"dataset": Faulty([row()])}, None, "row", False),
+        ({"dataset": ReadableOnce([row()])}, None, "row", False),
         ({"dataset": [row(), {**row(), "prompt": []}]}, None, "row", False),
         ({"dataset": [row(), {**row(), "prompt": [{"role": "user"}]}]}, None, "prompt", False),
         ({"dataset": [row(), row(b=int("1" * 2000))]}, None, "prompt", False),

@@ -23,7 +23,7 @@ Notations of whole turns: a turn is several messages. Each has a header that nam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from rollout_worker.chat.parsers.base import (
@@ -142,6 +142,15 @@ def said_header(said: str) -> str:
     return said if body < 0 else said[: body + len(_MESSAGE)]
 
 
+def _turn_of_blocks(text: str, calls: Calls, thoughts: Sequence[str], content: Sequence[str]) -> ParsedTurn:
+    """Return the turn that the blocks of `text` make; `text` without any mark of a block is content as it stands."""
+    if not calls and not thoughts and "<|" not in text:
+        return ParsedTurn(text, text, [])
+    return ParsedTurn(
+        text, "\n\n".join(filter(None, content)).strip(), no_more(calls), "\n\n".join(thoughts).strip() or None
+    )
+
+
 _ATEM_RECIPIENT = re.compile(r"\bto=([\w.-]{1,256})")
 
 _CALLS = TaggedValues(
@@ -170,11 +179,7 @@ def parse_atem(text: str, before: Before) -> ParsedTurn:
             calls += found
             if any(isinstance(call, MalformedCall) for call in found):
                 content.append(block.body)
-    if not calls and not thoughts and "<|" not in text:
-        return ParsedTurn(text, text, [])
-    return ParsedTurn(
-        text, "\n\n".join(filter(None, content)).strip(), no_more(calls), "\n\n".join(thoughts).strip() or None
-    )
+    return _turn_of_blocks(text, calls, thoughts, content)
 
 
 def _calls(body: str) -> Calls:
@@ -212,11 +217,7 @@ def parse_harmony(text: str, before: Before) -> ParsedTurn:
             thoughts.append(block.body)
         else:
             content.append(block.body)
-    if not calls and not thoughts and "<|" not in text:
-        return ParsedTurn(text, text, [])
-    return ParsedTurn(
-        text, "\n\n".join(filter(None, content)).strip(), no_more(calls), "\n\n".join(thoughts).strip() or None
-    )
+    return _turn_of_blocks(text, calls, thoughts, content)
 
 
 def _call(name: str, block: Block) -> Call:

@@ -1,4 +1,4 @@
-"""What all commands share: settings among their arguments, settings in their help, and how they end.
+"""Shared by all commands: settings among their arguments, settings in their help, and how they end.
 
 A wrong command line or setting is one message with exit code 2.
 """

@@ -41,7 +41,7 @@ class CallbackFailed(LearnerFailed):
 
 @dataclass(frozen=True)
 class Wish:
-    """What callbacks ask for after a step: the end of the run, a checkpoint, an evaluation."""
+    """Requests of callbacks after a step: the end of the run, a checkpoint, an evaluation."""
 
     stop: bool = False
     save: bool = False

@@ -82,7 +82,7 @@ def train(
 
 @dataclass(frozen=True)
 class Session:
-    """What one session of the learner works with, from the position at which the queue began it.
+    """The parts that one session of the learner works with, from the position at which the queue began it.
 
     Attributes:
         position: The run's position when the session began.

@@ -46,7 +46,7 @@ COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not i
 
 @dataclass(frozen=True)
 class Request:
-    """What to replay.
+    """One replay.
 
     Attributes:
         record: A record's folder, or one of its parts.

@@ -206,7 +206,7 @@ class Ticket(msgspec.Struct):
 
 
 class Fingerprint(msgspec.Struct, frozen=True):
-    """What shapes a process's rollouts. If two differ, groups of the one are wrong data for the other.
+    """Everything that shapes a process's rollouts. If two differ, groups of the one are wrong data for the other.
 
     Attributes:
         tokenizer, chat: Digests of the vocabulary, and of the chat format with its template.

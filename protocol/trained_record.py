@@ -89,7 +89,7 @@ class RecordedStep:
 
 @dataclass
 class Recorded:
-    """What a record holds of the surviving time line. `told`: what is missing from it, and why."""
+    """The part of a record on the surviving time line. `told`: texts that say what is missing from it, and why."""
 
     steps: list[RecordedStep]
     told: list[str]
@@ -145,7 +145,7 @@ def read_record(path: Path) -> Recorded:
 
 
 def _with(found: dict[int, RecordedStep], place: RecordPosition) -> dict[int, RecordedStep]:
-    """What is known of steps, with one entry more."""
+    """Returns the steps known so far, with one more entry of the record."""
     head = place.head
     known = found.get(head.step)
     if known is None or known.version != head.version or head.ticket_id in _tickets(known):

@@ -1,4 +1,4 @@
-"""What a worker and its queue tell each other: heartbeats, which register the worker, renew its tickets and bring news
+"""Messages between a worker and its queue: heartbeats, which register the worker, renew its tickets and bring news
 both ways, and the tickets that the worker gives back.
 """
 
@@ -120,7 +120,7 @@ _SIGN_OFF_S = 2.0
 
 
 class Queue(Protocol):
-    """What a worker needs of `protocol.client.QueueClient`."""
+    """The part of `protocol.client.QueueClient` that a worker uses."""
 
     async def tickets(self, request: TicketRequest) -> TicketReply: ...
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None: ...

@@ -1,4 +1,4 @@
-"""What users import: `from slipstream import Task`.
+"""The public names that users import: `from slipstream import Task`.
 
 Each name is imported at its first use, so a task file or a queue client loads no more than it needs, and no torch.
 """

@@ -20,7 +20,7 @@ from protocol.config import LearnerSection
 
 @dataclass(frozen=True)
 class Corrected:
-    """What a correction makes of a row's tokens.
+    """A row's tokens after a correction.
 
     Attributes:
         tokens: With the weights, the `old` and the `old_drift` that the objective uses.
@@ -293,7 +293,7 @@ def build(section: LearnerSection) -> Correction:
 
 @dataclass(frozen=True)
 class ProximalInputs:
-    """What a proximal policy is made from, for N tokens, without a gradient.
+    """Inputs of a proximal policy for N tokens, without a gradient.
 
     Attributes:
         behaviour: float32 [N], log-probs under the policy that sampled.

@@ -1,4 +1,4 @@
-"""What an algorithm has beside objective and correction: masks, regularisers and the loss of a mixture's routers.
+"""Parts of an algorithm beside objective and correction: masks, regularisers and the loss of a mixture's routers.
 
 A mask takes tokens from the objective. A regulariser adds a term to the loss, or takes one from the rewards, so that
 the policy stays near a reference or keeps its entropy. All are off by default, and any may be set beside the others.

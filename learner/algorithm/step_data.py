@@ -1,4 +1,4 @@
-"""What an algorithm sees of a step: its rollouts, the tokens of a row, and the normalisers of its loss.
+"""Data of a step as an algorithm gets it: rollouts, the tokens of a row, and the normalisers of its loss.
 
 A normaliser is one for the whole step, so neither packing nor micro-batches can change the gradient. Tokens that do not
 train never count. A rollout without a token that trains still counts as a rollout, as its reward does in its group: a

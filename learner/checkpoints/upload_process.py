@@ -19,7 +19,7 @@ import learner
 
 
 class Request(msgspec.Struct, frozen=True):
-    """What to upload.
+    """One upload.
 
     Attributes:
         folder: Of the model.

@@ -215,7 +215,7 @@ class Alarm:
 
     @property
     def why(self) -> str | None:
-        """What is known of a rank that is gone, if one is."""
+        """Describes the rank that is gone; None while all are there."""
         return self._why
 
     @property

@@ -60,7 +60,7 @@ class Guard(Protocol):
 
 
 class Command(msgspec.Struct):
-    """What all ranks do next, by its name; the details follow by `Team.spread` and `Team.deal`."""
+    """The next call of all ranks, by its name; the details follow by `Team.spread` and `Team.deal`."""
 
     name: str
 

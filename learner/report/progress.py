@@ -1,4 +1,4 @@
-"""What the terminal shows: one live line that fits its width, and above it the lines that stay.
+"""Writes the terminal: one live line that fits its width, and above it the lines that stay.
 
 The live line says what the learner waits for, or shows the newest step. Without a terminal both are printed now and
 then. If the log is another file than the terminal, every step and every line that stays go there too.

@@ -30,7 +30,7 @@ COLUMNS = ["step", "prompt", "completion", "reward", "advantage", "finish_reason
 
 @dataclass(frozen=True)
 class Start:
-    """What a tracker is started with.
+    """Arguments that a tracker is started with.
 
     Attributes:
         folder: The run's directory.

@@ -44,7 +44,7 @@ Job = Callable[["GeneralTracker"], None]
 
 
 class Memory(msgspec.Struct):
-    """What a run remembers of its trackers, in `trackers.json`.
+    """A run's memory of its trackers, in `trackers.json`.
 
     Attributes:
         ids: The run's id by tracker.
@@ -77,7 +77,7 @@ class Memory(msgspec.Struct):
 
 
 def start_of(config: RunConfig, tracker: str, step: int, memory: Memory) -> Start:
-    """What `tracker` is started with in a session that resumes from `step`, or begins at 0."""
+    """Returns the arguments of `tracker` for a session that resumes from `step`, or begins at 0."""
     section = config.tracking
     return Start(
         folder=config.run_dir.absolute(),

@@ -27,7 +27,7 @@ from learner.ranks.team import Team
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of a row's N tokens before it trains. A field is None where the algorithm does not need it.
+    """Values of a row's N tokens from before it trains. A field is None where the algorithm does not need it.
 
     Attributes:
         logprobs: float32 [N], under the policy before the step.

@@ -1,4 +1,4 @@
-"""What all routes share: registration, bounded request bodies, the broker, and one body for every refusal.
+"""Shared by all routes: registration, bounded request bodies, the broker, and one body for every refusal.
 
 A body is bounded before it is decoded (its own bytes, and those of all bodies being read) and after (I8).
 """

@@ -26,7 +26,7 @@ _MIN_LATE_SHARE = 0.2
 
 
 class QueueLoad(msgspec.Struct, frozen=True):
-    """What admission decides from.
+    """Inputs of an admission decision.
 
     Attributes:
         outstanding: Groups ticketed, queued or leased.

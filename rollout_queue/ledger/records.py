@@ -28,7 +28,7 @@ class SampledBy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class GroupFacts(msgspec.Struct, frozen=True):
-    """What the ledger keeps of a group.
+    """Facts about a group that the ledger keeps.
 
     Attributes:
         bytes: Size of its body as submitted.
@@ -225,7 +225,7 @@ class ServerRecord(msgspec.Struct, frozen=True):
 
 
 class RowResult(msgspec.Struct, frozen=True):
-    """What is kept of the group of an evaluation's row.
+    """Result of an evaluation's row, kept in place of its group.
 
     Attributes:
         rewards, lengths: One per rollout; lengths in sampled tokens.
@@ -332,7 +332,7 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 class StoreContents(msgspec.Struct):
-    """What a store holds when the queue starts.
+    """Contents of a store when the queue starts.
 
     Attributes:
         live: Tickets that have not ended.

@@ -32,7 +32,7 @@ class _Stamp(msgspec.Struct):
 
 
 class Rules(msgspec.Struct, frozen=True):
-    """What a run allows.
+    """Bounds that a run sets for a group.
 
     Attributes:
         group_size: Maximum number of rollouts, from the ticket.

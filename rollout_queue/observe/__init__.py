@@ -1,1 +1,1 @@
-"""What people and monitors see of a run: rates, ages, waits and the stall alarm, put together as one status."""
+"""The run as people and monitors see it: rates, ages, waits and the stall alarm, put together as one status."""

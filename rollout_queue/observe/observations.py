@@ -1,4 +1,4 @@
-"""What the status reports beyond the ledger: rates, waits, staleness, the newest reports of learner and workers.
+"""Observations for the status beyond the ledger: rates, waits, staleness, the newest reports of learner and workers.
 
 Kept in memory only. After a restart of the queue it fills again within a minute.
 """

@@ -30,7 +30,7 @@ _REMEDIES: Mapping[str, str] = {
 
 
 class StallInputs(msgspec.Struct, frozen=True):
-    """What the alarm is decided from. Times are in seconds.
+    """Inputs of the stall alarm. Times are in seconds.
 
     Attributes:
         quiet_s: Time without a step, from `StepProgress.quiet_s`.

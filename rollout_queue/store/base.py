@@ -86,7 +86,7 @@ class LedgerRow(msgspec.Struct, frozen=True):
 
 
 class StoreReader(Protocol):
-    """What a run has stored, read without holding the store: a queue may run on it meanwhile."""
+    """Reads what a run has stored, without holding the store: a queue may run on it meanwhile."""
 
     def exists(self) -> bool:
         """Tells whether a queue of the run has stored anything."""

@@ -100,7 +100,7 @@ _INLINE_BYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """What all episodes of a group share. `episodes` holds the sampler and the limits."""
+    """Shared by all episodes of a group. `episodes` holds the sampler and the limits."""
 
     formats: ChatFormats
     episodes: EpisodeRunner

@@ -39,7 +39,7 @@ _OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Findings:
-    """What a check of rows found.
+    """Results of a check of rows.
 
     Attributes:
         looked_at: Number of checked rows.

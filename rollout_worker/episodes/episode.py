@@ -162,7 +162,7 @@ Respond = Callable[[Sequence[Message]], Awaitable[list[Message] | None]]
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """What an episode begins with and is played with.
+    """Inputs of one episode.
 
     Attributes:
         prompt: The messages or text behind `prompt_ids`. A new segment can be rendered from messages only.

@@ -77,7 +77,7 @@ class Deadline:
 
 @dataclass(frozen=True, slots=True)
 class TurnBudget:
-    """What the next turn may sample.
+    """Bounds of the next turn.
 
     Attributes:
         tokens: Maximum number of tokens; 0 or less if the episode is over.

@@ -57,7 +57,7 @@ class BuildChat(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SourceContext:
-    """What a source is opened with.
+    """Arguments that a source is opened with.
 
     Attributes:
         code: Runs the task's functions.
@@ -100,7 +100,7 @@ class GroupPlan:
 
 @dataclass(frozen=True, slots=True)
 class PromptFindings:
-    """What a source found out about a data set's prompts before a run.
+    """Results of a source's check of a data set's prompts before a run.
 
     Attributes:
         chat_of: Gives the chat format that renders a row's prompt; None where the policy may never see the prompt.
@@ -147,7 +147,7 @@ class EpisodeSource(Protocol):
 
     @property
     def tool_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """What the policy is shown of tools and environments; part of the worker's fingerprint."""
+        """Schemas of tools and environments as the policy is shown them; part of the worker's fingerprint."""
         ...
 
     @property

@@ -160,7 +160,7 @@ class Reply(msgspec.Struct):
 
 
 class Asked(NamedTuple):
-    """What an answer is checked against.
+    """Facts that an answer is checked against.
 
     Attributes:
         max_tokens: Maximum tokens that were asked for.

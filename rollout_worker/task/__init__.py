@@ -1,1 +1,1 @@
-"""What the user writes: a task with its data set, tools and reward functions."""
+"""The user's part: a task with its data set, tools and reward functions."""

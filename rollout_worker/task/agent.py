@@ -49,7 +49,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class AgentResult:
-    """What an agent returned.
+    """An agent's result.
 
     Attributes:
         given: Plain data, for reward functions.

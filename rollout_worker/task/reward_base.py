@@ -1,4 +1,4 @@
-"""What every reward gets and gives, whether a function of the user's or a classifier on a server computes it, and the
+"""Inputs and results of every reward, whether a function of the user's or a classifier on a server computes it, and the
 notes that a function may make with `log_metric(name, value)` and `log_extra(column, values)`.
 
 Both may be called from any thread, and late: by a function that timed out, or by a thread that it started. Only notes
@@ -39,7 +39,7 @@ class RewardError(UserCodeError):
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """What a reward function gets as `trainer_state`, with the names of transformers' `TrainerState`.
+    """The `trainer_state` of a reward function, with the names of transformers' `TrainerState`.
 
     Attributes:
         global_step: The learner's optimiser steps when the group's ticket was issued.
@@ -56,7 +56,7 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class RewardBatch:
-    """What rewards are computed from: one group.
+    """One group, as rewards are computed from it.
 
     Attributes:
         prompt: The row's prompt.
@@ -91,7 +91,7 @@ class RewardBatch:
 
 @dataclass(slots=True)
 class Values:
-    """What one reward gave for a batch.
+    """Results of one reward for a batch.
 
     Attributes:
         rewards: A number or None per rollout.

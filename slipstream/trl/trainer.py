@@ -26,7 +26,7 @@ from slipstream.trl.translate import Translation, check, translate
 
 
 class TrainOutput(NamedTuple):
-    """What `train()` returns, under transformers' names. All are 0 while a worker imports the script.
+    """Result of `train()`, under transformers' names. All are 0 while a worker imports the script.
 
     Attributes:
         global_step: Optimiser steps of the run.

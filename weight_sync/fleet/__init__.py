@@ -1,1 +1,4 @@
-"""Who gets which version when: a task a server, the newest version wins, and only the snapshot holds the learner."""
+"""Decides which server gets which version when.
+
+Each server has a task of its own, the newest version wins, and only the snapshot holds the learner.
+"""

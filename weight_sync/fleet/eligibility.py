@@ -24,7 +24,7 @@ LOGPROBS_MODE = "processed_logprobs"
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a run wants of its servers. None: not known, as without a run file.
+    """A run's requirements of its servers. None: not known, as without a run file.
 
     Attributes:
         quantised: Whether the proof's tolerance allows for a server that rounds its weights.
@@ -44,7 +44,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What is wrong with a server, and the `flag` of vLLM's command line that fixes it."""
+    """One fault of a server, and the `flag` of vLLM's command line that fixes it."""
 
     what: str
     flag: str

@@ -40,7 +40,7 @@ _S = ServerState
 
 
 class FleetView(Protocol):
-    """What a member asks of the fleet."""
+    """The part of the fleet that a member uses."""
 
     def claim(self, boot: str, name: str) -> str | None:
         """Claims `name` for the server process `boot`. Returns why not, where it is in the fleet under another name."""

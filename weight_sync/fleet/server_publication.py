@@ -32,7 +32,7 @@ LOOK_EVERY_S = 2.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one publication to one server took, and what its proof found.
+    """Costs of one publication to one server, and the findings of its proof.
 
     Attributes:
         transfer_s: Seconds beside generation.

@@ -144,7 +144,7 @@ class Staged:
 
 @dataclass(frozen=True)
 class Swap:
-    """What a swap took: `pause_s` seconds without generation, of which `exchange_s` changed the model."""
+    """Times of a swap: `pause_s` seconds without generation, of which `exchange_s` changed the model."""
 
     pause_s: float
     exchange_s: float

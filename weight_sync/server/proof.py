@@ -67,14 +67,14 @@ class ProofFailed(RuntimeError):
 
 
 class ProofTarget(Scoring, Protocol):
-    """What the proof asks: a server (`ServerControl`), or one of its loaded adapters."""
+    """The target of a proof: a server (`ServerControl`), or one of its loaded adapters."""
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]: ...
 
 
 @dataclass(frozen=True)
 class ProofFigures:
-    """What a proof that holds has found. Differences are of log-probs of the probe, in nats.
+    """Findings of a proof that holds. Differences are of log-probs of the probe, in nats.
 
     Attributes:
         max_abs_diff: Largest difference between server and learner.
@@ -95,7 +95,7 @@ class ProofFigures:
 
 @dataclass(frozen=True)
 class _Earlier:
-    """What the server computed for the probe of `version` before that was swapped in.
+    """The server's log-probs for the probe of `version` from before that version was swapped in.
 
     Attributes:
         words: Words sampled from the weights that were proven on it then (`Snapshot.words`), None if unknown.

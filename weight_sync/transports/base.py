@@ -1,4 +1,4 @@
-"""What a transport does: bring one snapshot to one server, with its calls to that server in its own order.
+"""Transports: each brings one snapshot to one server, with its calls to that server in its own order.
 
 A transport object joins the learner to the workers of one server, so a server that fails takes no other with it. Queue,
 server states and proof are not its concern. `StagedTransport` has the order that all staged ones share: everything
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sent:
-    """What one publication to one server took.
+    """Costs of one publication to one server.
 
     Attributes:
         sent_bytes: Bytes that were sent.
@@ -63,7 +63,7 @@ class Transport(Protocol):
 
     @property
     def sent(self) -> Sent | None:
-        """What the newest publication sent, None before the first."""
+        """Costs of the newest publication, None before the first."""
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         """Connects to the server's `workers`, after ending a transfer that an earlier learner left open there.

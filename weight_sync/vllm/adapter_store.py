@@ -29,7 +29,7 @@ MAX_ARRIVING = 2
 
 
 class StoreError(Exception):
-    """What was sent cannot be taken. `status` is the HTTP status of the answer."""
+    """An adapter that was sent cannot be taken. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

@@ -1,4 +1,5 @@
-"""What vLLM's API process knows of its engine beyond the engine's own answers: owner, pause lease, wholeness, health.
+"""State of the engine that vLLM's API process keeps, beyond the engine's own answers: owner, pause lease, wholeness,
+health.
 
 A server belongs to one run at a time (I5): from its first control call on, as long as its learner calls, which is every
 two seconds. A run that says goodbye, or is silent for `SILENT_S`, leaves it to the next that calls. Calls without the
@@ -123,7 +124,7 @@ def end_the_process() -> None:
 
 @dataclass
 class EngineStatus:
-    """What the API process keeps about its engine.
+    """Facts that the API process keeps about its engine.
 
     Attributes:
         boot: Another text after each start.
@@ -159,7 +160,7 @@ class EngineStatus:
 
     @property
     def pause_owner(self) -> str:
-        """Who paused it: "publication", "person" or "none"."""
+        """Names who paused it: "publication", "person" or "none"."""
         if self.lease_ends is not None:
             return "publication"
         return "person" if self.user_pause else "none"

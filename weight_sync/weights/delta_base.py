@@ -98,7 +98,7 @@ class DeltaHistory:
 
 
 class DeltaBase:
-    """What one connection brought to its server last, so what a delta over it can start from.
+    """The version that one connection brought to its server last, from which a delta over it can start.
 
     That version is proven: the fleet publishes again over a connection only after the proof, and a failure ends it.
     """

@@ -209,8 +209,7 @@ class ObjectiveSection(Section):
 
     @classmethod
     def preset_beside(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """What the preset of `values` sets where these say nothing: without what is tied to a part that they
-        replace."""
+        """Return the settings of the preset of `values`, without those tied to a part that `values` replaces."""
         preset = PRESETS.get(str(values.get("algorithm", "grpo")), {})
 
         def has_its_part(name: str) -> bool:

@@ -40,7 +40,7 @@ MAX_DAMAGED = 3
 
 @dataclass
 class PullReport:
-    """What a pull took.
+    """Counts of one pull.
 
     Attributes:
         bytes_pulled: Bytes over the network, repeated ones included.

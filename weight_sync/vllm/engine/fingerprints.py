@@ -42,7 +42,7 @@ class Products:
 
 @dataclass(frozen=True)
 class ModelFingerprints:
-    """What a model computes with.
+    """Fingerprints of the weights that a model computes with.
 
     Attributes:
         prints: Fingerprint of each tensor, by name.

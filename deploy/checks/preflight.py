@@ -102,7 +102,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if not config.vllm.servers and on_cpu():
         kv_cache.check_cache_fits(config)
     devices.check_quantised(config)
-    task_check.check_task(config, task)
+    findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)
 
 

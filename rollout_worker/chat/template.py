@@ -324,7 +324,7 @@ def _check_syntax(rendering: Rendering, origin: str) -> None:
         rendering([template_analysis.USER])
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; mend it there, "
+            f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; fix it there, "
             f"or name another with chat.template = file.jinja"
         ) from None
     except template_analysis.REFUSALS:

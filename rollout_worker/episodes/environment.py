@@ -155,7 +155,7 @@ class EnvironmentSource:
             outcomes = await asyncio.gather(*(self._try_reset(sample, kind, *row) for row in few))
             failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
             if few and len(failed) == len(few):
-                remedy = "mend it there, or raise worker.environment_timeout_s"
+                remedy = "fix it there, or raise worker.environment_timeout_s"
                 raise ConfigError(f"Task(environment=...): {failed[0]}; {remedy}")
             warnings += failed
             lengths += [outcome for outcome in outcomes if isinstance(outcome, int)]

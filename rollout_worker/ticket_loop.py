@@ -175,7 +175,7 @@ class Worker:
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
-            troubles=list(self._notices.found),
+            notices=list(self._notices.found),
             draining=self._pool.draining,
         )
 

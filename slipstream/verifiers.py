@@ -208,8 +208,8 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
         )
     (trace,) = traces
     components = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    figures = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
-    shown = dict(list(figures.items())[:MAX_METRICS])
+    metrics = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
+    shown = dict(list(metrics.items())[:MAX_METRICS])
     named = {f"verifiers/{name}" if name == "reward" or is_counted(name) else name: shown[name] for name in shown}
     return {**named, "stop_condition": trace.stop_condition or "", "reward": trace.reward}
 

@@ -80,7 +80,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
             if wanted.evals:
                 raise QueueError(
                     f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
-                    f"their figures are in {run_dir / EVALUATIONS}"
+                    f"their metrics are in {run_dir / EVALUATIONS}"
                 ) from None
             raise QueueError(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
     if wanted.step is not None and not found:

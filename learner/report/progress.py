@@ -213,26 +213,26 @@ def line(
     Args:
         left_s: Seconds until the last step.
         depth: Groups outstanding at the queue, in optimiser steps.
-        width: None for all metrics.
+        width: Characters; None for all metrics.
         show_sampler_kl: Whether to show it even where it is not suspicious.
         evaluation: The newest that has ended.
     """
-    tally, times, kl = record.tally, record.times, record.figures.sampler_kl_staleness_0
-    shows_kl = kl is not None and (show_sampler_kl or suspicious(record.figures))
-    figures = [
+    counts, times, kl = record.counts, record.times, record.metrics.sampler_kl_staleness_0
+    shows_kl = kl is not None and (show_sampler_kl or suspicious(record.metrics))
+    parts = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
-        f"reward {tally.reward_mean:.3f}",
+        f"reward {counts.reward_mean:.3f}",
         *_evaluated(evaluation),
         f"{_duration(left_s)} left",
         *([f"sampler KL {kl:.2g}"] if shows_kl else []),
         f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",
-        f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max})",
-        f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s",
+        f"staleness {counts.staleness_mean:.2f} (max {counts.staleness_max})",
+        f"{counts.tokens_sampled / times.step_s:,.0f} tokens/s",
         *([] if depth is None else [f"depth {depth:.1f}"]),
     ]
-    while width is not None and len(figures) > 1 and len(" | ".join(figures)) > width:
-        figures.pop()
-    return " | ".join(figures)
+    while width is not None and len(parts) > 1 and len(" | ".join(parts)) > width:
+        parts.pop()
+    return " | ".join(parts)
 
 
 def waits_of(status: Status, groups_per_step: int) -> str:

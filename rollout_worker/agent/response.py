@@ -110,7 +110,7 @@ class Outgoing:
     def counted_as(self, name: str) -> str:
         """Return the name that a tool is counted under: its own for the first tools, then a common one."""
         known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
-        return counted_as(name, 0 if known else sum(figure.endswith("/calls") for figure in self.metrics))
+        return counted_as(name, 0 if known else sum(metric.endswith("/calls") for metric in self.metrics))
 
 
 Finish = Literal["stop", "length", "tool_calls"]

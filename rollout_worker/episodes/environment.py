@@ -241,7 +241,7 @@ class _Play:
         return read.content
 
     @contextmanager
-    def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:
+    def _at_work(self, place: Place, metric: str, reason: str, what: str) -> Iterator[None]:
         """Count the time, and the episode as being at `place`. An environment that fails serves no other episode."""
         started = self.episodes.clock()
         try:
@@ -251,7 +251,7 @@ class _Play:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
             raise _failed(reason, self.kind, what, error) from None
         finally:
-            self.seconds[figure] = self.seconds.get(figure, 0.0) + self.episodes.clock() - started
+            self.seconds[metric] = self.seconds.get(metric, 0.0) + self.episodes.clock() - started
 
 
 def _failed(reason: str, kind: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:

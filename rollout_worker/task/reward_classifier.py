@@ -141,7 +141,7 @@ class ClassifierReward:
             text = f"{self.name}: {self._url}: {type(error).__name__}: {error}; {self._start()}"
             raise RewardError(self.name, text, type(error).__name__, None, retryable=True) from error
         if len(logits) != len(batch.completions):
-            text = f"{self.name}: {self._url} gave {len(logits)} figures for {len(batch.completions)} completions"
+            text = f"{self.name}: {self._url} gave {len(logits)} scores for {len(batch.completions)} completions"
             raise RewardError(self.name, text, "wrong number", None)
         return Values(logits)
 
@@ -197,7 +197,7 @@ class ClassifierReward:
         for item in items:
             if len(item.probs) != 1:
                 text = (
-                    f"{self.name} gives {len(item.probs)} figures for a completion, and a reward is one: take a "
+                    f"{self.name} gives {len(item.probs)} scores for a completion, and a reward is one: take a "
                     f"classifier with one label (num_labels = 1), or score with a function"
                 )
                 raise RewardError(self.name, text, "labels", None)

@@ -236,8 +236,8 @@ class RewardFunctions:
                 raise outcome
             for reason in outcome.left_out:
                 told(RewardError(name, f"{name}: {reason}", "note", None))
-            for metric, figure in outcome.metrics.items():
-                metrics[metric].append(figure)
+            for metric, noted in outcome.metrics.items():
+                metrics[metric].append(noted)
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
@@ -249,7 +249,7 @@ class RewardFunctions:
             for name, value in score.components.items():
                 if value is not None:
                     score.reward = (score.reward or 0.0) + self.weights[name] * value
-            score.metrics = {metric: math.fsum(figures) / len(figures) for metric, figures in metrics.items()}
+            score.metrics = {metric: math.fsum(values) / len(values) for metric, values in metrics.items()}
         return scores
 
     async def _tried(

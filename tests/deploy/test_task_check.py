@@ -167,7 +167,7 @@ def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Pa
     [
         ({"generates": True}, "answers 404.*it is not a pooling server; start it with: vllm serve org/reward-model"),
         ({"model": "org/another"}, "it serves 'org/another': name the reward as the server does, or start it with"),
-        ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 figures for a completion.*one label \(num_labels = 1\)"),
+        ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),
     ],
 )
 def test_a_reward_server_of_another_kind_is_told_before_the_start(

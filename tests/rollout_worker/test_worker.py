@@ -626,7 +626,7 @@ async def test_a_model_without_a_chat_template_does_not_drop_row_after_row(monke
         stop_when=lambda worker: bool(stopping),
     )
     assert 0 < len(queue.failures) <= 16 * 9
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert "the tokenizer has no chat template" in notice.text
 
 

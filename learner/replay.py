@@ -105,7 +105,7 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
     except RecordError as error:
         raise ConfigError(str(error)) from error
     recorded = record.steps
-    for text in record.told:
+    for text in record.warnings:
         progress.warn(text)
     first = starting_step([of.step for of in recorded], places.complete(config.run_dir), request)
     chosen = consecutive(recorded, first, request.steps)
@@ -218,12 +218,12 @@ class _Replay:
             with _without_a_change(self._trainer):
                 self._trainer.step(batch.rows, batch.rollouts)
         except _NothingWrong:
-            told = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
+            why = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
         except (DivergedError, torch.OutOfMemoryError) as error:
-            told = f"left out here as in the run ({groups[0].head.dropped}): {error}"
+            why = f"left out here as in the run ({groups[0].head.dropped}): {error}"
         self._trainer.optimiser.zero_grad()
-        self._left_out[name] = told
-        self._progress.warn(f"{name}: {told}")
+        self._left_out[name] = why
+        self._progress.warn(f"{name}: {why}")
 
     def _compare(self, line: StepRecord) -> None:
         theirs = self._theirs.get((line.step, line.version))
@@ -259,15 +259,15 @@ class _Replay:
 
     def _conclude(self, outcome: Outcome) -> None:
         if not outcome.compared:
-            told = "the run's own metrics.jsonl has none of these steps to compare with"
+            comparison = "the run's own metrics.jsonl has none of these steps to compare with"
         elif outcome.first_difference is None:
-            told = f"every metric of {outcome.compared} steps is the run's own, to the bit"
+            comparison = f"every metric of {outcome.compared} steps is the run's own, to the bit"
         else:
             far = ", ".join(f"{name} {by:.3g}" for name, by in outcome.largest_difference.items())
-            told = f"metrics differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
+            comparison = f"metrics differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
             if outcome.ranks > 1:
-                told += f"; of steps that {outcome.ranks} ranks made, differences of rounding are expected"
-        self._progress.say(f"replayed {outcome.steps} steps; {told}")
+                comparison += f"; of steps that {outcome.ranks} ranks made, differences of rounding are expected"
+        self._progress.say(f"replayed {outcome.steps} steps; {comparison}")
         self._progress.say(f"weights sha256 {outcome.weights_sha256}; metrics in {self._request.out}", whole=True)
 
 

@@ -87,9 +87,9 @@ class Attempts:
             failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
             ranks_stuck = self._trainer.team.count > 1
         except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
-            if (said := self._trainer.team.out_of_memory()) is None:
+            if (memory_error := self._trainer.team.out_of_memory()) is None:
                 raise
-            failure, reason = _out_of_memory(said, batch), reasons.OUT_OF_MEMORY
+            failure, reason = _out_of_memory(memory_error, batch), reasons.OUT_OF_MEMORY
             ranks_stuck = True
         else:
             self._in_a_row = 0

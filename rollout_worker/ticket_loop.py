@@ -254,8 +254,8 @@ class Worker:
         self._failed(ticket)
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
-        told = TicketFailure(self._id, failure.reason, detail, failure.retryable)
-        await give_back(self._queue, ticket.id, told)
+        report = TicketFailure(self._id, failure.reason, detail, failure.retryable)
+        await give_back(self._queue, ticket.id, report)
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and learn of the servers, until the run is finished."""

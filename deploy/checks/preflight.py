@@ -112,7 +112,7 @@ def check_learner(config: RunConfig) -> None:
     if any(getattr(config.learner, name) != getattr(defaults, name) for name in _NAMED_ELSEWHERE):
         from learner.training import optimiser
 
-        optimiser.check(config.learner)
+        optimiser.check_optimiser(config.learner)
     if config.lora.r:
         from learner.model import adapter
 

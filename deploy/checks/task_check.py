@@ -98,13 +98,13 @@ def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
     if rows.unusable:
         number, why = next(iter(rows.unusable.items()))
         text = (
-            f"{len(rows.unusable)} of {rows.looked_at} rows{sample.whose} that were looked at cannot be used, and "
+            f"{len(rows.unusable)} of {rows.looked_at} rows{sample.suffix} that were looked at cannot be used, and "
             f"{sample.lost}; row {number}: {why:.200}"
         )
         findings.append(Finding("warning", text))
     for name, firsts in rows.mixed.items():
         each = ", ".join(f"{kind} in row {number}" for kind, number in firsts.items())
-        text = f"the column {name!r}{sample.whose} is not of one kind: {each}"
+        text = f"the column {name!r}{sample.suffix} is not of one kind: {each}"
         findings.append(Finding("warning", text, "make it one, or a reward that compares it may fail"))
     return findings
 
@@ -138,7 +138,7 @@ async def _check_by_kind(
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         async with UserCode() as code:
             context = SourceContext(config, task, code, notify, errors=errors)
-            prompts = await source_of(task).check(context, samples)
+            prompts = await source_of(task).check_samples(context, samples)
     return prompts, [*failures.values()]
 
 
@@ -181,7 +181,7 @@ def check_prompts(
     if refused:
         number, why = next(iter(refused.items()))
         text = (
-            f"{len(refused)} of {1 + len(others)} prompts{sample.whose} that were tried cannot be rendered, and "
+            f"{len(refused)} of {1 + len(others)} prompts{sample.suffix} that were tried cannot be rendered, and "
             f"{sample.lost}; row {number}: {why:.200}"
         )
         findings.append(Finding("warning", text, "fix that row, or the template"))
@@ -205,7 +205,7 @@ def _check_lengths(
     cramped = 0 if alone else sum(length + turn > limit for length in lengths)
     longest = f"the longest has {max(lengths)} tokens, tools included"
     remedy = f"raise vllm.max_model_len = {limit}, or shorten the prompts"
-    of_all = f"of {len(lengths)} prompts{sample.whose} {which}"
+    of_all = f"of {len(lengths)} prompts{sample.suffix} {which}"
     if too_long == len(lengths):
         raise ConfigError(f"{sample.given}: no prompt fits into the context: {longest}; {remedy}")
     if too_long:
@@ -220,7 +220,7 @@ def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None
     """Raises `ConfigError` for a `chat.system_prompt` beside prompts that are text."""
     if config.chat.system_prompt is not None and isinstance(row["prompt"], str):
         raise ConfigError(
-            f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{sample.whose} of "
+            f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{sample.suffix} of "
             f"{config.task.path} are text, and a system message stands in conversations alone; make each prompt a list "
             f"of messages: [{{'role': 'user', 'content': ...}}], or leave out chat.system_prompt"
         )
@@ -251,6 +251,6 @@ def _first_length(config: RunConfig, sample: RowSample, chat: ChatFormat, row: A
                 "chat_template.jinja, or give the prompts as text"
             )
         raise ConfigError(
-            f"model.path = {config.model.path}: the first prompt{sample.whose} of {config.task.path} becomes no "
+            f"model.path = {config.model.path}: the first prompt{sample.suffix} of {config.task.path} becomes no "
             f"tokens: {remedy} ({str(error).splitlines()[0]:.200})"
         ) from None

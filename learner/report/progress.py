@@ -142,8 +142,8 @@ class TerminalProgress:
         if phase is None:
             return
         waited = now - phase.since >= (SAY_WAIT_AFTER_S if self._newest is None else PRINT_EVERY_S)
-        said = self._printed_at >= phase.since and now - self._printed_at < PRINT_EVERY_S
-        if waited and not said:
+        printed = self._printed_at >= phase.since and now - self._printed_at < PRINT_EVERY_S
+        if waited and not printed:
             self._printed_at = now
             self.say(self._waiting(phase))
 
@@ -238,22 +238,24 @@ def line(
 def waits_of(status: Status, groups_per_step: int) -> str:
     """Says whom the learner waits for, by the queue's status: servers that do not serve, groups that are there or in
     work, and workers' waits. Empty if all is well."""
-    said = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
+    waits = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
     if not status.servers:
-        said.append("no server has registered")
-    elif len(said) < len(status.servers):
+        waits.append("no server has registered")
+    elif len(waits) < len(status.servers):
         groups = status.groups
-        said.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
+        waits.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
     if not status.workers:
-        said.append("no worker is connected")
-    said += [
+        waits.append("no worker is connected")
+    waits += [
         f"{worker.worker_id} silent for {worker.seen_s_ago:.0f} s"
         for worker in status.workers
         if worker.seen_s_ago > SILENT_AFTER_S
     ]
-    told = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
-    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
-    return "; ".join(said)
+    named = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
+    waits += [
+        f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in named
+    ]
+    return "; ".join(waits)
 
 
 def _evaluated(evaluation: Evaluation | None) -> list[str]:

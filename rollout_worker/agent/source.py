@@ -61,7 +61,7 @@ class AgentSource:
             yield cls(Agent(agent), chat, formats, server, config, most)
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         """See `EpisodeSource`. Only the agent knows what it will ask, so this checks that the model takes messages."""
         config = context.config
         check_settings(config)

@@ -128,7 +128,7 @@ class EpisodeSource(Protocol):
         ...
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         """Try the task before a run, with rows of each data set.
 
         A class method because some of what a worker opens, such as an agent's listener, belongs on its host alone.

@@ -93,7 +93,7 @@ class Agent:
                 f"endpoint.model to its client"
             )
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if it cannot be called with the columns of `row`."""
         for taken, who in ((ENDPOINT, "agents"), (RESULTS, "reward functions")):
             if taken in row:

@@ -129,7 +129,7 @@ class Reward(Protocol):
     @property
     def name(self) -> str: ...
 
-    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+    def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Raise `ConfigError` if it cannot be computed from the columns of `row` and the inputs `besides`."""
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:

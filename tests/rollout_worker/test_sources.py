@@ -187,7 +187,7 @@ async def test_a_good_task_passes_the_check_with_findings_for_each_data_set(kind
     sample = RowSample(the_task.rows, the_task.rows.sample, "task.path = t.py", "", "will be dropped")
     async with UserCode(4) as code:
         context = SourceContext(CONFIG, the_task, code, build_chat=built_by(chat_format))
-        found = await kind.check(context, [sample, sample])
+        found = await kind.check_samples(context, [sample, sample])
     assert [each.warnings for each in found] == [[], []]
     for each in found:
         if each.chat_of is not None:

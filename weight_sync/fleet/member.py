@@ -283,9 +283,9 @@ class Member:
 
     async def _note_proven(self, snapshot: Snapshot, metrics: ServerMetrics) -> None:
         # A version that took long is old by now: serving it would hold up admission until the newest is there.
-        told = self.server.state in (_S.SERVING, _S.DRAINING)
-        if told or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s):
-            if not told and self.server.state is not _S.SYNCING:
+        known = self.server.state in (_S.SERVING, _S.DRAINING)
+        if known or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s):
+            if not known and self.server.state is not _S.SYNCING:
                 await self.reporter.tell(_S.SYNCING)
             await self.reporter.tell(_S.SERVING, snapshot.version)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, metrics.took_s

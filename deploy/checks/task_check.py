@@ -13,6 +13,7 @@ from typing import Any
 
 from protocol.config import ConfigError, Finding, RunConfig
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.tokenizer import load_tokenizer
 from rollout_worker.data.columns import Findings, check_rows
 from rollout_worker.data.dataset import RowSample, count_eval_rows
 from rollout_worker.data.rows import spread
@@ -137,7 +138,7 @@ async def _check_by_kind(
 
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
         async with UserCode() as code:
-            context = SourceContext(config, task, code, notify, errors=errors)
+            context = SourceContext(config, task, code, load_tokenizer(config.model), notify, errors)
             prompts = await source_of(task).check_samples(context, samples)
     return prompts, [*failures.values()]
 

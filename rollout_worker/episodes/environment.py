@@ -63,9 +63,7 @@ class EnvironmentSource:
         config, task, code = context.config, context.task, context.code
         async with (
             open_tools(config, task.tools, task.mcp_servers, code, context.errors) as tools,
-            open_environments(
-                config, task, tools, code, partial(context.build_chat, config), context.notify
-            ) as environments,
+            open_environments(config, task, tools, code, context.build_chat, context.notify) as environments,
         ):
             yield cls(environments, config)
 

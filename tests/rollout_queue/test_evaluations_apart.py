@@ -33,7 +33,7 @@ from protocol.messages import (
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Refusal
+from rollout_queue.ledger.records import LIVE, Refusal
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
@@ -116,6 +116,7 @@ class Run:
         return [
             *(msgspec.structs.replace(of, evaluations=0, id="") for of in (ledger.run, stored.run)),
             *(ledger.issued, ledger.outstanding, ledger.next_index, ledger.first_needed(), ledger.bytes),
+            *(list(ledger.tickets(state)) for state in LIVE),
             *(+ledger.counts, ledger.drops, ledger.kept_bytes, ledger.tokens_sampled, ledger.to_reissue),
             *(stored.live, stored.to_reissue, stored.next_index, stored.counts, stored.drops, stored.tokens_sampled),
             *(self.broker.grant(), self.broker.observations.progress.ended, self.broker.early_failures.gave_up),

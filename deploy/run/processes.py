@@ -237,7 +237,7 @@ class Children:
         """Starts a program.
 
         Args:
-            program: What to start.
+            program: The program.
             log_dir: Folder of the logs.
             stdout: Descriptor for a program whose stdout goes to the terminal; None for this process's.
 

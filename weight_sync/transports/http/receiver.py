@@ -77,7 +77,7 @@ def record_of(key: str) -> Record | None:
         return None
 
 
-# Fills the buffer with what is wanted. Takes the buffer and its record as it was (None: fresh memory).
+# Fills the buffer with the wanted blob. Takes the buffer and its record as it was (None: fresh memory).
 Fill = Callable[[torch.Tensor, Record | None], None]
 
 
@@ -238,7 +238,7 @@ class DeltaInfo:
     """The deltas from one snapshot to the new one.
 
     Attributes:
-        base: What to apply them to (`ChunkList.root`).
+        base: Digest of the snapshot to apply them to (`ChunkList.root`).
         url: Where the payloads are, one behind the other, in the order to apply them.
         chunks: Fields of their `ChunkList`.
         sizes: Bytes of each payload.
@@ -292,7 +292,9 @@ class HttpReceiver:
         """
         manifest, chunks = Manifest(**info.manifest), ChunkList(**info.chunks)
         if chunks.total_bytes != manifest.total_bytes():
-            raise ValueError(f"chunks of {chunks.total_bytes} bytes for a manifest of {manifest.total_bytes()}")
+            raise ValueError(
+                f"the chunks have {chunks.total_bytes} bytes, and the manifest has {manifest.total_bytes()}"
+            )
         filling = _Filling(self, info, manifest, chunks, time.monotonic() + self._init.timeout_s)
         secret_hash = digest_of(memoryview(self._init.secret.encode()))
         wanted = Record(
@@ -310,7 +312,7 @@ class HttpReceiver:
         self._share.close()
 
     def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
-        """Blocks until `into` is what `chunks` describes. Raises `TransferError`."""
+        """Blocks until `into` holds the blob of `chunks`. Raises `TransferError`."""
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
@@ -324,7 +326,7 @@ class HttpReceiver:
 
 @dataclass(frozen=True)
 class _Filling:
-    """Brings the shared buffer from what it holds to what is wanted: a `Fill`."""
+    """Updates the shared buffer to the wanted blob: a `Fill`."""
 
     reception: HttpReceiver
     info: HttpUpdateInfo

@@ -72,7 +72,10 @@ def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
     known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
     for name, tensor in weights.items():
         if tensor.dtype not in known:
-            raise ValueError(f"{name} came as {tensor.dtype}, and this server's model is {dtype}: set model.dtype")
+            raise ValueError(
+                f"{name} came as {tensor.dtype}, and this server's model is {dtype}: "
+                f"set model.dtype to one type for both"
+            )
 
 
 def check_width(model: Any, of: str, weights: Weights) -> None:
@@ -117,7 +120,7 @@ class Shadow:
 
     Attributes:
         pairs: The live modules that get new weights, and their shadows.
-        proven: What the shadows hold, which the live modules must hold after the exchange.
+        proven: Fingerprints of the shadows, which the live modules must have after the exchange.
     """
 
     def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
@@ -270,7 +273,7 @@ def _check_complete(left: list[Pair]) -> None:
 
 
 def check_rows(pairs: list[Pair], weights: Weights) -> None:
-    """Checks that embedding and output head hold what arrived, row for row.
+    """Checks that embedding and output head hold the rows that arrived.
 
     A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
     rows does so on purpose.
@@ -318,7 +321,7 @@ def _pack_experts(shadow: Any) -> None:
 
 
 def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """Yields calls that make the live module hold what its shadow holds. Each returns what it took out."""
+    """Yields calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced."""
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
         for name, tensor in getattr(pair.shadow, container).items():

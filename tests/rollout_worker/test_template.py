@@ -1,10 +1,10 @@
 import asyncio
 import json
 import re
+import sys
 import time
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_is_the_models_own_code_is_loaded_only_where_that_is_al
                 raise ImportError("no such module")
             return TOKENIZER
 
-    monkeypatch.setitem(vars(transformers), "AutoTokenizer", AutoTokenizer)
+    monkeypatch.setitem(vars(sys.modules["transformers"]), "AutoTokenizer", AutoTokenizer)
     with pytest.raises(ConfigError, match=r"no tokenizer.json"):
         load_tokenizer(model(tmp_path))
     assert not asked

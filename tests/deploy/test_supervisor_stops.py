@@ -74,7 +74,7 @@ def test_three_ctrl_c_during_the_check_print_one_line(stage: Stage) -> None:
 
 def test_a_signal_that_is_ignored_stays_ignored(stage: Stage) -> None:
     """As nohup wants it."""
-    process = stage.start(ignore=signal.SIGHUP)
+    process = stage.start(ignore=[signal.SIGHUP])
     until(lambda: len(stage.children()) == 4)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.3)

@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from deploy.servers import vllm_server
 from protocol.config import RunConfig, load
-from tests.e2e.conftest import EXAMPLE, wait_until_healthy
+from tests.e2e.conftest import EXAMPLE, MODULES, wait_until_healthy
 from tests.e2e.test_weight_sync import TOLERANCE, perturb, snapshot
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from tests.kit.warm import Warm
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
@@ -43,8 +42,8 @@ def config(model_folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def url(config: RunConfig, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes(tmp_path_factory.mktemp("vllm-http"), warm) as started:
+def url(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with processes(tmp_path_factory.mktemp("vllm-http"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)

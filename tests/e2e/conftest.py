@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
@@ -47,7 +45,9 @@ SCRIPT_LIMIT_S = 200
 def model_folder() -> Path:
     """The warm-started tiny policy; built here if deploy/test.sh has not."""
     folder = EXAMPLE / "models" / "seed-0"
-    subprocess.run([sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(folder)], check=True)
+    arguments = ("--out", str(folder))
+    request = Request(str(EXAMPLE / "build_model.py"), arguments, {**os.environ, **ENVIRONMENT}, os.getcwd())
+    assert Copy(MODULES, request, (0, 1, 2)).wait() == 0
     return folder
 
 

@@ -25,6 +25,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -362,6 +363,8 @@ def _run(request: Request, pipes: Sequence[int]) -> int:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # That a program which runs has been imported before is as it should be here.
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="runpy")
     # Orphans of copies become children of this process.
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -97,6 +97,21 @@ async def test_a_watchdog_that_is_killed_is_replaced_and_knows_the_children(tmp_
         await children.end([child])
 
 
+async def test_a_child_that_stays_is_killed_after_the_grace_where_the_supervisor_is_gone(tmp_path: Path) -> None:
+    with Children(grace_s=0.5) as children:
+        child = children.start(Program("it", "worker", ["bash", "-c", "trap '' TERM; echo up; sleep 300"]), tmp_path)
+        until(lambda: child.tail() == ["up"])
+        started = time.monotonic()
+        watchdog = children._watchdog
+        assert watchdog.stdin is not None
+        watchdog.stdin.close()  # as when the supervisor dies
+        await asyncio.to_thread(watchdog.wait, 30)
+        assert time.monotonic() - started > 0.4
+        until(lambda: child.poll() == 128 + signal.SIGKILL)
+        children.reap()  # starts another, as it has done its work
+        await children.end([child])
+
+
 async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.run.processes.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:

@@ -15,6 +15,8 @@ import threading
 import time
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from protocol import reasons
 from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
@@ -771,6 +773,15 @@ async def close_the_loop():
     asyncio.get_running_loop().close()
 
 
+def cancel():
+    raise asyncio.CancelledError
+
+
+async def cancel_async():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
 class Group(BaseExceptionGroup):
     pass
 
@@ -789,6 +800,8 @@ async def exit_generator():
         (interrupt, "KeyboardInterrupt"),
         (interrupt_async, "KeyboardInterrupt"),
         (interrupt_in_a_task, "KeyboardInterrupt"),
+        (cancel, "CancelledError"),
+        (cancel_async, "CancelledError"),
         (interrupt_in_a_callback, "KeyError"),
         (stop_the_loop, "KeyError"),
         (close_the_loop, "RuntimeError"),
@@ -846,8 +859,12 @@ async def fork_async(how):
     return fork(how)
 
 
+async def fork_in_a_thread(how):
+    return await asyncio.to_thread(fork, how)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("function", [fork, fork_async])
+@pytest.mark.parametrize("function", [fork, fork_async, fork_in_a_thread])
 @pytest.mark.parametrize(("how", "status"), [("exit", 5), ("raise", 1), ("return", 0)])
 async def test_i9_a_copy_of_the_worker_ends_with_its_call(function, how, status):
     """There were as many copies of the worker as groups."""
@@ -999,6 +1016,106 @@ async def test_i9_a_result_without_end_is_given_up():
     async with UserCode() as code:
         with pytest.raises(UserCodeError, match="an async generator gave more than 100000 items"):
             await call(code, endless)
+
+
+class Hostile:
+    """Functions that do their worst, sync and async. Those that wait do so until `release` is set."""
+
+    def __init__(self):
+        self.release = threading.Event()
+
+    def well(self):
+        return "well"
+
+    def raises(self):
+        raise Group("odd", [KeyboardInterrupt()])
+
+    def exits(self):
+        sys.exit(3)
+
+    def waits(self):
+        self.release.wait()
+        return "well"
+
+    def gives_a_coroutine(self):
+        return self.awaits()
+
+    def gives_what_has_no_text(self):
+        class Mute:
+            def __str__(self):
+                raise SystemExit(3)
+
+        return Mute()
+
+    async def awaits(self):
+        await asyncio.sleep(0.001)
+        return "well"
+
+    async def blocks(self):
+        return self.waits()
+
+    async def waits_in_a_thread(self):
+        return await asyncio.to_thread(self.waits)
+
+    async def is_not_cancelled(self):
+        while not self.release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+        return "well"
+
+    async def cancels_itself(self):
+        await cancel_async()
+
+    async def stops_the_loop(self):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.001)
+        raise KeyError("went on")
+
+    async def leaves_a_task_that_exits(self):
+        asyncio.get_running_loop().create_task(interrupt_async()).add_done_callback(lambda task: task.exception())
+        return "well"
+
+
+# The name of each, and what it may end in besides being late.
+HOSTILE = {
+    "well": "well",
+    "raises": "Group",
+    "exits": "SystemExit",
+    "waits": None,
+    "gives_a_coroutine": "well",
+    "gives_what_has_no_text": "SystemExit",
+    "awaits": "well",
+    "blocks": None,
+    "waits_in_a_thread": None,
+    "is_not_cancelled": None,
+    "cancels_itself": "CancelledError",
+    "stops_the_loop": "KeyError",
+    "leaves_a_task_that_exits": "well",
+}
+
+
+@given(st.lists(st.sampled_from(sorted(HOSTILE)), min_size=1, max_size=8))
+@example(sorted(HOSTILE))
+def test_i9_whatever_runs_at_once_each_call_ends_and_the_next_ones_work(names):
+    async def outcome(code, function, timeout_s=0.05):
+        try:
+            return await call(code, function, timeout_s=timeout_s, plain=str)
+        except UserCodeError as error:
+            return error.kind
+
+    async def play():
+        hostile = Hostile()
+        async with UserCode(threads=4) as code:
+            found = await asyncio.gather(*(outcome(code, getattr(hostile, name)) for name in names))
+            for name, one in zip(names, found, strict=True):
+                assert one in {HOSTILE[name], reasons.TIMEOUT}, name
+            assert await outcome(code, hostile.well, 30.0) == "well"
+            hostile.release.set()
+            await until(lambda: code.hung == 0)
+            for name in ("well", "awaits", "blocks", "waits_in_a_thread", "gives_a_coroutine"):
+                assert await outcome(code, getattr(hostile, name), 30.0) == "well"
+
+    asyncio.run(play())
 
 
 # Nothing by reference.

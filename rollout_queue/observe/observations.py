@@ -109,8 +109,8 @@ class Observations:
 
     def decided(self, decision: Decision, now: float) -> None:
         """Note a decision that has taken effect: groups that ended, servers that left service."""
-        self.progress.tickets_ended(decision.tickets)
-        for record in decision.tickets:
+        self.progress.tickets_ended(decision.trains)
+        for record in decision.trains:
             if record.state is TicketState.TRAINED:
                 rewards = self._rewards.pop(record.id, None)
                 self.variance.ended(rewards is not None and rewards.equal, rewards)

@@ -299,9 +299,9 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
     return Reasoning(None, Thought(told=opened), in_cycle=False, across=False)
 
 
-def opened_by_prompt(rendering: Rendering, opening: str = OPENS_THOUGHT) -> bool:
+def opened_by_prompt(rendering: Rendering) -> bool:
     """Return whether the template opens a thought where it asks the policy to speak."""
-    return _rendered(rendering, [USER]).rstrip().endswith(opening)
+    return _rendered(rendering, [USER]).rstrip().endswith(OPENS_THOUGHT)
 
 
 def _cycle(name: str) -> list[Message]:

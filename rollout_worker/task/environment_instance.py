@@ -167,7 +167,6 @@ class MethodTool(FunctionTool):
     Args:
         cls: Name of the environment's class.
         method: The method, bound to any instance of the class. The instance is not kept.
-        code: Runs user code.
 
     Raises:
         ConfigError: The method cannot be described to the policy.
@@ -175,9 +174,9 @@ class MethodTool(FunctionTool):
 
     in_order = True
 
-    def __init__(self, cls: str, method: Callable[..., Any], code: UserCode | None = None) -> None:
+    def __init__(self, cls: str, method: Callable[..., Any]) -> None:
         try:
-            super().__init__(method, code)
+            super().__init__(method)
         except ConfigError as error:
             text = str(error).replace("Task(tools=...)", f"Task(environment=...), class {cls}", 1)
             raise ConfigError(

@@ -81,6 +81,11 @@ async def ended(client: QueueClient) -> Evaluation:
     return found
 
 
+def evaluated_by(queue: Served, worker_id: str) -> list[str]:
+    """The tickets of evaluations that a worker holds."""
+    return [ticket.id for ticket in queue.broker.ledger.held_by(worker_id) if ticket.kind == "eval"]
+
+
 def gate(passes: Callable[[], bool]) -> Callable[..., Any]:
     """A reward that is given once `passes` holds."""
 
@@ -122,8 +127,8 @@ async def test_what_a_stopped_worker_held_goes_to_another() -> None:
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
-            await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
-        assert queue.broker.evaluations.held_by("first") == []
+            await until(lambda: len(evaluated_by(queue, "first")) == 4)
+        assert evaluated_by(queue, "first") == []
         opened = True
         async with worker(CONFIG, the_task, client, "second"):
             found = await ended(client)
@@ -136,9 +141,9 @@ async def test_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeyp
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
-            await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
+            await until(lambda: len(evaluated_by(queue, "first")) == 4)
             monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
-        assert len(queue.broker.evaluations.held_by("first")) == 4
+        assert len(evaluated_by(queue, "first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
         opened = True
@@ -159,11 +164,11 @@ async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(
         async with standing(url, SqliteStore(path)) as (queue, client):
             await ask(client)
             async with worker(CONFIG, the_task, client, "w"):
-                await until(lambda: len(queue.broker.evaluations.held_by("w")) == 4)
+                await until(lambda: len(evaluated_by(queue, "w")) == 4)
                 monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
-        assert len(queue.broker.evaluations.held_by("w")) == 4
+        assert len(evaluated_by(queue, "w")) == 4
         await stack.enter_async_context(worker(CONFIG, the_task, client, "w"))
         found = await ended(client)
     assert (found.ended, found.done, found.failed) == ("complete", 8, 0)

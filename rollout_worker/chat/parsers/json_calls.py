@@ -44,7 +44,6 @@ class TaggedJson:
         closes: The closing tag.
         arguments: Keys under which the arguments may be.
         name: Key of the tool's name.
-        stray: Whether a closing tag alone counts as a malformed call. Set it where that tag is never ordinary text.
     """
 
     def __init__(
@@ -54,12 +53,11 @@ class TaggedJson:
         *,
         arguments: tuple[str, ...] = ("arguments", "parameters"),
         name: str = "name",
-        stray: bool = True,
     ) -> None:
         self._opens, self._closes = opens, closes
         self._arguments, self._name = arguments, name
-        tags = re.escape(opens) + (f"|(?P<stray>{re.escape(closes)})" if stray else "(?P<stray>(?!))")
-        self.opening = re.compile(tags)
+        # A closing tag alone counts as a malformed call.
+        self.opening = re.compile(f"{re.escape(opens)}|(?P<stray>{re.escape(closes)})")
         self._next = re.compile(f"{re.escape(opens)}|(?P<close>{re.escape(closes)})")
 
     def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:

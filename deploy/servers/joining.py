@@ -24,13 +24,13 @@ from deploy.servers.servers import (
     default_name,
     until_gone,
 )
-from deploy.servers.watchdog import signal_group
 from protocol.addresses import normal_url
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
 from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
+from rollout_worker.user_code.process_guard import signal_group
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,6 @@ from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
 from rollout_queue.ledger.early_failure import EarlyFailureCheck
-from rollout_queue.ledger.evaluations import Evaluations
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState
 from rollout_queue.ledger.registration import WorkerRegistry
@@ -44,7 +43,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_WAIT_S = 60.0  # longest wait of one long-poll
-_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED})
+_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED, TicketState.EVALUATED})
 
 
 class WakeUp:
@@ -110,7 +109,6 @@ class Broker:
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
-        self.evaluations = Evaluations(config, StoreContents(), self.now)
         self.registry = WorkerRegistry()
         self.early_failures = EarlyFailureCheck(config)
         # Notices name it in commands. Without `slipstream up` only the user knows its real name.
@@ -141,7 +139,6 @@ class Broker:
                 # up before the learner must not end.
                 contents.run = msgspec.structs.replace(contents.run, finished=False)
             self.ledger = Ledger(self.config, contents, self.now)
-            self.evaluations = Evaluations(self.config, contents, self.now)
             self.fleet = ServerRegistry(contents.servers)
             self.early_failures.begin(self.ledger.ever_accepted)
             self.ready = True
@@ -199,7 +196,7 @@ class Broker:
             self.observations.notices.say("record", failure, self.now)
 
     async def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
-        """Put a decision into the store, then into memory.
+        """Put a decision, and the ends of evaluations that follow from it, into the store, then into memory.
 
         The caller has held `lock` since before it decided.
 
@@ -212,6 +209,7 @@ class Broker:
         self.check_ready()
         if not decision:
             return
+        decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.clock.wall())
         try:
             await self.call(self.store.commit, decision, payloads or {})
         except OverflowError as error:
@@ -222,7 +220,6 @@ class Broker:
             self._fail(f"a change was not completed: {error!r}; start the queue again")
             raise
         self.ledger.apply(decision, self.now)
-        self.evaluations.apply(decision.evals, self.now)
         for server in decision.servers:
             self.fleet.apply(server)
         try:
@@ -233,31 +230,24 @@ class Broker:
         moved = decision.run is not None
         if moved or decision.servers or TicketState.READY in states:  # a proof lets go of the groups that wait for it
             self.groups_came.notify()
-        if moved or decision.servers or states & _FREES_ROOM or decision.evals.frees_room:
+        if moved or decision.servers or states & _FREES_ROOM or decision.evaluations:
             self.room_came.notify()
-        if any(record.result is not None for record in decision.evals.records):
+        if any(record.result is not None for record in decision.evaluations):
             self.evaluations_ended.notify()
 
     async def expire(self) -> None:
-        """End the tickets and leases whose time is over. Their holders hear of it when they come back."""
+        """End tickets, leases and evaluations whose time is over. Their holders hear of it when they come back."""
         async with self.lock:
+            over = evaluations.expire(self.ledger, self.fleet, self.now, self.clock.wall())
             decision = tickets.expire(self.ledger, self.now)
-            late = evaluations.expire(self.evaluations, self.fleet, self.now, self.clock.wall())
-            await self.commit(msgspec.structs.replace(decision, evals=late))
-
-    def with_evals(self, decision: Decision) -> Decision:
-        """Add to a change of servers the changes of evaluations that follow from it."""
-        if not decision.servers:
-            return decision
-        judged = evaluations.judge(self.evaluations, self.fleet.after(decision.servers), self.clock.wall())
-        return msgspec.structs.replace(decision, evals=judged)
+            await self.commit(msgspec.structs.replace(decision, evaluations=over))
 
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
         if (names := self._drained()) and self.failure is None:
             async with self.lock:
-                await self.commit(self.with_evals(servers.remove(self.fleet, self.ledger, [*self._drained()])))
+                await self.commit(servers.remove(self.fleet, self.ledger, [*self._drained()]))
             for name in names:
                 logger.info("server %s is gone", name)
 
@@ -316,11 +306,11 @@ class Broker:
 
     def evaluation_views(self) -> list[Evaluation]:
         """Return every evaluation that is open or remembered, in the order of their requests."""
-        return evaluations.views(self.evaluations, self.ledger.run, self.fleet, self.clock.wall())
+        return evaluations.views(self.ledger, self.fleet, self.clock.wall())
 
     async def _expire_when_due(self) -> None:
         while self.failure is None:
-            due = min(self.ledger.next_deadline(self.now), self.evaluations.next_deadline(), self._drain_due())
+            due = min(self.ledger.next_deadline(self.now), self._drain_due())
             await asyncio.sleep(max(0.05, due - self.now))
             with suppress(Refusal):  # `on_failure` has told the service that the store failed
                 await self.expire()

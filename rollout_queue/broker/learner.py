@@ -61,10 +61,15 @@ async def _begin_session(broker: Broker, message: BeginSession) -> None:
     async with broker.lock:
         forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
         decision = leases.begin(broker.ledger, message, forgotten)
-        gone = evaluations.begin(broker.evaluations, message)
         version = decision.run.version if decision.run is not None else broker.ledger.run.version
-        unproven = servers.distrust_unproven(broker.fleet, version)
-        await broker.commit(msgspec.structs.replace(decision, evals=gone, servers=unproven))
+        unproven = servers.distrust_unproven(broker.fleet, broker.ledger, version)
+        begun = msgspec.structs.replace(
+            decision,
+            tickets=(*decision.tickets, *unproven.tickets),
+            servers=unproven.servers,
+            forgotten=evaluations.begin(broker.ledger, message),
+        )
+        await broker.commit(begun)
         broker.early_failures.begin(broker.ledger.ever_accepted)
     broker.observations.session_began(broker.now)
 
@@ -77,7 +82,7 @@ async def ask_for_evaluation(broker: Broker, message: EvaluationRequest) -> list
     """
     async with broker.lock:
         _check_session(broker, message.session)
-        await broker.commit(evaluations.ask(broker.evaluations, broker.ledger.run, message, broker.clock.wall()))
+        await broker.commit(evaluations.ask(broker.ledger, message, broker.clock.wall()))
     return broker.evaluation_views()
 
 
@@ -88,7 +93,7 @@ async def read_evaluations(broker: Broker, wait_s: float) -> list[Evaluation]:
         wait_s: While an evaluation is open, wait up to this many seconds for one to end.
     """
     ended = broker.evaluations_ended.listen()
-    if wait_s > 0 and broker.evaluations.open and not broker.closing:
+    if wait_s > 0 and broker.ledger.evaluations.open and not broker.closing:
         await wait(ended, min(wait_s, MAX_WAIT_S))
     return broker.evaluation_views()
 
@@ -194,8 +199,7 @@ async def put_server(broker: Broker, change: ServerChange) -> Server | None:
             servers.check_unfenced(broker.fleet, server)
         else:
             _check_session(broker, change.session)
-        decision = servers.put(broker.fleet, broker.ledger, server, broker.clock.wall())
-        await broker.commit(broker.with_evals(decision))
+        await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
     _expect_steps(broker)
     return broker.fleet.get(server.name)
 
@@ -207,9 +211,9 @@ async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
         Refusal: SERVER_UNKNOWN.
     """
     async with broker.lock:
-        await broker.commit(broker.with_evals(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall())))
+        await broker.commit(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall()))
         if now:
-            await broker.commit(broker.with_evals(servers.remove(broker.fleet, broker.ledger, [name])))
+            await broker.commit(servers.remove(broker.fleet, broker.ledger, [name]))
     await broker.remove_drained()
     return broker.fleet.servers
 
@@ -218,8 +222,8 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
     """End the run: outstanding tickets and groups are dropped, and workers are told."""
     async with broker.lock:
         _check_session(broker, message.session)
-        left = evaluations.finish(broker.evaluations, broker.fleet, broker.clock.wall())
-        await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evals=left))
+        ended = evaluations.finish(broker.ledger, broker.fleet, broker.clock.wall())
+        await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
     broker.observations.waits.end(LEARNER)
     return broker.position()
 

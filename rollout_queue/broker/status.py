@@ -143,7 +143,7 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             alarm_after_s=alarm_after_s(settings.stall_after_s, seen.median_step_s, trains),
             stall_after_s=settings.stall_after_s,
             # After the last step no other is expected: the learner waits for what is still evaluated.
-            finished=ledger.run.finished or (ledger.run.all_steps_made and bool(broker.evaluations.open)),
+            finished=ledger.run.finished or (ledger.run.all_steps_made and bool(ledger.evaluations.open)),
             session=ledger.run.session,
             servers=broker.fleet.servers,
             groups=groups,

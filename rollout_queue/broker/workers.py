@@ -16,7 +16,7 @@ from protocol import reasons
 from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
 from rollout_queue.ledger import evaluations, registration, tickets, validation
-from rollout_queue.ledger.records import EVAL_TICKET, Decision, EvalRow, Refusal, TicketRecord, TicketState
+from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
 from rollout_queue.observe.notices import Rewards
 
@@ -41,31 +41,31 @@ async def draw_tickets(
         raise Refusal(reasons.MAX_TICKETS, f"max_tickets = {request.max_tickets}: ask for at least 1")
     _check_may_draw(broker, worker)
     if request.have is not None:
-        undelivered = tickets.undelivered(ledger, worker, request.have)[: request.max_tickets]
-        rows = evaluations.undelivered(broker.evaluations, worker, request.have)
-        for record in undelivered:
+        undelivered = tickets.undelivered(ledger, worker, request.have)
+        # Those of evaluations come first. A worker counts its room in tickets of the training.
+        evals = sum(record.evaluation is not None for record in undelivered)
+        delivered = undelivered[: evals + request.max_tickets]
+        for record in delivered:
             ledger.renew_ticket(record.id, broker.now)
-        for row in rows:
-            broker.evaluations.renew_ticket(row.id, broker.now)
-        if undelivered or rows:
-            return _ticket_reply(broker, undelivered, rows)
+        if delivered:
+            return _ticket_reply(broker, delivered)
     deadline = broker.now + min(request.wait_s, MAX_WAIT_S)
     while True:
         room_came = broker.room_came.listen()
         _check_may_draw(broker, worker)
         broker.observations.worker_seen(worker, broker.now)
-        if broker.grant().count or broker.evaluations.open or ledger.run.finished:
+        if broker.grant().count or ledger.evaluations.open or ledger.run.finished:
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
                 decision = _issue(broker, worker, request.max_tickets)
                 if decision and not broker.closing and not await has_left():
                     await broker.commit(decision)
-                    if decision.tickets or decision.evals.rows:
+                    if decision.tickets:
                         waits.end(worker)
-                        return _ticket_reply(broker, decision.tickets, decision.evals.rows)
+                        return _ticket_reply(broker, decision.tickets)
         if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
-            return _ticket_reply(broker, [], [])
+            return _ticket_reply(broker, [])
         grant = broker.grant()
         broker.admission.observe_refusal(grant)
         waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
@@ -81,9 +81,6 @@ async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) ->
         if record is not None and record.worker_id == failure.worker_id:
             await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
             _observe_failure(broker, record, reason, failure.detail)
-        row = broker.evaluations.ticket(ticket_id)
-        if row is not None and row.worker_id == failure.worker_id:
-            await _fail_row(broker, row, reason, failure.retryable)
 
 
 async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
@@ -97,14 +94,10 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
     broker.observations.worker_reports(report, broker.now)
     if report.draining:
         await broker.remove_drained()
-    for notice in report.troubles:
+    for notice in report.notices:
         broker.early_failures.add_text(notice.kind, notice.text)
     lost = []
     for ticket_id in report.ticket_ids:
-        row = broker.evaluations.ticket(ticket_id)
-        if row is not None and row.worker_id == worker:
-            broker.evaluations.renew_ticket(ticket_id, broker.now)
-            continue
         record = broker.ledger.get(ticket_id)
         if record is None or (record.state is TicketState.ISSUED and record.worker_id != worker):
             lost.append(ticket_id)
@@ -141,11 +134,8 @@ async def submit_group(broker: Broker, ticket_id: str, read_body: Callable[[], A
     try:
         if _issued_ticket(broker, ticket_id) is not None and await _accept(broker, ticket_id, await read_body()):
             return True
-        if ticket_id.startswith(EVAL_TICKET):
-            evaluations.check_accepted(broker.evaluations, ticket_id)
-        else:
-            stored = await broker.call(broker.store.records, [ticket_id])
-            tickets.check_accepted(broker.ledger, ticket_id, stored.get(ticket_id))
+        stored = await broker.call(broker.store.records, [ticket_id])
+        tickets.check_accepted(broker.ledger, ticket_id, stored.get(ticket_id))
         return False
     except Refusal as refusal:
         if broker.failure is None:
@@ -158,13 +148,12 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     seen = broker.observations
     if (record := _issued_ticket(broker, ticket_id)) is None:
         return False
-    step, recent_ones = None, seen.recent
-    if isinstance(record, EvalRow):
-        step, recent_ones = broker.evaluations.of(record.evaluation).record.step, seen.recent_evals
+    evaluation = broker.ledger.evaluations.record_of(record)
+    step, recent_ones = (None, seen.recent) if evaluation is None else (evaluation.step, seen.recent_evals)
     broker.registry.check_registered(broker.ledger.run, record.worker_id)
     async with broker.judging:
         # Both take a while for a large group.
-        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, record))
+        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, evaluation))
         shown = (
             await asyncio.to_thread(windows.pick_rollouts, arrival.group, step)
             if recent_ones.wants(broker.now)
@@ -175,10 +164,8 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
         broker.fleet.check_group(arrival.facts, record.serial)
-        if isinstance(record, EvalRow):
-            result = evaluations.row_result(arrival.group, arrival.facts)
-            done = evaluations.submit(broker.evaluations, broker.fleet, record, result, broker.clock.wall())
-            await broker.commit(Decision(evals=done))
+        if evaluation is not None:
+            await broker.commit(evaluations.accept(record, arrival.group, arrival.facts))
         else:
             taken = tickets.submit(broker.ledger, record, arrival.facts)
             if taken.tickets[0].state is not TicketState.READY:
@@ -192,36 +179,29 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     return True
 
 
-def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | EvalRow | None:
+def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:
     """Return the ticket of this id if it is with a worker."""
-    return broker.ledger.get(ticket_id, TicketState.ISSUED) or broker.evaluations.ticket(ticket_id)
+    return broker.ledger.get(ticket_id, TicketState.ISSUED)
 
 
 def _issue(broker: Broker, worker_id: str, wanted: int) -> Decision:
     """Decide on tickets for a worker: those of evaluations first, within their share; training gets what is left."""
-    config, ledger, run = broker.config, broker.ledger, broker.ledger.run
+    config, ledger = broker.config, broker.ledger
     capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
-    asking = evaluations.asking(config, run, worker_id, wanted, capacity)
-    served, wall_time = broker.fleet.served_version, broker.clock.wall()
-    evals = evaluations.issue(broker.evaluations, run, served, ledger.issued, asking, wall_time)
-    episodes = broker.evaluations.episodes_of(evals.rows)
+    asking = evaluations.asking(config, ledger.run, worker_id, wanted, capacity)
+    evaluated = evaluations.issue(ledger, broker.fleet.served_version, asking)
+    episodes = evaluations.episodes_of(ledger, evaluated.tickets)
     count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
-    issued = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
-    return msgspec.structs.replace(issued, evals=evals)
+    trained = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
+    return msgspec.structs.replace(evaluated, tickets=(*evaluated.tickets, *trained.tickets))
 
 
-def _rules(broker: Broker, ticket: TicketRecord | EvalRow) -> validation.Rules:
+def _rules(broker: Broker, evaluation: EvalRecord | None) -> validation.Rules:
     config, run = broker.config, broker.ledger.run
     max_tokens = min(config.vllm.max_model_len, config.learner.token_budget)
-    if isinstance(ticket, EvalRow):
-        size = broker.evaluations.of(ticket.evaluation).record.group_size
-        return validation.Rules(size, run.version, run.vocabulary, max_tokens, min_rollouts=1)
+    if evaluation is not None:
+        return validation.Rules(evaluation.group_size, run.version, run.vocabulary, max_tokens, min_rollouts=1)
     return validation.Rules(config.rollout.group_size, run.version, run.vocabulary, max_tokens)
-
-
-async def _fail_row(broker: Broker, row: EvalRow, reason: str, retryable: bool) -> None:
-    failed = evaluations.fail(broker.evaluations, broker.fleet, row, reason, retryable, broker.clock.wall())
-    await broker.commit(Decision(evals=failed))
 
 
 async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> None:
@@ -238,15 +218,11 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
         record = _issued_ticket(broker, ticket_id)
         if record is not None and refusal.reason in (reasons.FULL, reasons.UNREGISTERED):
             broker.ledger.renew_ticket(ticket_id, broker.now)
-            broker.evaluations.renew_ticket(ticket_id, broker.now)
         elif record is not None and refusal.reason != reasons.WORKER_MISMATCH:
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
-            if isinstance(record, EvalRow):
-                await _fail_row(broker, record, reason, retryable=True)
-            else:
-                await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
-                _observe_failure(broker, record, reason, refusal.message)
+            await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
+            _observe_failure(broker, record, reason, refusal.message)
 
 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
@@ -263,9 +239,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             else:
                 seen.session_came(worker_id)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
-            held = registration.give_back(broker.ledger, worker_id)
-            rows = evaluations.give_back(broker.evaluations, broker.fleet, worker_id, broker.clock.wall())
-            await broker.commit(msgspec.structs.replace(held, evals=rows))
+            await broker.commit(tickets.give_back(broker.ledger, worker_id))
             raise
         await broker.commit(admitted.decision)
         broker.registry.add(worker_id, run.session)
@@ -285,13 +259,14 @@ def _check_may_draw(broker: Broker, worker_id: str) -> None:
 
 
 def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: str) -> None:
-    """Count a ticket that yielded no group, and wake everyone who waits if the run is given up by it."""
+    """Count a training ticket that yielded no group, and wake everyone who waits if the run is given up by it."""
+    if ended.evaluation is not None:
+        return
     if broker.early_failures.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
         broker.room_came.notify()
         broker.groups_came.notify()
 
 
-def _ticket_reply(broker: Broker, records: Sequence[TicketRecord], rows: Sequence[EvalRow]) -> TicketReply:
-    messages = [evaluations.message(broker.evaluations, broker.ledger.run, row) for row in rows]
-    messages += [tickets.message(broker.ledger, record) for record in records]
+def _ticket_reply(broker: Broker, records: Sequence[TicketRecord]) -> TicketReply:
+    messages = [tickets.message(broker.ledger, record) for record in records]
     return TicketReply(messages, broker.fleet.servers, broker.ledger.run.id)

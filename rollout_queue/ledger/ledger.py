@@ -1,8 +1,9 @@
 """The queue's memory of tickets and groups: records of live ones, and counts of ended ones (I1).
 
-`tickets`, `leases` and `servers` read it and decide; only `apply` changes records and counts. It holds no payload.
-Deadlines are kept here only: after a restart of the queue each ticket and lease gets its full time again. Times are
-seconds of the caller's clock.
+`tickets`, `leases`, `evaluations` and `servers` read it and decide; only `apply` changes records and counts. It holds
+no payload. Counts, sums and indices are those of the training: tickets of evaluations are in none of them. Deadlines
+are kept here only: after a restart of the queue each ticket and lease gets its full time again. Times are seconds of
+the caller's clock.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable
+from itertools import chain
 
 from protocol import reasons
 from protocol.config import RunConfig
 from protocol.status import TicketCounts
+from rollout_queue.ledger.open_evaluations import Evaluations
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
@@ -84,7 +87,8 @@ class Ledger:
     Attributes:
         bytes: Bytes of ready and leased groups, which bound what is accepted.
         kept_bytes: Those of trained groups besides, which a resume may bring back.
-        to_reissue: Ended tickets whose rows wait to be issued again, by index.
+        to_reissue: Ended training tickets whose rows wait to be issued again, by index.
+        evaluations: The evaluations, with their tickets.
     """
 
     def __init__(self, config: RunConfig, contents: StoreContents, now: float) -> None:
@@ -101,7 +105,10 @@ class Ledger:
         self._leases: dict[str, set[str]] = {}
         self._ticket_deadlines = Deadlines(config.queue.ticket_timeout_s, config.ticket_max_age_s)
         self._lease_deadlines = Deadlines(config.queue.lease_timeout_s)
+        self.evaluations = Evaluations(contents.evaluations, contents.evaluation_tickets, now)
         for record in sorted(contents.live, key=lambda record: (record.step or 0, record.serial)):
+            self._enter(record, now)
+        for record in contents.evaluation_tickets:
             self._enter(record, now)
 
     def get(self, ticket_id: str, state: TicketState | None = None) -> TicketRecord | None:
@@ -110,8 +117,13 @@ class Ledger:
         return record if record is None or state in (None, record.state) else None
 
     def tickets(self, state: TicketState) -> Iterable[TicketRecord]:
-        """Return the live tickets in `state`, in the order in which they entered it."""
+        """Return the live training tickets in `state`, in the order in which they entered it."""
         return self._by_state[state].values()
+
+    def held_by(self, worker_id: str) -> list[TicketRecord]:
+        """Return the tickets of both kinds that a worker holds, those of evaluations first."""
+        issued = chain(self.evaluations.tickets(TicketState.ISSUED), self.tickets(TicketState.ISSUED))
+        return [record for record in issued if record.worker_id == worker_id]
 
     def was_pruned(self, ticket_id: str) -> bool:
         """Tell whether a ticket without a record was issued once and is now counted in the sums only."""
@@ -119,8 +131,9 @@ class Ledger:
         return len(index) < 20 and index.isdecimal() and int(index) < self.run.pruned_below
 
     def first_needed(self) -> int:
-        """Return the lowest index with a live ticket or a row to issue again; the next index if there is none."""
-        return min([self.next_index, *self.to_reissue, *(record.index for record in self._live.values())])
+        """Return the lowest index of the training with a live ticket or a row to issue again; else the next index."""
+        live = (record.index for record in self._live.values() if record.evaluation is None)
+        return min([self.next_index, *self.to_reissue, *live])
 
     def oldest_serial(self) -> int:
         """Return the lowest serial of the live tickets; the next one if there are none."""
@@ -146,7 +159,7 @@ class Ledger:
 
     @property
     def issued(self) -> int:
-        """Number of tickets ever issued, which is the serial of the next one."""
+        """Number of training tickets ever issued, which is the serial of the next one."""
         return self.counts.total()
 
     @property
@@ -195,7 +208,8 @@ class Ledger:
         """Return when to look for expired tickets again: no deadline that is set later can come before it."""
         queue = self.config.queue
         soonest = now + min(queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
-        return min(soonest, self._ticket_deadlines.soonest(), self._lease_deadlines.soonest())
+        deadlines = (self._ticket_deadlines, self._lease_deadlines)
+        return min(soonest, self.evaluations.next_deadline(), *(of.soonest() for of in deadlines))
 
     def apply(self, decision: Decision, now: float) -> None:
         """Apply a decision that the store has committed."""
@@ -203,18 +217,24 @@ class Ledger:
             before = self._live.get(record.id)
             if before is not None:
                 self._leave(before)
-                self.counts[before.state] -= 1
-            elif record.state is TicketState.REISSUED:
-                self.counts[TicketState.FORGOTTEN] -= 1
-            elif record.state is TicketState.DROPPED:
-                self.counts[TicketState.REISSUED] -= 1
-            self.counts[record.state] += 1
             self._enter(record, now)
-            self._tally(before, record)
+            if record.evaluation is None:
+                self._count(before, record)
+        for record in self.evaluations.apply(decision, now):
+            if record.id in self._live:
+                self._leave(record)
         if decision.run is not None:
             self.run = decision.run
 
-    def _tally(self, before: TicketRecord | None, after: TicketRecord) -> None:
+    def _count(self, before: TicketRecord | None, after: TicketRecord) -> None:
+        """Count a change of a training ticket. `before`: its record, if it was live."""
+        if before is not None:
+            self.counts[before.state] -= 1
+        elif after.state is TicketState.REISSUED:
+            self.counts[TicketState.FORGOTTEN] -= 1
+        elif after.state is TicketState.DROPPED:
+            self.counts[TicketState.REISSUED] -= 1
+        self.counts[after.state] += 1
         if after.state is TicketState.ISSUED:
             self.next_index = max(self.next_index, after.index + 1)
             self.to_reissue.pop(after.index, None)
@@ -230,7 +250,9 @@ class Ledger:
     def _enter(self, record: TicketRecord, now: float) -> None:
         if record.state not in LIVE:
             return
-        self._live[record.id] = self._by_state[record.state][record.id] = record
+        self._live[record.id] = record
+        if record.evaluation is None:
+            self._by_state[record.state][record.id] = record
         if record.state is TicketState.ISSUED:
             self._ticket_deadlines.start(record.id, now)
         self._count_bytes(record, 1)
@@ -239,7 +261,8 @@ class Ledger:
             self._lease_deadlines.start(record.lease_id, now)
 
     def _leave(self, record: TicketRecord) -> None:
-        del self._live[record.id], self._by_state[record.state][record.id]
+        del self._live[record.id]
+        self._by_state[record.state].pop(record.id, None)
         if record.state is TicketState.ISSUED:
             self._ticket_deadlines.end(record.id)
         self._count_bytes(record, -1)

@@ -75,12 +75,16 @@ def _ranges(versions: set[int]) -> list[tuple[int, int]]:
 
 
 class TicketState(StrEnum):
-    """State of a ticket. The last three are ends; TRAINED becomes FORGOTTEN once a checkpoint holds its step."""
+    """State of a ticket. The last three are ends; TRAINED becomes FORGOTTEN once a checkpoint holds its step.
+
+    EVALUATED is for tickets of evaluations: the group was accepted and only its result is kept.
+    """
 
     ISSUED = "issued"
     READY = "ready"
     LEASED = "leased"
     TRAINED = "trained"
+    EVALUATED = "evaluated"
     FORGOTTEN = "forgotten"
     DROPPED = "dropped"
     REISSUED = "reissued"
@@ -88,21 +92,39 @@ class TicketState(StrEnum):
 
 OUTSTANDING = frozenset({TicketState.ISSUED, TicketState.READY, TicketState.LEASED})
 
-LIVE = OUTSTANDING | {TicketState.TRAINED}
+LIVE = OUTSTANDING | {TicketState.TRAINED, TicketState.EVALUATED}
 
 HOLDS_PAYLOAD = frozenset({TicketState.READY, TicketState.LEASED, TicketState.TRAINED})
 
 # TRAINED and FORGOTTEN move back only when a learner resumes from before their step. REISSUED becomes DROPPED only if
-# the run is finished before its row was issued again.
+# the run is finished before its row was issued again. EVALUATED becomes REISSUED if the proof of its weights fails.
 _NEXT: Mapping[TicketState, frozenset[TicketState]] = {
-    TicketState.ISSUED: frozenset({TicketState.READY, TicketState.DROPPED, TicketState.REISSUED}),
+    TicketState.ISSUED: frozenset(
+        {TicketState.READY, TicketState.EVALUATED, TicketState.DROPPED, TicketState.REISSUED}
+    ),
     TicketState.READY: frozenset({TicketState.LEASED, TicketState.TRAINED, TicketState.DROPPED, TicketState.REISSUED}),
     TicketState.LEASED: frozenset({TicketState.READY, TicketState.TRAINED, TicketState.DROPPED, TicketState.REISSUED}),
     TicketState.TRAINED: frozenset({TicketState.FORGOTTEN, TicketState.READY, TicketState.REISSUED}),
+    TicketState.EVALUATED: frozenset({TicketState.REISSUED}),
     TicketState.FORGOTTEN: frozenset({TicketState.REISSUED}),
     TicketState.DROPPED: frozenset(),
     TicketState.REISSUED: frozenset({TicketState.DROPPED}),
 }
+
+
+class RowResult(msgspec.Struct, frozen=True):
+    """Result of a ticket of an evaluation, kept in place of its group.
+
+    Attributes:
+        rewards, lengths: One per rollout; lengths in sampled tokens.
+        components: Mean of each reward function.
+        finished: Number of rollouts by finish reason.
+    """
+
+    rewards: tuple[float, ...]
+    components: dict[str, float]
+    lengths: tuple[int, ...]
+    finished: dict[str, int]
 
 
 # First letter of the id of an evaluation's ticket. That of a training ticket begins with a digit.
@@ -113,13 +135,16 @@ class TicketRecord(msgspec.Struct, frozen=True):
     """One ticket and, once accepted, its group.
 
     Attributes:
-        serial: Number of tickets issued before it in this run: a clock that restarts do not turn back.
+        index: Number of the row in the order of the training, or in the eval_dataset.
+        serial: Number of training tickets issued before it in this run: a clock that restarts do not turn back.
         version: The learner's version at issue; `arrival_version`, when the group was accepted.
         failures: Failed attempts at this row, without those that a worker gave back as it ended.
         reason: Why it ended untrained. A trained ticket has UNVERIFIED_SERVER if the failed proof became known only
             after its step.
         group: Empty until a group is accepted; kept afterwards.
         step, trained_version: Of the optimiser step that trained it.
+        evaluation: Number of its evaluation; None for a training ticket.
+        result: Of an evaluated ticket.
     """
 
     index: int
@@ -127,7 +152,6 @@ class TicketRecord(msgspec.Struct, frozen=True):
     serial: int
     worker_id: str
     version: int
-    kind: TicketKind = "train"
     state: TicketState = TicketState.ISSUED
     failures: int = 0
     reason: str | None = None
@@ -136,10 +160,17 @@ class TicketRecord(msgspec.Struct, frozen=True):
     arrival_version: int = 0
     step: int | None = None
     trained_version: int | None = None
+    evaluation: int | None = None
+    result: RowResult | None = None
 
     @property
     def id(self) -> str:
-        return f"{self.index}.{self.attempt}"
+        row = f"{self.index}.{self.attempt}"
+        return row if self.evaluation is None else f"{EVAL_TICKET}{self.evaluation}.{row}"
+
+    @property
+    def kind(self) -> TicketKind:
+        return "train" if self.evaluation is None else "eval"
 
     @property
     def was_accepted(self) -> bool:
@@ -224,59 +255,6 @@ class ServerRecord(msgspec.Struct, frozen=True):
     awaits_verdict: bool = False
 
 
-class RowResult(msgspec.Struct, frozen=True):
-    """Result of an evaluation's row, kept in place of its group.
-
-    Attributes:
-        rewards, lengths: One per rollout; lengths in sampled tokens.
-        components: Mean of each reward function.
-        finished: Number of rollouts by finish reason.
-        servers: What sampled it.
-    """
-
-    rewards: tuple[float, ...]
-    components: dict[str, float]
-    lengths: tuple[int, ...]
-    finished: dict[str, int]
-    servers: tuple[SampledBy, ...]
-
-
-class EvalRowState(StrEnum):
-    """State of an evaluation's row: with a worker, waiting to be issued again, or at one of its two ends."""
-
-    ISSUED = "issued"
-    AGAIN = "again"
-    DONE = "done"
-    FAILED = "failed"
-
-
-class EvalRow(msgspec.Struct, frozen=True):
-    """A row of an open evaluation with its newest ticket.
-
-    Attributes:
-        index: Number of the row in the data set.
-        serial: Number of training tickets issued before it; see `TicketRecord`.
-        version: The learner's version at issue.
-        failures: Failed attempts, without those that a worker gave back as it ended.
-    """
-
-    evaluation: int
-    index: int
-    attempt: int
-    serial: int
-    worker_id: str
-    version: int
-    state: EvalRowState = EvalRowState.ISSUED
-    failures: int = 0
-    reason: str | None = None
-    result: RowResult | None = None
-
-    @property
-    def id(self) -> str:
-        """Id of the ticket."""
-        return f"{EVAL_TICKET}{self.evaluation}.{self.index}.{self.attempt}"
-
-
 class EvalRecord(msgspec.Struct, frozen=True):
     """An evaluation.
 
@@ -287,7 +265,7 @@ class EvalRecord(msgspec.Struct, frozen=True):
         rows: Rows that it has; None until a worker has said how many the data set has.
         next_row: First row that was never issued.
         asked_at: Wall time, seconds.
-        result: None while it is open; its rows then have records of their own.
+        result: None while it is open; its tickets are kept until then.
     """
 
     number: int
@@ -303,44 +281,39 @@ class EvalRecord(msgspec.Struct, frozen=True):
     result: Evaluation | None = None
 
 
-class EvalChange(msgspec.Struct, frozen=True):
-    """Changes of evaluations. `removed`: numbers of forgotten ones. The rows of one with a result are forgotten too."""
-
-    records: tuple[EvalRecord, ...] = ()
-    rows: tuple[EvalRow, ...] = ()
-    removed: tuple[int, ...] = ()
-
-    @property
-    def frees_room(self) -> bool:
-        """Whether a worker that got no ticket may get one now."""
-        return bool(self.records) or any(row.state is not EvalRowState.ISSUED for row in self.rows)
-
-    def __bool__(self) -> bool:
-        return bool(self.records or self.rows or self.removed)
-
-
 class Decision(msgspec.Struct, frozen=True):
-    """New records that replace those before them, all together or not at all."""
+    """New records that replace those before them, all together or not at all.
+
+    Attributes:
+        evaluations: An evaluation that has a result ends. Its tickets are forgotten then.
+        forgotten: Numbers of evaluations that are forgotten with their tickets.
+    """
 
     tickets: tuple[TicketRecord, ...] = ()
     run: RunState | None = None
     servers: tuple[ServerRecord, ...] = ()
-    evals: EvalChange = EvalChange()
+    evaluations: tuple[EvalRecord, ...] = ()
+    forgotten: tuple[int, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.tickets) or self.run is not None or bool(self.servers) or bool(self.evals)
+        return self != Decision()
+
+    @property
+    def trains(self) -> tuple[TicketRecord, ...]:
+        """Its tickets of the training."""
+        return tuple(record for record in self.tickets if record.evaluation is None)
 
 
 class StoreContents(msgspec.Struct):
     """Contents of a store when the queue starts.
 
     Attributes:
-        live: Tickets that have not ended.
+        live: Training tickets that have not ended.
         to_reissue: Ended tickets whose rows wait to be issued again.
         counts: Tickets by state.
         drops: Dropped tickets by reason.
         tokens_sampled: Sampled tokens of all groups ever accepted.
-        eval_rows: Rows of open evaluations.
+        evaluation_tickets: The newest ticket of each row of the open evaluations, ended ones too.
     """
 
     run: RunState = RunState()
@@ -352,7 +325,7 @@ class StoreContents(msgspec.Struct):
     tokens_sampled: int = 0
     servers: list[ServerRecord] = []
     evaluations: list[EvalRecord] = []
-    eval_rows: list[EvalRow] = []
+    evaluation_tickets: list[TicketRecord] = []
 
 
 class Refusal(Exception):

@@ -15,8 +15,7 @@ import msgspec
 from protocol import reasons
 from protocol.config import fingerprint
 from protocol.messages import Fingerprint
-from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketState
+from rollout_queue.ledger.records import Decision, Refusal, RunState
 
 _MAX_WORKERS = 4096
 
@@ -94,12 +93,6 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
     )
     decision = Decision(run=msgspec.structs.replace(run, data=named)) if named != before else Decision()
     return Admitted(decision, tuple(_warnings(worker_id, named, given)))
-
-
-def give_back(ledger: Ledger, worker_id: str) -> Decision:
-    """Issue the rows of a refused worker's tickets again, without counting an attempt."""
-    held = [record for record in ledger.tickets(TicketState.ISSUED) if record.worker_id == worker_id]
-    return Decision(tuple(record.to(TicketState.REISSUED, reason=reasons.FINGERPRINT) for record in held))
 
 
 def _change(before: Fingerprint, given: Fingerprint) -> str | None:

@@ -22,7 +22,15 @@ from protocol import reasons
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Distrust, GroupFacts, Refusal, ServerRecord, TicketState
+from rollout_queue.ledger.records import (
+    Decision,
+    Distrust,
+    GroupFacts,
+    Refusal,
+    ServerRecord,
+    TicketRecord,
+    TicketState,
+)
 
 _MAX_SERVERS = 1024
 
@@ -177,12 +185,6 @@ class ServerRegistry:
                 return sampled.server
         return None
 
-    def tainted(self, group: GroupFacts, serial: int) -> bool:
-        """Tell whether tokens of this group are from weights that failed their proof, or left service before it."""
-        records = (self._records.get(sampled.server) for sampled in group.servers)
-        gone = any(record is not None and lost(record, group) for record in records)
-        return gone or self.distrusted(group, serial) is not None
-
     def check_group(self, group: GroupFacts, serial: int) -> None:
         """Reject a group sampled by servers that may not have sampled it.
 
@@ -260,32 +262,46 @@ def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) ->
 def remove(fleet: ServerRegistry, ledger: Ledger, names: Iterable[str]) -> Decision:
     """Remove servers that have drained, or shall go at once."""
     records = [record for name in names if (record := fleet.gone(name)) is not None]
-    dropped = [ticket for record in records for ticket in _changed(ledger, record).tickets]
-    return Decision(tuple({ticket.id: ticket for ticket in dropped}.values()), servers=tuple(records))
+    changed = [ticket for record in records for ticket in _changed(ledger, record).tickets]
+    return Decision(tuple({ticket.id: ticket for ticket in changed}.values()), servers=tuple(records))
 
 
-def distrust_unproven(fleet: ServerRegistry, version: int) -> tuple[ServerRecord, ...]:
+def distrust_unproven(fleet: ServerRegistry, ledger: Ledger, version: int) -> Decision:
     """Distrust what the session before left unproven, as a session begins at `version` (I5).
 
-    The groups concerned are dropped when they would be leased.
+    The groups concerned are dropped when they would be leased, and rows of evaluations are issued again.
     """
     records = [
         _left_unproven(record, version)
         for record in fleet.records
         if record.proven is not None and record.proven + 1 < version
     ]
-    return tuple(records)
+    again = {ticket.id: ticket for record in records for ticket in _evaluated_again(ledger, record)}
+    return Decision(tuple(again.values()), servers=tuple(records))
 
 
 def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
-    """Change a record, and drop the ready groups that can no longer be trained because of it."""
-    alone = ServerRegistry([record])
-    tainted = [
-        ticket
-        for ticket in ledger.tickets(TicketState.READY)
-        if lost(record, ticket.group) or alone.distrusted(ticket.group, ticket.serial) is not None
+    """Change a record, drop the ready groups that can no longer be trained because of it, and evaluate rows again that
+    it sampled."""
+    tainted = (ticket for ticket in ledger.tickets(TicketState.READY) if _taints(record, ticket))
+    dropped = tickets.drop(tainted, reasons.UNVERIFIED_SERVER)
+    return Decision((*dropped, *_evaluated_again(ledger, record)), servers=(record,))
+
+
+def _evaluated_again(ledger: Ledger, record: ServerRecord) -> list[TicketRecord]:
+    """Return the evaluated tickets whose weights failed their proof or left service before it, to be issued again."""
+    return [
+        ticket.to(TicketState.REISSUED, reason=reasons.UNVERIFIED_SERVER, result=None)
+        for ticket in ledger.evaluations.tickets(TicketState.EVALUATED)
+        if _taints(record, ticket)
     ]
-    return Decision(tickets.drop(tainted, reasons.UNVERIFIED_SERVER), servers=(record,))
+
+
+def _taints(record: ServerRecord, ticket: TicketRecord) -> bool:
+    """Tell whether tokens of a group are from weights of this server that failed their proof, or left service before
+    it."""
+    distrusted = ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None
+    return distrusted or lost(record, ticket.group)
 
 
 def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:

@@ -1,7 +1,8 @@
 """Decisions on tickets: issue, submit, fail, expire. Pure: ledger in, decision out.
 
 A ticket that fails ends in one of two ways: its row is issued again under the next attempt, or it is dropped for a
-reason (I1).
+reason (I1). This holds for tickets of evaluations as for those of the training. `evaluations` has what differs: how
+they are issued, and what is kept of an accepted group.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Iterable, Sequence
 from protocol import reasons
 from protocol.messages import Ticket
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, TicketRecord, TicketState
+from rollout_queue.ledger.records import EVAL_TICKET, Decision, GroupFacts, Refusal, TicketRecord, TicketState
 
 # Not counted as a failed attempt: a worker that ends has not tried the row.
-_NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED)})
+_NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
 
 
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
-    """Issue `count` tickets to a worker: first rows to issue again, lowest index first, then new rows."""
+    """Issue `count` training tickets to a worker: first rows to issue again, lowest index first, then new rows."""
     version, serial = ledger.run.version, ledger.issued
     again = [ledger.to_reissue[index] for index in sorted(ledger.to_reissue)[:count]]
     records = [
@@ -28,7 +29,6 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
             serial=serial + position,
             worker_id=worker_id,
             version=version,
-            kind=ended.kind,
             failures=ended.failures,
         )
         for position, ended in enumerate(again)
@@ -43,26 +43,27 @@ def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
 def undelivered(ledger: Ledger, worker_id: str, have: Sequence[str]) -> list[TicketRecord]:
     """Return the worker's tickets that it does not have: an answer was lost, or it was restarted under its name."""
     held = set(have)
-    issued = ledger.tickets(TicketState.ISSUED)
-    return [record for record in issued if record.worker_id == worker_id and record.id not in held]
+    return [record for record in ledger.held_by(worker_id) if record.id not in held]
 
 
 def message(ledger: Ledger, record: TicketRecord) -> Ticket:
     """Return the ticket as a message to the worker."""
+    evaluation = ledger.evaluations.record_of(record)
     return Ticket(
         id=record.id,
         index=record.index,
-        group_size=ledger.config.rollout.group_size,
+        group_size=ledger.config.rollout.group_size if evaluation is None else evaluation.group_size,
         seed=ledger.config.run.seed,
         version=record.version,
         expires_in_s=ledger.config.queue.ticket_timeout_s,
         kind=record.kind,
         step=ledger.run.step,
+        temperature=None if evaluation is None else evaluation.temperature,
     )
 
 
 def submit(ledger: Ledger, record: TicketRecord, group: GroupFacts) -> Decision:
-    """Accept a valid group.
+    """Accept a valid group to train on.
 
     A group sampled by weights of steps that a resume gave up, too far ahead of those that went on, is not accepted: its
     row is issued again (I2). Payloads of trained groups that wait for a checkpoint make room, oldest first: a resume
@@ -99,6 +100,12 @@ def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) 
     Raises:
         Refusal: TICKET_UNKNOWN, TICKET_ENDED.
     """
+    if record is None and ledger.evaluations.was_accepted(ticket_id):
+        return
+    if record is None and ticket_id.startswith(EVAL_TICKET):
+        raise Refusal(
+            reasons.TICKET_ENDED, f"ticket {ticket_id} of an evaluation is not out any more: it or the evaluation ended"
+        )
     if record is None and ledger.was_pruned(ticket_id):
         raise Refusal(reasons.TICKET_ENDED, f"ticket {ticket_id} ended before the oldest checkpoint that is kept")
     if record is None:
@@ -110,6 +117,12 @@ def check_accepted(ledger: Ledger, ticket_id: str, record: TicketRecord | None) 
 def fail(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> Decision:
     """End an issued ticket that yielded no group. If `retryable`, its row is issued again while attempts are left."""
     return Decision((_failed(ledger, record, reason, retryable),))
+
+
+def give_back(ledger: Ledger, worker_id: str) -> Decision:
+    """Issue the rows of a refused worker's tickets again, without counting an attempt."""
+    held = ledger.held_by(worker_id)
+    return Decision(tuple(_failed(ledger, record, reasons.FINGERPRINT, retryable=True) for record in held))
 
 
 def expire(ledger: Ledger, now: float) -> Decision:
@@ -132,7 +145,8 @@ def _failed(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) 
     failures = record.failures + (reason not in _NO_ATTEMPT)
     again = retryable and failures < ledger.config.queue.ticket_attempts
     state = TicketState.REISSUED if again else TicketState.DROPPED
-    return record.to(state, reason=ledger.label(reason), failures=failures)
+    known = record.evaluation is None or reasons.is_ours(reason)
+    return record.to(state, reason=ledger.label(reason if known else reasons.OTHER), failures=failures)
 
 
 def _why_expired(ledger: Ledger, record: TicketRecord, now: float) -> str:

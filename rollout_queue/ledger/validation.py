@@ -9,7 +9,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, Segment
-from rollout_queue.ledger.records import EvalRow, GroupFacts, Refusal, TicketRecord
+from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
 # one of a thousand turns in one segment about 6,000. Twenty of the largest fit into a group. At the bound, whatever a
@@ -56,7 +56,7 @@ class Arrival(msgspec.Struct, frozen=True):
     facts: GroupFacts
 
 
-def read(body: bytes, ticket: TicketRecord | EvalRow, rules: Rules) -> Arrival:
+def read(body: bytes, ticket: TicketRecord, rules: Rules) -> Arrival:
     """Decode and check the group in a request's body. Refused for the first rule that it breaks."""
     group = decode(body, rules.group_size)
     check_group(group, ticket, rules)
@@ -99,7 +99,7 @@ def decode(body: bytes, group_size: int) -> Group:
         raise Refusal(reasons.UNDECODABLE, str(error)) from error
 
 
-def check_group(group: Group, ticket: TicketRecord | EvalRow, rules: Rules) -> None:
+def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
     """Refuse a group for the first rule that it breaks."""
     if (group.ticket_id, group.index) != (ticket.id, ticket.index) or group.epoch < 0:
         raise Refusal(

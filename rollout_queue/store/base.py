@@ -34,9 +34,10 @@ class Store(Protocol):
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
         """Store a decision and new payloads by ticket id, all or nothing.
 
-        Records replace those before them. The payload of a ticket is deleted when its state leaves `HOLDS_PAYLOAD`,
-        the rows of an evaluation when it ends or is removed. Tickets with an index below `run.pruned_below` are kept
-        as sums only. A durable store keeps everything committed when the process is killed.
+        Records replace those before them. The payload of a ticket is deleted when its state leaves `HOLDS_PAYLOAD`.
+        Training tickets with an index below `run.pruned_below` are kept as sums only. Of each row of an evaluation only
+        the newest ticket is kept, and none once the evaluation ends or is forgotten. A durable store keeps everything
+        committed when the process is killed.
 
         Raises:
             OverflowError: A number is beyond what the store can hold. Nothing was stored.

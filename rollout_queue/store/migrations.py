@@ -49,6 +49,23 @@ MIGRATIONS: tuple[Migration, ...] = (
             ) WITHOUT ROWID""",
         ),
     ),
+    Migration(
+        "tickets of open evaluations are kept as those of the training are",
+        (
+            "ALTER TABLE tickets DROP COLUMN kind",
+            "ALTER TABLE evaluation_rows RENAME TO evaluation_tickets",
+            """UPDATE evaluation_tickets SET record = (SELECT CAST(json_object(
+                'index', old ->> 'index', 'attempt', old ->> 'attempt', 'serial', old ->> 'serial',
+                'worker_id', old ->> 'worker_id', 'version', old ->> 'version', 'failures', old ->> 'failures',
+                'reason', old ->> 'reason', 'evaluation', old ->> 'evaluation',
+                'state', CASE old ->> 'state'
+                    WHEN 'again' THEN 'reissued' WHEN 'done' THEN 'evaluated' WHEN 'failed' THEN 'dropped'
+                    ELSE 'issued' END,
+                'result', old -> 'result',
+                'group', json_object('bytes', 1, 'servers', json(COALESCE(old -> '$.result.servers', '[]')))
+            ) AS BLOB) FROM (SELECT CAST(record AS TEXT) AS old))""",
+        ),
+    ),
 )
 
 

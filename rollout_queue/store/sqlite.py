@@ -19,9 +19,7 @@ from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     Decision,
-    EvalChange,
     EvalRecord,
-    EvalRow,
     GroupFacts,
     RunState,
     SampledBy,
@@ -41,8 +39,8 @@ FILE_NAME = "queue.db"
 # Errors that pass: the file itself is sound.
 _PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
 
-# A group's facts lie flat in its ticket's row.
-_OF_TICKET = tuple(name for name in TicketRecord.__struct_fields__ if name != "group")
+# A group's facts lie flat in its ticket's row. Tickets of evaluations have a table of their own.
+_OF_TICKET = tuple(name for name in TicketRecord.__struct_fields__ if name not in ("group", "evaluation", "result"))
 _OF_GROUP = GroupFacts.__struct_fields__
 _COLUMNS = (*_OF_TICKET, *_OF_GROUP)
 _SELECT = "SELECT " + ", ".join(f'"{column}"' for column in _COLUMNS) + " FROM tickets"
@@ -124,16 +122,17 @@ class SqliteStore:
                 tokens_sampled=tokens_sampled,
                 servers=[msgspec.json.decode(row[0], type=ServerRecord) for row in servers],
                 evaluations=self._decoded("SELECT record FROM evaluations ORDER BY number", EvalRecord),
-                eval_rows=self._decoded("""SELECT record FROM evaluation_rows ORDER BY evaluation, "row" """, EvalRow),
+                evaluation_tickets=self._decoded(
+                    """SELECT record FROM evaluation_tickets ORDER BY evaluation, "row" """, TicketRecord
+                ),
             )
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
-        ended = [
-            (record.id,) for record in decision.tickets if record.state not in HOLDS_PAYLOAD and record.was_accepted
-        ]
+        trains = decision.trains
+        ended = [(record.id,) for record in trains if record.state not in HOLDS_PAYLOAD and record.was_accepted]
         with self._guard():
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(_UPSERT, [_row(record) for record in decision.tickets])
+            self._db.executemany(_UPSERT, [_row(record) for record in trains])
             self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?)", payloads.items())
             self._db.executemany("DELETE FROM payloads WHERE id = ?", ended)
             if decision.run is not None:
@@ -143,8 +142,7 @@ class SqliteStore:
             for record in decision.servers:
                 row = (record.server.name, msgspec.json.encode(record))
                 self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
-            if decision.evals:
-                self._put_evaluations(decision.evals)
+            self._put_evaluations(decision)
             self._db.execute("COMMIT")
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
@@ -174,19 +172,23 @@ class SqliteStore:
     def close(self) -> None:
         self._opened.close()
 
-    def _put_evaluations(self, change: EvalChange) -> None:
-        """Store changes of evaluations. The rows of one that has ended are deleted."""
-        ended = [(record.number,) for record in change.records if record.result is not None]
-        gone = [(number,) for number in change.removed]
+    def _put_evaluations(self, decision: Decision) -> None:
+        """Store changes of evaluations. Of each row only the newest ticket is kept, and none once it has ended."""
+        ended = [(record.number,) for record in decision.evaluations if record.result is not None]
+        gone = [(number,) for number in decision.forgotten]
         self._db.executemany(
             "INSERT OR REPLACE INTO evaluations VALUES (?, ?)",
-            [(record.number, msgspec.json.encode(record)) for record in change.records],
+            [(record.number, msgspec.json.encode(record)) for record in decision.evaluations],
         )
         self._db.executemany(
-            "INSERT OR REPLACE INTO evaluation_rows VALUES (?, ?, ?)",
-            [(row.evaluation, row.index, msgspec.json.encode(row)) for row in change.rows],
+            "INSERT OR REPLACE INTO evaluation_tickets VALUES (?, ?, ?)",
+            [
+                (record.evaluation, record.index, msgspec.json.encode(record))
+                for record in decision.tickets
+                if record.evaluation is not None
+            ],
         )
-        self._db.executemany("DELETE FROM evaluation_rows WHERE evaluation = ?", [*ended, *gone])
+        self._db.executemany("DELETE FROM evaluation_tickets WHERE evaluation = ?", [*ended, *gone])
         self._db.executemany("DELETE FROM evaluations WHERE number = ?", gone)
 
     def _decoded(self, query: str, kind: type[T]) -> list[T]:

@@ -10,16 +10,18 @@ import asyncio
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import aiohttp
 import msgspec
 
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.task.reward_base import RewardBatch, RewardError, Values
+
+if TYPE_CHECKING:
+    import aiohttp
 
 ROUTE = "/classify"
 
@@ -37,9 +39,6 @@ TEXTS = 32
 _MESSAGE_CHARACTERS = 500
 
 _MAX_NAMED = 8
-
-# Turns aiohttp's time-outs off, because the reward's own time-out covers all of its requests.
-_NO_TIMEOUT = aiohttp.ClientTimeout(total=None)
 
 
 def how_to_serve(classifier: str) -> str:
@@ -91,7 +90,7 @@ class ClassifierReward:
             )
         self._url = servers[classifier]
 
-    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+    def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Accept any row, because a classifier reads only prompt and completion."""
 
     async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
@@ -124,6 +123,9 @@ class ClassifierReward:
         Raises:
             RewardError: The server gave no usable answer. It is not retryable if the server answered with a 4xx.
         """
+        # Imported here, because it takes a quarter of the time in which a child process that runs a tool starts.
+        import aiohttp
+
         if not self._url:
             raise RuntimeError(f"the reward {self._classifier} was made without its server")
         try:
@@ -132,7 +134,9 @@ class ClassifierReward:
             text = f"{self.name}: the conversation cannot be sent: {type(error).__name__}: {error}"
             raise RewardError(self.name, text, "conversation", None) from error
         try:
-            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(timeout=_NO_TIMEOUT) as session:
+            # aiohttp has no time-out here, because the reward's own covers all of its requests.
+            no_timeout = aiohttp.ClientTimeout(total=None)
+            async with asyncio.timeout(timeout_s), aiohttp.ClientSession(timeout=no_timeout) as session:
                 logits = await self._ask_all(session, bodies)
         except TimeoutError:
             text = f"{self.name}: no answer from {self._url} within {timeout_s:.3g} s; look at the server's log"
@@ -141,7 +145,7 @@ class ClassifierReward:
             text = f"{self.name}: {self._url}: {type(error).__name__}: {error}; {self._start()}"
             raise RewardError(self.name, text, type(error).__name__, None, retryable=True) from error
         if len(logits) != len(batch.completions):
-            text = f"{self.name}: {self._url} gave {len(logits)} figures for {len(batch.completions)} completions"
+            text = f"{self.name}: {self._url} gave {len(logits)} scores for {len(batch.completions)} completions"
             raise RewardError(self.name, text, "wrong number", None)
         return Values(logits)
 
@@ -159,21 +163,21 @@ class ClassifierReward:
         async with free, session.post(self._url + ROUTE, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status != 200:
-                said = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
-                text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {said}"
+                message = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
+                text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {message}"
                 if response.status == 404:
-                    text = f"{text}; {await self._why_not_found(session, said)}"
+                    text = f"{text}; {await self._why_not_found(session, message)}"
                 raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
         return self._logits(answer)
 
-    async def _why_not_found(self, session: aiohttp.ClientSession, said: str) -> str:
+    async def _why_not_found(self, session: aiohttp.ClientSession, message: str) -> str:
         """Find the remedy for a 404. vLLM sends it if the server lacks the route, and if it lacks the model.
 
         Args:
             session: Session for a request of the models that the server has.
-            said: Text of the 404.
+            message: Text of the 404.
         """
-        if "does not exist" not in said:
+        if "does not exist" not in message:
             return f"it is not a pooling server; {self._start()}"
         async with session.get(self._url + MODELS_ROUTE) as response:
             answer = await response.read()
@@ -197,7 +201,7 @@ class ClassifierReward:
         for item in items:
             if len(item.probs) != 1:
                 text = (
-                    f"{self.name} gives {len(item.probs)} figures for a completion, and a reward is one: take a "
+                    f"{self.name} gives {len(item.probs)} scores for a completion, and a reward is one: take a "
                     f"classifier with one label (num_labels = 1), or score with a function"
                 )
                 raise RewardError(self.name, text, "labels", None)

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
-from rollout_queue.ledger import servers
-from rollout_queue.ledger.evaluations import Evaluations
+from rollout_queue.ledger import evaluations, servers
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
 from rollout_queue.ledger.servers import ServerRegistry
@@ -49,16 +48,15 @@ class SabotagedQueue(RuleBasedStateMachine):
         contents = self.store.load()
         self.ledger = Ledger(self.run_config, contents, self.now)
         self.fleet = ServerRegistry(contents.servers)
-        self.evaluations = Evaluations(self.run_config, contents, self.now)
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
+        decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.now)
         self.store.commit(decision, payloads or {})
         if self.crash_after_commit:
             self.crash_after_commit = False
             self.restart_queue()
             return
         self.ledger.apply(decision, self.now)
-        self.evaluations.apply(decision.evals, self.now)
         for server in decision.servers:
             self.fleet.apply(server)
 

@@ -13,10 +13,12 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 from protocol import reasons
 from protocol.messages import BeginSession, Fingerprint, Server, ServerState
 from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.ledger import evaluations, leases, servers
-from rollout_queue.ledger.evaluations import Asking, Evaluations, OpenEvaluation
-from rollout_queue.ledger.records import Decision, EvalChange, EvalRow, EvalRowState, RowResult, SampledBy
-from tests.kit import config
+from rollout_queue.ledger import evaluations, leases, servers, tickets
+from rollout_queue.ledger.evaluations import Asking
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.open_evaluations import Evaluations, OpenEvaluation
+from rollout_queue.ledger.records import Decision, GroupFacts, SampledBy, TicketRecord, TicketState
+from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
 
@@ -41,30 +43,30 @@ class EvaluationMachine(SabotagedQueue):
         self.asked_at = {of.record.number: self.now for of in self.evaluations.open}
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
-        assert not decision.tickets, "I1: no ticket of the training is touched"
-        if decision.servers:
-            judged = evaluations.judge(self.evaluations, self.fleet.after(decision.servers), self.now)
-            decision = msgspec.structs.replace(decision, evals=judged)
-        again = (row for row in decision.evals.rows if row.state is EvalRowState.AGAIN)
-        self.accepted -= {(row.evaluation, row.index) for row in again}
-        for record in decision.evals.records:
+        assert not decision.trains, "I1: no ticket of the training is touched"
+        decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.now)
+        again = (ticket for ticket in decision.tickets if ticket.state is TicketState.REISSUED)
+        self.accepted -= {(ticket.evaluation, ticket.index) for ticket in again}
+        for record in decision.evaluations:
             self.asked_at.setdefault(record.number, self.now)
             if record.result is not None:
                 assert record.number not in self.results, "an evaluation ends once"
                 self.results[record.number] = record.result
         super().commit(decision, payloads)
 
-    def change(self, evals: EvalChange) -> None:
-        self.commit(Decision(evals=evals))
+    @property
+    def evaluations(self) -> Evaluations:
+        return self.ledger.evaluations
 
     @property
-    def out(self) -> list[EvalRow]:
-        return [row for of in self.evaluations.open for row in of.rows.values() if row.state is EvalRowState.ISSUED]
+    def out(self) -> list[TicketRecord]:
+        return self.evaluations.tickets(TicketState.ISSUED)
 
     @rule(seconds=st.sampled_from([1.0, 45.0, 61.0, 260.0]))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
-        self.change(evaluations.expire(self.evaluations, self.fleet, self.now, self.now))
+        over = evaluations.expire(self.ledger, self.fleet, self.now, self.now)
+        self.commit(msgspec.structs.replace(tickets.expire(self.ledger, self.now), evaluations=over))
         late = [self.now - self.asked_at[of.record.number] for of in self.evaluations.open]
         assert max(late, default=0.0) < TIMEOUT_S, "an evaluation that never ends"
 
@@ -98,28 +100,30 @@ class EvaluationMachine(SabotagedQueue):
         run = self.ledger.run
         request = EvaluationRequest(run.session, run.step, run.version, wanted, group_size, None, TIMEOUT_S)
         had = any(record.step == run.step for record in self.evaluations.records)
-        decision = evaluations.ask(self.evaluations, run, request, self.now)
+        decision = evaluations.ask(self.ledger, request, self.now)
         assert bool(decision) != had, "a step has one evaluation"
         self.commit(decision)
         if repeat:
-            assert not evaluations.ask(self.evaluations, self.ledger.run, request, self.now)
+            assert not evaluations.ask(self.ledger, request, self.now)
 
     @rule(back=st.integers(0, 2))
     def learner_killed_and_resumed(self, back: int) -> None:
         run = self.ledger.run
         step = max(0, run.step - back)
         message = BeginSession(step, run.version, 9, resume=True)
-        gone = evaluations.begin(self.evaluations, message)
+        gone = evaluations.begin(self.ledger, message)
         begun = leases.begin(self.ledger, message, [])
-        self.commit(msgspec.structs.replace(begun, evals=gone))
+        assert begun.run is not None
+        unproven = servers.distrust_unproven(self.fleet, self.ledger, begun.run.version)
+        self.commit(msgspec.structs.replace(begun, tickets=unproven.tickets, servers=unproven.servers, forgotten=gone))
         assert all(record.step <= step for record in self.evaluations.records)
-        self.accepted = {pair for pair in self.accepted if pair[0] not in gone.removed}
+        self.accepted = {pair for pair in self.accepted if pair[0] not in gone}
 
     @precondition(lambda self: self.ledger.run.step > 4)
     @rule()
     def finish(self) -> None:
-        left = evaluations.finish(self.evaluations, self.fleet, self.now)
-        self.commit(msgspec.structs.replace(leases.finish(self.ledger), evals=left))
+        left = evaluations.finish(self.ledger, self.fleet, self.now)
+        self.commit(msgspec.structs.replace(leases.finish(self.ledger), evaluations=left))
         assert not self.evaluations.open
 
     # Workers.
@@ -131,18 +135,19 @@ class EvaluationMachine(SabotagedQueue):
 
     @rule(worker=st.sampled_from(["a", "b"]), episodes=st.integers(1, 12))
     def ask_for_tickets(self, worker: str, episodes: int) -> None:
-        run, served = self.ledger.run, self.fleet.served_version
-        asking = Asking(worker, episodes, MOST)
-        change = evaluations.issue(self.evaluations, run, served, self.ledger.issued, asking, self.now)
-        for row in change.rows:
-            assert row.id not in self.ids, "a ticket that is issued twice"
+        served = self.fleet.served_version
+        issued = evaluations.issue(self.ledger, served, Asking(worker, episodes, MOST))
+        for ticket in issued.tickets:
+            assert ticket.id not in self.ids, "a ticket that is issued twice"
+            record = self.evaluations.record_of(ticket)
+            assert record is not None
             assert served is not None
-            assert served >= self.evaluations.of(row.evaluation).record.version, "weights older than were asked for"
-            assert (row.evaluation, row.index) not in self.accepted, "a row that is done is issued again"
-        self.ids |= {row.id for row in change.rows}
-        self.change(change)
-        held = self.evaluations.held_by(worker)
-        assert self.evaluations.episodes_of(held) <= MOST or len(held) == 1
+            assert served >= record.version, "weights older than were asked for"
+            assert (ticket.evaluation, ticket.index) not in self.accepted, "a row that is done is issued again"
+        self.ids |= {ticket.id for ticket in issued.tickets}
+        self.commit(issued)
+        held = self.ledger.held_by(worker)
+        assert evaluations.episodes_of(self.ledger, held) <= MOST or len(held) == 1
 
     @rule(data=st.data(), rewards=st.lists(st.sampled_from([0.0, 1.0, 0.5]), min_size=1, max_size=3))
     def submit(self, data: st.DataObject, rewards: list[float]) -> None:
@@ -150,18 +155,17 @@ class EvaluationMachine(SabotagedQueue):
             return
         self.hand_in(data.draw(st.sampled_from(self.out)), rewards)
 
-    def hand_in(self, row: EvalRow, rewards: list[float]) -> None:
+    def hand_in(self, ticket: TicketRecord, rewards: list[float]) -> None:
         version = self.ledger.run.version
-        result = RowResult(tuple(rewards), {"r": rewards[0]}, (3,) * len(rewards), {"stop": len(rewards)}, ())
-        result = msgspec.structs.replace(result, servers=(SampledBy(SERVER, version, version),))
-        self.accepted.add((row.evaluation, row.index))
-        self.change(evaluations.submit(self.evaluations, self.fleet, row, result, self.now))
+        facts = GroupFacts(1, 1, version, (SampledBy(SERVER, version, version),))
+        self.accepted.add((ticket.evaluation, ticket.index))
+        self.commit(evaluations.accept(ticket, group(ticket.id, rewards=rewards), facts))
 
     @rule(data=st.data(), retryable=st.booleans())
     def give_back(self, data: st.DataObject, retryable: bool) -> None:
         if self.out:
-            row = data.draw(st.sampled_from(self.out))
-            self.change(evaluations.fail(self.evaluations, self.fleet, row, "failed:row", retryable, self.now))
+            ticket = data.draw(st.sampled_from(self.out))
+            self.commit(tickets.fail(self.ledger, ticket, "failed:row", retryable))
 
     @precondition(lambda self: not self.ledger.run.finished)
     @rule(group_size=st.sampled_from([1, 2, 8]), published=st.booleans(), left=st.integers(0, 2))
@@ -174,47 +178,50 @@ class EvaluationMachine(SabotagedQueue):
         self.ask(group_size, 3, repeat=False)
         for worker in ("a", "b"):
             self.ask_for_tickets(worker, 12)
-            for row in self.out[left:]:
-                self.hand_in(row, [1.0])
+            for ticket in self.out[left:]:
+                self.hand_in(ticket, [1.0])
 
     @rule()
     def a_row_never_works(self) -> None:
         """It is given back as often as it is issued."""
         first = next(iter(self.out), None)
         for _ in range(ATTEMPTS + 1):
-            for row in self.out:
-                if first is not None and (row.evaluation, row.index) == (first.evaluation, first.index):
-                    self.change(evaluations.fail(self.evaluations, self.fleet, row, "failed:row", True, self.now))
+            for ticket in self.out:
+                if first is not None and (ticket.evaluation, ticket.index) == (first.evaluation, first.index):
+                    self.commit(tickets.fail(self.ledger, ticket, "failed:row", retryable=True))
             self.ask_for_tickets("a", 1)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_is_refused(self, worker: str) -> None:
-        self.change(evaluations.give_back(self.evaluations, self.fleet, worker, self.now))
-        assert not self.evaluations.held_by(worker)
+        self.commit(tickets.give_back(self.ledger, worker))
+        assert not self.ledger.held_by(worker)
 
     @rule(worker=st.sampled_from(["a", "b"]))
     def worker_asks_for_what_it_lost(self, worker: str) -> None:
-        held = {row.id for row in self.evaluations.held_by(worker)}
-        assert {row.id for row in evaluations.undelivered(self.evaluations, worker, [])} == held
-        assert not evaluations.undelivered(self.evaluations, worker, sorted(held))
+        held = {ticket.id for ticket in self.ledger.held_by(worker)}
+        assert {ticket.id for ticket in tickets.undelivered(self.ledger, worker, [])} == held
+        assert not tickets.undelivered(self.ledger, worker, sorted(held))
 
     # What must always hold.
 
     @invariant()
     def every_row_is_in_one_place(self) -> None:
         for of in self.evaluations.open:
-            assert sorted(of.rows) == list(range(of.record.next_row))
+            assert sorted(of.tickets) == list(range(of.record.next_row))
             assert of.record.rows is None or of.record.next_row <= of.record.rows
-            assert {row.index for row in of.rows.values() if row.state is EvalRowState.AGAIN} == set(of.again)
-            assert all(row.failures <= ATTEMPTS for row in of.rows.values())
-            ended = sum(row.state in (EvalRowState.DONE, EvalRowState.FAILED) for row in of.rows.values())
+            again = {row for row, ticket in of.tickets.items() if ticket.state is TicketState.REISSUED}
+            assert again == set(of.to_reissue)
+            assert all(ticket.failures <= ATTEMPTS for ticket in of.tickets.values())
+            ends = (TicketState.EVALUATED, TicketState.DROPPED)
+            ended = sum(ticket.state in ends for ticket in of.tickets.values())
             assert of.tally.ended == ended
             over = of.record.rows is not None and ended == of.record.rows
             assert not over or self.waits_for_proof(of), "all rows have ended, and it has not"
 
     def waits_for_proof(self, of: OpenEvaluation) -> bool:
         """I5: whether a row was sampled between a swap and its proof."""
-        sampled = [by.newest for row in of.rows.values() if row.result is not None for by in row.result.servers]
+        done = (ticket for ticket in of.tickets.values() if ticket.state is TicketState.EVALUATED)
+        sampled = [by.newest for ticket in done for by in ticket.group.servers]
         record = next(record for record in self.fleet.records if record.server.name == SERVER)
         return record.proven is None or any(newest > record.proven for newest in sampled)
 
@@ -236,9 +243,9 @@ class EvaluationMachine(SabotagedQueue):
 
     @invariant()
     def memory_is_what_a_restart_would_load(self) -> None:
-        fresh = Evaluations(CONFIG, self.store.load(), self.now)
+        fresh = Ledger(CONFIG, self.store.load(), self.now).evaluations
         assert [of.record for of in fresh.open] == [of.record for of in self.evaluations.open]
-        assert [of.rows for of in fresh.open] == [of.rows for of in self.evaluations.open]
+        assert [of.tickets for of in fresh.open] == [of.tickets for of in self.evaluations.open]
         assert fresh.ended == self.evaluations.ended
 
     @invariant()

@@ -449,18 +449,6 @@ def test_every_ticket_carries_the_runs_seed_so_that_workers_agree_on_the_order_o
     assert {tickets.message(bench.ledger, record).seed for record in records} == {bench.ledger.config.run.seed}
 
 
-def test_a_ticket_keeps_its_kind_when_its_row_is_issued_again() -> None:
-    bench = Bench()
-    train, other = bench.apply(tickets.issue(bench.ledger, "w", 2))
-    assert {tickets.message(bench.ledger, record).kind for record in (train, other)} == {"train"}
-    evaluation = msgspec.structs.replace(other, kind="eval")
-    bench.apply(Decision((evaluation,)))
-    for record in (train, evaluation):
-        bench.apply(tickets.fail(bench.ledger, record, "failed:judge", retryable=True))
-    again = tickets.issue(bench.ledger, "w", 2).tickets
-    assert [tickets.message(bench.ledger, record).kind for record in again] == ["train", "eval"]
-
-
 def test_dropping_a_whole_batch_frees_its_permits() -> None:
     bench = Bench()
     groups = bench.groups(4)

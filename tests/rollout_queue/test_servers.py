@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -340,7 +342,7 @@ def test_i5_what_awaits_its_proof_is_dropped_where_the_server_leaves_service_bef
 
 def test_i5_what_a_learner_left_unproven_when_it_died_is_distrusted_by_the_next_session() -> None:
     fleet, ledger = fleet_in(SE), ledger_with(ready(0, sampled(a=(4, 4))), ready(1, sampled(a=(2, 3))))
-    for record in distrust_unproven(fleet, 6):
+    for record in distrust_unproven(fleet, ledger, 6).servers:
         fleet.apply(record)
     move(fleet, SE, 6, serial=9)
     decision = leases.lease(ledger, fleet, "l", 9)
@@ -354,7 +356,7 @@ def test_i5_what_a_learner_left_unproven_when_it_died_is_distrusted_by_the_next_
 def test_sessions_that_prove_nothing_do_not_pile_up_distrust() -> None:
     fleet = fleet_in(SE)
     for version in range(6, 60):
-        for record in distrust_unproven(fleet, version):
+        for record in distrust_unproven(fleet, ledger_with(), version).servers:
             fleet.apply(record)
     assert len(fleet.records[0].distrust) == 1
 
@@ -394,8 +396,9 @@ def test_a_version_that_was_on_its_way_when_the_drain_began_is_judged_and_the_se
     assert not fleet.records[0].awaits_verdict
     for record in remove(fleet, ledger, ["a"]).servers:
         fleet.apply(record)
-    assert fleet.tainted(sampled(a=(3, 4)), serial=0) == (verdict is Q)
-    assert not fleet.tainted(sampled(a=(3, 3)), serial=0)
+    fleet.check_group(sampled(a=(3, 3)), serial=0)
+    with pytest.raises(Refusal, match="failed their proof") if verdict is Q else nullcontext():
+        fleet.check_group(sampled(a=(3, 4)), serial=0)
 
 
 def test_a_draining_server_to_which_nothing_came_any_more_waits_for_no_verdict() -> None:
@@ -404,7 +407,8 @@ def test_a_draining_server_to_which_nothing_came_any_more_waits_for_no_verdict()
         fleet.apply(record)
     move(fleet, DR)
     assert not fleet.records[0].awaits_verdict
-    assert fleet.tainted(sampled(a=(3, 4)), serial=0)  # never proven, and will not be
+    with pytest.raises(Refusal, match="never proven"):  # and will not be
+        fleet.check_group(sampled(a=(3, 4)), serial=0)
 
 
 def test_the_reason_of_a_state_may_change_and_its_beginning_does_not() -> None:
@@ -433,7 +437,7 @@ def test_i5_nothing_is_leased_that_no_proof_has_vouched_for(
     move(fleet, J)
     for what, state, number in events:
         if what == "session":
-            for record in distrust_unproven(fleet, number):
+            for record in distrust_unproven(fleet, ledger_with(), number).servers:
                 fleet.apply(record)
             continue
         try:

@@ -20,6 +20,7 @@ from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     GroupFacts,
+    RowResult,
     RunState,
     SampledBy,
     TicketRecord,
@@ -35,6 +36,7 @@ NEXT = Migration(
     "notes are kept; rows are untouched",
     ("CREATE TABLE notes (text TEXT)", "ALTER TABLE tickets ADD COLUMN note TEXT"),
 )
+BEFORE = newest_layout()
 # Every way to read a file, each of which refuses a layout that it does not know.
 READS: tuple[Callable[[Path], Any], ...] = (
     SqliteStore,
@@ -95,8 +97,46 @@ def test_a_migrated_file_keeps_what_it_held_and_has_the_layout_of_a_new_one(stor
     new_file = tmp_path / "new" / FILE_NAME
     SqliteStore(new_file).close()
     with closing(sqlite3.connect(store_file)) as old, closing(sqlite3.connect(new_file)) as new:
-        assert layout_of(old) == layout_of(new) == newest_layout() == FIRST_LAYOUT + 1
+        assert layout_of(old) == layout_of(new) == newest_layout() == BEFORE + 1
         assert schema(old) == schema(new)
+
+
+def test_rows_of_an_open_evaluation_become_tickets_and_training_tickets_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layout 5 kept rows of evaluations as records of their own."""
+    path = tmp_path / FILE_NAME
+    row = {"evaluation": 2, "attempt": 1, "serial": 7, "worker_id": "w", "version": 4, "failures": 1, "reason": None}
+    result = {"rewards": [0.5, 1], "components": {"r": 0.75}, "lengths": [3, 4], "finished": {"stop": 2}}
+    rows = [
+        {**row, "index": 0, "state": "done", "result": {**result, "servers": [["vllm-0", 3, 4]]}},
+        {**row, "index": 1, "state": "again", "reason": "expired", "result": None},
+        {**row, "index": 2, "state": "failed", "reason": "failed:row", "result": None},
+        {**row, "index": 3, "state": "issued", "result": None},
+    ]
+    with monkeypatch.context() as older, closing(sqlite3.connect(path, isolation_level=None)) as db:
+        older.setattr(migrations, "MIGRATIONS", migrations.MIGRATIONS[:1])
+        migrations.migrate(db, "queue.db")
+        db.execute(
+            """INSERT INTO tickets (id, "index", attempt, state, tokens, servers)
+               VALUES ('0.0', 0, 0, 'issued', 0, '[]')"""
+        )
+        stored = [(of["evaluation"], of["index"], json.dumps(of).encode()) for of in rows]
+        db.executemany("INSERT INTO evaluation_rows VALUES (?, ?, ?)", stored)
+    with closing(SqliteStore(path)) as store:
+        found = store.load().evaluation_tickets
+        assert store.records(["0.0"])["0.0"].state is TicketState.ISSUED
+    assert [(ticket.id, str(ticket.state), ticket.reason) for ticket in found] == [
+        ("e2.0.1", "evaluated", None),
+        ("e2.1.1", "reissued", "expired"),
+        ("e2.2.1", "dropped", "failed:row"),
+        ("e2.3.1", "issued", None),
+    ]
+    done = found[0]
+    assert done.was_accepted
+    assert done.group.servers == (SampledBy("vllm-0", 3, 4),)
+    assert done.result == RowResult((0.5, 1.0), {"r": 0.75}, (3, 4), {"stop": 2})
+    assert {(ticket.serial, ticket.worker_id, ticket.version, ticket.failures) for ticket in found} == {(7, "w", 4, 1)}
 
 
 def schema(db: sqlite3.Connection) -> list[tuple[str, str]]:
@@ -129,13 +169,13 @@ def migrate_and_die(path: Path, at: int) -> int:
 @pytest.mark.usefixtures("next_layout")
 def test_a_migration_that_is_killed_leaves_the_old_layout_whole(store_file: Path) -> None:
     before = dump(store_file)
-    assert before[0] == f"layout {FIRST_LAYOUT}"
+    assert before[0] == f"layout {BEFORE}"
     statements = 1 + len(("BEGIN", *NEXT.statements, "user_version", "COMMIT"))
     for at in range(2, statements + 1):
         assert migrate_and_die(store_file, at) == -signal.SIGKILL
         assert dump(store_file) == before, f"killed at statement {at}"
     assert migrate_and_die(store_file, statements + 1) == 0
-    assert dump(store_file)[0] == f"layout {FIRST_LAYOUT + 1}"
+    assert dump(store_file)[0] == f"layout {BEFORE + 1}"
 
 
 @pytest.mark.usefixtures("next_layout")
@@ -152,7 +192,7 @@ def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_
 @pytest.mark.usefixtures("next_layout")
 def test_a_user_is_told_what_a_migration_did(store_file: Path, caplog: pytest.LogCaptureFixture) -> None:
     SqliteStore(store_file).close()
-    assert f"migrated to layout {FIRST_LAYOUT + 1}: notes are kept" in caplog.text
+    assert f"migrated to layout {BEFORE + 1}: notes are kept" in caplog.text
     caplog.clear()
     SqliteStore(store_file).close()
     SqliteStore(MEMORY).close()

@@ -17,10 +17,7 @@ from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     Decision,
     Distrust,
-    EvalChange,
     EvalRecord,
-    EvalRow,
-    EvalRowState,
     GroupFacts,
     RowResult,
     RunState,
@@ -103,7 +100,6 @@ def test_every_field_of_a_record_comes_back(store: Store) -> None:
         serial=9,
         worker_id="w",
         version=4,
-        kind="eval",
         state=TicketState.TRAINED,
         failures=1,
         reason="expired",
@@ -115,7 +111,9 @@ def test_every_field_of_a_record_comes_back(store: Store) -> None:
     )
     unset = TicketRecord(index=0, attempt=0, serial=0, worker_id="", version=0)
     assert all(
-        getattr(record, name) != getattr(unset, name) for name in TicketRecord.__struct_fields__ if name != "state"
+        getattr(record, name) != getattr(unset, name)
+        for name in TicketRecord.__struct_fields__
+        if name not in ("state", "evaluation", "result")
     )
     commit(store, record, unset)
     assert store.records(["3.2", "0.0", "9.9"]) == {"3.2": record, "0.0": unset}
@@ -249,20 +247,24 @@ def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunC
     again.close()
 
 
-def test_evaluations_come_back_and_let_go_of_their_rows_at_their_end(store: Store) -> None:
+def test_evaluations_come_back_and_let_go_of_their_tickets_at_their_end(store: Store) -> None:
     one = EvalRecord(0, 5, 4, 8, 2, 0.5, 60.0, 1.5, rows=8, next_row=2)
     other = EvalRecord(1, 10, 9, None, 1, None, 60.0, 2.5)
-    result = RowResult((0.5, 1.0), {"right": 0.75}, (3, 4), {"stop": 2}, (SampledBy("vllm-0", 4, 5),))
-    done = EvalRow(0, 0, 1, 7, "w", 4, EvalRowState.DONE, 1, "expired", result)
-    out = EvalRow(0, 1, 0, 7, "v", 4)
-    elsewhere = EvalRow(1, 0, 0, 7, "v", 4)
-    store.commit(Decision(evals=EvalChange((one, other), (done, out, elsewhere))), {})
+    result = RowResult((0.5, 1.0), {"right": 0.75}, (3, 4), {"stop": 2})
+    group = GroupFacts(9, 7, 4, (SampledBy("vllm-0", 4, 5),))
+    done = TicketRecord(0, 1, 7, "w", 4, TicketState.EVALUATED, 1, group=group, evaluation=0, result=result)
+    out = TicketRecord(1, 0, 7, "v", 4, evaluation=0)
+    elsewhere = TicketRecord(0, 0, 7, "v", 4, evaluation=1)
+    before = TicketRecord(0, 0, 7, "v", 4, TicketState.REISSUED, 1, "expired", evaluation=0)
+    store.commit(Decision((before, out, elsewhere), evaluations=(one, other)), {})
+    store.commit(Decision((done,)), {})
     contents = store.load()
     assert contents.evaluations == [one, other]
-    assert contents.eval_rows == [done, out, elsewhere]
+    assert contents.evaluation_tickets == [done, out, elsewhere]
+    assert (contents.live, contents.to_reissue, contents.counts, contents.next_index) == ([], [], {}, 0)
     ended = msgspec.structs.replace(one, result=Evaluation(5, 4, 2, rows=8, versions=(4, 5)))
-    store.commit(Decision(evals=EvalChange(records=(ended,))), {})
+    store.commit(Decision(evaluations=(ended,)), {})
     contents = store.load()
-    assert (contents.evaluations, contents.eval_rows) == ([ended, other], [elsewhere])
-    store.commit(Decision(evals=EvalChange(removed=(0, 1))), {})
+    assert (contents.evaluations, contents.evaluation_tickets) == ([ended, other], [elsewhere])
+    store.commit(Decision(forgotten=(0, 1)), {})
     assert store.load() == StoreContents()

@@ -26,7 +26,7 @@ from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving as serving_vllm
 from tests.kit.queue import Served, serve_version, serving
-from tests.kit.worker import TOKENIZER, built_by, chat_format, fake, row, task, until
+from tests.kit.worker import TOKENIZER, fake, row, task, until
 
 EVALS = [row(10 + number, 3) for number in range(8)]
 SECTIONS: dict[str, dict[str, Any]] = {"worker": {"episodes": 8}, "eval": {"every": 5, "at_start": True, "share": 0.5}}
@@ -56,7 +56,7 @@ async def worker(run_config: RunConfig, the_task: Task, client: QueueClient, nam
     async with AsyncExitStack() as stack:
         inference = await stack.enter_async_context(InferenceClient(run_config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(run_config.worker.user_threads))
-        context = SourceContext(run_config, the_task, code, build_chat=built_by(chat_format))
+        context = SourceContext(run_config, the_task, code, TOKENIZER)
         source = await stack.enter_async_context(source_of(the_task).open(context))
         made = Worker(run_config, the_task, client, name, source, inference, code, FailureNotices())
         stop = asyncio.Event()
@@ -79,6 +79,11 @@ async def ended(client: QueueClient) -> Evaluation:
         while (found := (await client.evaluations(wait_s=1.0))[0]).ended is None:
             pass
     return found
+
+
+def evaluated_by(queue: Served, worker_id: str) -> list[str]:
+    """The tickets of evaluations that a worker holds."""
+    return [ticket.id for ticket in queue.broker.ledger.held_by(worker_id) if ticket.kind == "eval"]
 
 
 def gate(passes: Callable[[], bool]) -> Callable[..., Any]:
@@ -122,8 +127,8 @@ async def test_what_a_stopped_worker_held_goes_to_another() -> None:
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
-            await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
-        assert queue.broker.evaluations.held_by("first") == []
+            await until(lambda: len(evaluated_by(queue, "first")) == 4)
+        assert evaluated_by(queue, "first") == []
         opened = True
         async with worker(CONFIG, the_task, client, "second"):
             found = await ended(client)
@@ -136,9 +141,9 @@ async def test_what_a_killed_worker_held_goes_to_another_once_it_expires(monkeyp
     async with serving_vllm(fake(version=7)) as url, standing(url) as (queue, client):
         await ask(client)
         async with worker(CONFIG, the_task, client, "first"):
-            await until(lambda: len(queue.broker.evaluations.held_by("first")) == 4)
+            await until(lambda: len(evaluated_by(queue, "first")) == 4)
             monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
-        assert len(queue.broker.evaluations.held_by("first")) == 4
+        assert len(evaluated_by(queue, "first")) == 4
         queue.time.now += 61.0
         await queue.broker.expire()
         opened = True
@@ -159,11 +164,11 @@ async def test_the_queue_is_restarted_in_the_middle_and_the_worker_goes_on(
         async with standing(url, SqliteStore(path)) as (queue, client):
             await ask(client)
             async with worker(CONFIG, the_task, client, "w"):
-                await until(lambda: len(queue.broker.evaluations.held_by("w")) == 4)
+                await until(lambda: len(evaluated_by(queue, "w")) == 4)
                 monkeypatch.setattr("rollout_worker.ticket_loop.leave", _nothing)
         opened = True
         queue, client = await stack.enter_async_context(standing(url, SqliteStore(path), begin=False))
-        assert len(queue.broker.evaluations.held_by("w")) == 4
+        assert len(evaluated_by(queue, "w")) == 4
         await stack.enter_async_context(worker(CONFIG, the_task, client, "w"))
         found = await ended(client)
     assert (found.ended, found.done, found.failed) == ("complete", 8, 0)

@@ -234,7 +234,7 @@ async def test_a_server_that_gives_no_tools_is_refused_with_a_remedy(address, me
     assert "secret" not in str(caught.value)
     assert ("stderr" in str(caught.value)) <= (not address.startswith("http"))
     for child in psutil.Process().children(recursive=True):
-        assert "mcp_guard" not in " ".join(child.cmdline())
+        assert "process_guard" not in " ".join(child.cmdline())
 
 
 @pytest.mark.parametrize("address", ["", "http://", "ws://host/mcp", "server 'unclosed", 3])

@@ -113,7 +113,7 @@ def test_a_template_that_cannot_be_used_with_tools_is_refused_by_name(template, 
 
 @pytest.mark.parametrize("tools", [[], SCHEMAS])
 def test_i7_a_syntax_error_in_a_template_is_named_with_its_line(tools):
-    told = "^the chat template of my-model has a syntax error, line 2: Expected an expression.*; mend it there"
+    told = "^the chat template of my-model has a syntax error, line 2: Expected an expression.*; fix it there"
     with pytest.raises(ConfigError, match=told):
         with_template("{% for m in messages %}{{ m.content }}\n{{ }}{% endfor %}", tools)
 

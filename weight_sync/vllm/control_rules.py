@@ -41,12 +41,12 @@ async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"owner": owner, "seconds": seconds}
 
 
-def grant_pause(engine: Any, owner: str, seconds: float = FIRST_LEASE_S) -> None:
+def grant_pause(engine: Any, owner: str) -> None:
     """Gives `owner` the lease of a pause that it is about to begin. Raises `RouteError` if another holds one."""
     status = status_of(engine)
     if status.lease_owner not in (None, owner):
         raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
-    _set(engine, status, owner, seconds)
+    _set(engine, status, owner, FIRST_LEASE_S)
 
 
 def release_pause(status: EngineStatus) -> None:

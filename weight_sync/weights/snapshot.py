@@ -72,22 +72,22 @@ class Probe:
     logprobs: npt.NDArray[np.float32]
 
 
-def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0, length: int = LENGTH) -> list[int]:
+def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0) -> list[int]:
     """Returns the ids of publication `number`, the same at every call.
 
     They are windows over a permutation of the vocabulary, each beginning with the last id of the one before: `rounds`
     in a row hold every id both as an input and as a prediction. Then the vocabulary is permuted anew.
     """
-    windows = rounds(vocab_size, length)
+    windows = rounds(vocab_size)
     number, place = divmod(number, windows)
     ids = np.random.default_rng((seed, number)).permutation(vocab_size)
-    chosen = (np.arange(length) + place * (length - 1)) % vocab_size
+    chosen = (np.arange(LENGTH) + place * (LENGTH - 1)) % vocab_size
     return [int(token) for token in ids[chosen]]
 
 
-def rounds(vocab_size: int, length: int = LENGTH) -> int:
+def rounds(vocab_size: int) -> int:
     """Returns the number of publications in a row that touch every id."""
-    return max(1, -(-vocab_size // (length - 1)))
+    return max(1, -(-vocab_size // (LENGTH - 1)))
 
 
 # Memory of this process's snapshots: one that is being published and one that is being filled.

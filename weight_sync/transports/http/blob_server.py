@@ -16,7 +16,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -341,8 +341,7 @@ def _closing(response: web.Response) -> web.Response:
 class SharedBlobServers:
     """Keeps one blob server for each address in this process, while anyone holds it. May be used from any thread."""
 
-    def __init__(self, make: Callable[[str, int, float], BlobServer] = BlobServer) -> None:
-        self._make = make
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
 
@@ -352,7 +351,7 @@ class SharedBlobServers:
         with self._lock:
             blob_server, holders = self._held.get(place, (None, 0))
             if blob_server is None:
-                blob_server = self._make(*place)
+                blob_server = BlobServer(*place)
                 blob_server.start()
             self._held[place] = (blob_server, holders + 1)
             return blob_server

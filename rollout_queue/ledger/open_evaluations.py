@@ -1,0 +1,253 @@
+"""The queue's memory of evaluations: the tickets of the open ones with their sums, and the results of the ended ones.
+
+Only `Evaluations.apply` changes it. Deadlines of evaluations are kept here only: after a restart of the queue, each
+evaluation gets its full time again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from copy import deepcopy
+
+import msgspec
+
+from protocol import reasons
+from protocol.status import Ended, Evaluation
+from rollout_queue.ledger.records import Decision, EvalRecord, TicketRecord, TicketState
+
+# Finish reasons that mean that the policy was cut off.
+_CUT_OFF = ("length", "context")
+
+
+class _Mean(msgspec.Struct):
+    """Computes mean and sample standard deviation of values added one by one (Welford 1962)."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    def add(self, value: float) -> None:
+        before = self.total / self.count if self.count else value
+        self.count += 1
+        self.total += value
+        self.squares += (value - before) * (value - self.total / self.count)
+
+    @property
+    def value(self) -> float | None:
+        return self.total / self.count if self.count else None
+
+    @property
+    def std(self) -> float | None:
+        return math.sqrt(self.squares / (self.count - 1)) if self.count > 1 else None
+
+
+class EvalTally:
+    """Adds up ended rows, each once. The cost of `evaluation` does not grow with their number."""
+
+    def __init__(self, tickets: Iterable[TicketRecord] = ()) -> None:
+        self.failures: Counter[str] = Counter()
+        self._rewards, self._best = _Mean(), _Mean()
+        self._components: defaultdict[str, _Mean] = defaultdict(_Mean)
+        self._passes = True
+        self._rollouts = self._tokens = 0
+        self._finished: Counter[str] = Counter()
+        self._versions: tuple[int, int] | None = None
+        for record in tickets:
+            self.add(record)
+
+    @property
+    def ended(self) -> int:
+        """Return the number of rows that are done or failed."""
+        return self._rewards.count + self.failures.total()
+
+    def add(self, ticket: TicketRecord) -> None:
+        """Count a ticket if its row has ended by it."""
+        if ticket.state is TicketState.DROPPED:
+            self.failures[ticket.reason or reasons.OTHER] += 1
+        if ticket.state is not TicketState.EVALUATED or (result := ticket.result) is None:
+            return
+        self._rewards.add(math.fsum(result.rewards) / len(result.rewards))
+        self._best.add(max(result.rewards))
+        self._passes = self._passes and all(reward in (0.0, 1.0) for reward in result.rewards)
+        for name, value in result.components.items():
+            self._components[name].add(value)
+        self._rollouts += len(result.rewards)
+        self._tokens += sum(result.lengths)
+        self._finished.update(result.finished)
+        versions = [version for by in ticket.group.servers for version in (by.oldest, by.newest)]
+        seen = [*versions, *(self._versions or ())]
+        self._versions = (min(seen), max(seen)) if seen else None
+
+    def and_also(self, tickets: Iterable[TicketRecord]) -> EvalTally:
+        """Return a copy of this tally with further tickets."""
+        more = deepcopy(self)
+        for record in tickets:
+            more.add(record)
+        return more
+
+    def evaluation(
+        self, record: EvalRecord, seconds: float, ended: Ended | None = None, waits_for: str | None = None
+    ) -> Evaluation:
+        """Return the evaluation for people.
+
+        Args:
+            record: The evaluation's record.
+            seconds: Time since it was requested.
+            ended: How it ended; None while it is open. After its end, rows without an end count as failed.
+            waits_for: Why no tickets are issued or it does not end; None if nothing keeps it.
+        """
+        failures, rows = dict(self.failures), record.rows
+        if ended is not None and rows is not None and (left := rows - self.ended) > 0:
+            reason = reasons.RUN_FINISHED if ended == "run_over" else reasons.DEADLINE
+            failures[reason] = failures.get(reason, 0) + left
+        cut_off = sum(self._finished[reason] for reason in _CUT_OFF)
+        return Evaluation(
+            step=record.step,
+            version=record.version,
+            group_size=record.group_size,
+            temperature=record.temperature,
+            rows=rows,
+            done=self._rewards.count,
+            failed=sum(failures.values()),
+            failures=failures,
+            ended=ended,
+            waits_for=waits_for,
+            seconds=seconds,
+            rollouts=self._rollouts,
+            reward=self._rewards.value,
+            reward_std=self._rewards.std,
+            rewards={name: of.total / of.count for name, of in self._components.items()},
+            best=self._best.value if record.group_size > 1 else None,
+            passes=self._passes and self._rewards.count > 0,
+            mean_length=self._tokens / self._rollouts if self._rollouts else None,
+            clipped=cut_off / self._rollouts if self._rollouts else None,
+            finished=dict(self._finished),
+            versions=self._versions,
+        )
+
+
+# So many accepted tickets are remembered, to recognise a group that is submitted again.
+_MAX_ACCEPTED = 4096
+
+
+class OpenEvaluation:
+    """Holds an evaluation that has not ended.
+
+    Attributes:
+        record: Its record.
+        tickets: The newest ticket of each row that was issued, by row.
+        to_reissue: Those whose rows wait to be issued again, by row.
+        tally: Sums of the rows that have ended.
+    """
+
+    def __init__(self, record: EvalRecord, tickets: Iterable[TicketRecord] = ()) -> None:
+        self.record = record
+        self.tickets: dict[int, TicketRecord] = {}
+        self.to_reissue: dict[int, TicketRecord] = {}
+        self.tally = EvalTally()
+        for ticket in tickets:
+            self.put(ticket)
+
+    def put(self, ticket: TicketRecord) -> None:
+        """Take a ticket in place of the one before it of the same row."""
+        before = self.tickets.get(ticket.index)
+        self.tickets[ticket.index] = ticket
+        self.to_reissue.pop(ticket.index, None)
+        if ticket.state is TicketState.REISSUED:
+            self.to_reissue[ticket.index] = ticket
+        if before is not None and before.state is TicketState.EVALUATED:
+            self.tally = EvalTally(self.tickets.values())
+        else:
+            self.tally.add(ticket)
+
+
+class Evaluations:
+    """Keeps the open evaluations, and the newest ended ones.
+
+    Args:
+        records: The evaluations that the store held at the start.
+        tickets: The tickets of those that are open.
+        now: Current time of the clock for deadlines, seconds.
+    """
+
+    def __init__(self, records: Iterable[EvalRecord] = (), tickets: Iterable[TicketRecord] = (), now: float = 0.0):
+        self._open: dict[int, OpenEvaluation] = {}
+        self._ended: dict[int, EvalRecord] = {}
+        self._deadlines: dict[int, float] = {}
+        self._accepted: dict[str, None] = {}
+        in_order = sorted(records, key=lambda record: record.number)
+        self.apply(Decision(tuple(tickets), evaluations=tuple(in_order)), now)
+
+    @property
+    def open(self) -> list[OpenEvaluation]:
+        """The open evaluations in the order of their requests."""
+        return list(self._open.values())
+
+    @property
+    def ended(self) -> list[EvalRecord]:
+        """The records of the ended evaluations in the order of their requests."""
+        return [self._ended[number] for number in sorted(self._ended)]
+
+    @property
+    def records(self) -> list[EvalRecord]:
+        """The records of all evaluations, the open ones first."""
+        return [*(of.record for of in self._open.values()), *self._ended.values()]
+
+    def record_of(self, ticket: TicketRecord) -> EvalRecord | None:
+        """Return the evaluation of a ticket that is out; None for a training ticket."""
+        return None if ticket.evaluation is None else self._open[ticket.evaluation].record
+
+    def tickets(self, state: TicketState) -> list[TicketRecord]:
+        """Return the tickets of open evaluations that are in `state`."""
+        return [ticket for of in self._open.values() for ticket in of.tickets.values() if ticket.state is state]
+
+    def was_accepted(self, ticket_id: str) -> bool:
+        """Return whether a ticket's group was accepted. Only the newest accepted tickets are remembered."""
+        return ticket_id in self._accepted
+
+    def expired(self, now: float) -> list[OpenEvaluation]:
+        """Return the open evaluations that have passed their deadline."""
+        return [self._open[number] for number, due in self._deadlines.items() if due <= now]
+
+    def next_deadline(self) -> float:
+        """Return the first deadline of an evaluation; infinity if none is open."""
+        return min(self._deadlines.values(), default=math.inf)
+
+    def apply(self, decision: Decision, now: float) -> list[TicketRecord]:
+        """Apply a decision that the store has committed. Returns the tickets that are forgotten by it."""
+        for record in decision.evaluations:
+            if record.result is None:
+                self._keep_open(record, now)
+        for ticket in decision.tickets:
+            if ticket.evaluation is not None:
+                self._put(ticket.evaluation, ticket)
+        gone = [ticket for number in decision.forgotten for ticket in self._end(number)]
+        for record in decision.evaluations:
+            if record.result is not None:
+                gone += self._end(record.number)
+                self._ended[record.number] = record
+        for number in decision.forgotten:
+            self._ended.pop(number, None)
+        return gone
+
+    def _keep_open(self, record: EvalRecord, now: float) -> None:
+        if record.number in self._open:
+            self._open[record.number].record = record
+        else:
+            self._open[record.number] = OpenEvaluation(record)
+            self._deadlines[record.number] = now + record.timeout_s
+
+    def _put(self, number: int, ticket: TicketRecord) -> None:
+        if ticket.state is TicketState.EVALUATED:
+            self._accepted[ticket.id] = None
+            while len(self._accepted) > _MAX_ACCEPTED:
+                del self._accepted[next(iter(self._accepted))]
+        if number in self._open:
+            self._open[number].put(ticket)
+
+    def _end(self, number: int) -> list[TicketRecord]:
+        self._deadlines.pop(number, None)
+        ended = self._open.pop(number, None)
+        return [] if ended is None else list(ended.tickets.values())

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import settings
 
 from tests.kit.chosen import chosen_families, commit, family_of
+from tests.kit.copies import start_original
 from tests.kit.parallel import ParallelRun
 
 FAMILIES = 5
@@ -70,6 +71,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     copies = session.config.getoption("copies")
     if copies < 2 or session.config.option.collectonly or session.testsfailed:
         return None
+    start_original()  # one for all of them
     ParallelRun(session, copies, group_of).run()
     return True
 

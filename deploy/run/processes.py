@@ -208,7 +208,7 @@ class Children:
     def __init__(self, grace_s: float) -> None:
         self.living: list[Child] = []
         self._grace_s = grace_s
-        self._guard = ProcessGuard(grace_s)
+        self.guard = ProcessGuard(grace_s)
 
     def __enter__(self) -> Self:
         return self
@@ -216,7 +216,7 @@ class Children:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._guard.close(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
+        self.guard.close(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
 
     def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
         """Starts a program.
@@ -241,7 +241,7 @@ class Children:
                 stderr=None if program.terminal == "stderr" else file,
                 start_new_session=True,
             )
-        self._guard.add(process.pid)
+        self.guard.add(process.pid)
         child = Child(program, process, log, log_start)
         self.living.append(child)
         return child
@@ -250,7 +250,7 @@ class Children:
         """Looks which children have ended and wakes their waiters. Call it on SIGCHLD."""
         for child in self.living:
             child.poll()
-        self._guard.replace_if_ended()
+        self.guard.replace_if_ended()
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
         """Ends the children and all that they started; of a child that has ended, what it left running."""
@@ -263,7 +263,7 @@ class Children:
         for child in children:
             child.poll()
             self.living.remove(child)
-            self._guard.remove(child.pid)
+            self.guard.remove(child.pid)
 
 
 def describe_end(name: str, code: int) -> str:

@@ -83,7 +83,7 @@ async def test_logs_go_on_where_their_folder_was_deleted(tmp_path: Path) -> None
 
 def end_the_input(children: Children) -> psutil.Process:
     """Close the pipe to the guard, as it closes when the supervisor dies. Returns the guard."""
-    process = children._guard._process
+    process = children.guard._process
     assert process is not None
     assert process.stdin is not None
     process.stdin.close()
@@ -93,10 +93,10 @@ def end_the_input(children: Children) -> psutil.Process:
 async def test_a_guard_that_is_killed_is_replaced_and_knows_the_children(tmp_path: Path) -> None:
     with Children(grace_s=1) as children:
         child = children.start(Program("it", "worker", ["sleep", "300"]), tmp_path)
-        first = children._guard.pid
+        first = children.guard.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        until(lambda: (children.reap(), children._guard.pid != first)[1])  # as SIGCHLD has it called
+        until(lambda: (children.reap(), children.guard.pid != first)[1])  # as SIGCHLD has it called
         await asyncio.to_thread(end_the_input(children).wait, 30)
         until(lambda: child.poll() == 128 + signal.SIGTERM)
         children.reap()  # starts a third one, as the second has done its work
@@ -121,7 +121,7 @@ async def test_a_guard_that_stands_still_does_not_hold_up_the_end(
     monkeypatch.setattr("deploy.run.processes.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:
         await run_to_its_end(tmp_path, "exit", children)
-        guard = psutil.Process(children._guard.pid)
+        guard = psutil.Process(children.guard.pid)
         os.kill(guard.pid, signal.SIGSTOP)
         started = time.monotonic()
     assert time.monotonic() - started < 30

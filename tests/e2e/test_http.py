@@ -85,7 +85,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
             config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s
         )
         into = memoryview(bytearray(len(sent.flat)))
-        peer = url + chunks.CHUNKS_PREFIX + transports[0]._key
+        peer = url + chunks.CHUNKS_PREFIX + transports[0].key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)
         assert bytes(into) == sent.flat.numpy().tobytes()
         assert report.by_source == {peer: len(into)}

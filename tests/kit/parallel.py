@@ -7,8 +7,10 @@ new copy takes its other tests.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import multiprocessing
+import signal
 import sys
 import warnings
 from collections import deque
@@ -24,6 +26,7 @@ from _pytest.config import create_terminal_writer
 
 FORK = multiprocessing.get_context("fork")
 DEATH_SEEN_WITHIN_S = 1.0
+PR_SET_PDEATHSIG = 1
 
 
 class ParallelRun:
@@ -158,6 +161,8 @@ class _Copy:
 
 def _run_groups(session: pytest.Session, pipe: Connection, not_ours: Sequence[Connection]) -> None:
     """Run groups of tests in this copy until the original has no more."""
+    with suppress(AttributeError, OSError):  # elsewhere than on Linux it ends with its test
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for other in not_ours:
         other.close()
     plugins = session.config.pluginmanager

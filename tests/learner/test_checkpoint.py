@@ -258,7 +258,7 @@ def test_what_is_on_the_hub_is_taken_at_the_run_s_revision(tmp_path: Path, monke
     monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
     for tokenizer in (None, "org/tokenizer"):
         model = ModelSection(path="org/model", revision="abc", tokenizer=tokenizer)
-        checkpoint._copy_sources(Sources(model), tmp_path)
+        checkpoint.copy_sources(Sources(model), tmp_path)
     assert asked == [("org/model", "abc"), ("org/model", "abc"), ("org/tokenizer", None), ("org/model", "abc")]
 
 

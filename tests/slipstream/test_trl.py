@@ -538,10 +538,10 @@ def test_a_setting_that_the_script_gives_by_our_name_is_left_to_the_start() -> N
 
 def test_a_tokenizer_of_its_own_is_taken_by_its_name() -> None:
     trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
-    assert trainer._translated(None).sections["model"]["tokenizer"] == "org/tokenizer"
+    assert trainer.translated(None).sections["model"]["tokenizer"] == "org/tokenizer"
     Tokenizer.name_or_path = "org/model"
     trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
-    assert "tokenizer" not in trainer._translated(None).sections["model"]
+    assert "tokenizer" not in trainer.translated(None).sections["model"]
 
 
 trainer = RLOOTrainer(

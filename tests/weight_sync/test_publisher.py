@@ -283,7 +283,7 @@ def test_one_server_under_two_names_is_taken_out_under_the_second(world: World) 
 def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_started_it(world: World) -> None:
     """Also one that restarts with other flags; and it serves once it is started with the right ones."""
     first, second = world.fakes
-    second._says = {"logprobs_mode": "raw_logprobs"}
+    second.says = {"logprobs_mode": "raw_logprobs"}
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         until(server_in(world, "vllm-1", ServerState.DOWN))
@@ -292,10 +292,10 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
         assert "--logprobs-mode processed_logprobs" in reason
         until(server_in(world, "vllm-0", ServerState.SERVING))
         assert "/slipstream/swap" not in second.calls
-        second._says = {}
+        second.says = {}
         second.engine.restart()
         until(server_in(world, "vllm-1", ServerState.SERVING))
-        first._says = {"max_model_len": 16}
+        first.says = {"max_model_len": 16}
         first.engine.restart()
         until(server_in(world, "vllm-0", ServerState.DOWN))
         assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
@@ -419,7 +419,7 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
     settings = world.config().model_copy(update={"model": ModelSection.model_validate({"path": "m", "dtype": dtype})})
     monkeypatch.setattr(world, "config", lambda: settings)
     for fake in world.fakes:
-        fake._says = {"dtype": f"torch.{dtype}"}
+        fake.says = {"dtype": f"torch.{dtype}"}
     fails = pytest.raises(PublishError) if state == ServerState.QUARANTINED else contextlib.nullcontext()
     with fails, world.publisher() as publisher:
         publisher.publish(1, [], probe(shift=0.2))

@@ -100,7 +100,7 @@ def _lead(run_file: str, resume: bool, first: Callable[[int], object] | None, fr
             waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
         from learner.ranks import launch
 
-        launch._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
+        launch.start_rank = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
         if first is not None:
             first(0)
     from learner.ranks import launch

@@ -224,7 +224,7 @@ def test_decoupled_with_previous_weights_scores_under_the_adapter_before_the_las
     before = policy(rows[0]).logprobs.detach()
     trainer.step(rows, step_rollouts(SAMPLES))
     after = policy(rows[0]).logprobs.detach()
-    previous = trainer._previous
+    previous = trainer.previous_weights
     assert previous is not None
     with previous.in_place():
         torch.testing.assert_close(policy(rows[0]).logprobs.detach(), before, atol=0, rtol=0)

@@ -196,7 +196,7 @@ def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_ski
         blocked_s = [publishing.publish(version, weights(), probe()) for version in (2, 3, 4, 5)]
         assert max(blocked_s) < 0.4
         assert publishing.in_flight == 5
-        assert publishing._snapshots.alive <= 3
+        assert publishing.snapshots.alive <= 3
         held.release()
         publishing.wait()
         assert publishing.in_flight is None
@@ -541,7 +541,7 @@ def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_co
         assert publishing.records[0].servers_ok == ["vllm-0"]
         plain = f"http://127.0.0.1:{port} does not answer yet (connection refused)"
         until(lambda: world.servers()["vllm-1"].reason == plain)
-        assert publishing._fleet.describe_waits() == f"vllm-1 (joining, {plain})"
+        assert publishing.fleet.describe_waits() == f"vllm-1 (joining, {plain})"
         world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 

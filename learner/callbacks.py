@@ -112,7 +112,7 @@ class Callbacks:
         if not self._callbacks:
             return Wish()
         state, logs = self._state, numbers(record.flat())
-        state.global_step, state.epoch = record.step, float(record.tally.epoch)
+        state.global_step, state.epoch = record.step, float(record.counts.epoch)
         state.num_input_tokens_seen = record.num_tokens
         self._call("on_step_end")
         state.log_history.append({**logs, "step": record.step})
@@ -124,8 +124,8 @@ class Callbacks:
     def evaluated(self, ended: Sequence[Mapping[str, float]]) -> None:
         """Calls on_evaluate for evaluations that have ended, the oldest first. Their metrics get transformers' names:
         eval_reward."""
-        for figures in ended if self._callbacks else ():
-            self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in figures.items()})
+        for metrics in ended if self._callbacks else ():
+            self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()})
 
     def _evaluated(self, metrics: Mapping[str, float]) -> None:
         self._call("on_evaluate", metrics=dict(metrics))

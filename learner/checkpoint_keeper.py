@@ -122,22 +122,22 @@ class CheckpointKeeper:
         Args:
             halfway: Whether the weights hold a step that the queue has not acknowledged.
         """
-        say, step, told = self._progress.say, position.step, f"stopped after step {position.step}"
+        say, step, stopped = self._progress.say, position.step, f"stopped after step {position.step}"
         expected_s, left_s = self._expected_s(), self._stop.left_s
         if halfway:
-            say(f"{told}; there is no checkpoint of it, since the queue does not answer")
+            say(f"{stopped}; there is no checkpoint of it, since the queue does not answer")
         elif step == (self._checkpointed or 0):
-            say(told)
+            say(stopped)
         elif expected_s > left_s:
             say(
-                f"{told}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "
+                f"{stopped}; there is no time for a checkpoint: it may take {expected_s:.0f} s, and {left_s:.0f} s are "
                 f"left of deploy.grace_s = {self._config.deploy.grace_s:g}"
             )
         elif (newer := self._newer_session(position)) is not None:
-            say(f"{told}; there is no checkpoint of it: another learner has begun, session {newer}", whole=True)
+            say(f"{stopped}; there is no checkpoint of it: another learner has begun, session {newer}", whole=True)
             return
         else:
-            say(f"{told}; writing a checkpoint of it")
+            say(f"{stopped}; writing a checkpoint of it")
             self._last(position)
         if step == 0:
             say(f"start it again with: {start.command()}", whole=True)

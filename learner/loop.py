@@ -34,7 +34,7 @@ from learner.report.records import StepRecord, StepTimes
 from learner.report.reports import Reports
 from learner.report.sampler_checks import ServerWatch
 from learner.skipping import Attempts
-from learner.training.trainer import StepFigures, Trainer
+from learner.training.trainer import StepMetrics, Trainer
 from protocol.client import QueueError, RunFinished
 from protocol.config import RunConfig, adapter_checks
 from protocol.messages import RunPosition
@@ -259,25 +259,25 @@ class Loop:
             except RunFinished:
                 return
             wait_s += time.perf_counter() - waiting
-            figures = self._session.attempts.step(batch, feeder)
-            if figures is None:
+            metrics = self._session.attempts.step(batch, feeder)
+            if metrics is None:
                 continue
             step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
             times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
             ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
-            tokens = batch.tally.tokens + reports.num_tokens
+            tokens = batch.counts.tokens + reports.num_tokens
             self._record_publications()
             record = StepRecord(
                 step=batch.step,
                 version=batch.version + 1,
-                tally=batch.tally,
-                figures=figures,
+                counts=batch.counts,
+                metrics=metrics,
                 times=times,
                 num_tokens=tokens,
                 evaluations=self._evaluator.fresh(),
                 weight_sync=reports.weight_sync(),
             )
-            self._watch_servers(figures)
+            self._watch_servers(metrics)
             report = self._session.notices.added_to(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
             reports.step(record, batch.samples)
@@ -289,8 +289,8 @@ class Loop:
                 self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
             self._keeper.keep_if_due(self._position, wish.save)
 
-    def _watch_servers(self, figures: StepFigures) -> None:
-        for text in self._session.watch.step(figures.beside):
+    def _watch_servers(self, metrics: StepMetrics) -> None:
+        for text in self._session.watch.step(metrics.beside):
             self._progress.warn(text)
             self._session.notices.server(text)
 

@@ -28,7 +28,7 @@ from learner.report.journal import Journal
 from learner.report.progress import TerminalProgress
 from learner.report.records import StepRecord, StepTimes
 from learner.run import build_trainer
-from learner.training.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol import checkpoints as places
 from protocol import trained_record as records
 from protocol.config import ConfigError, RunConfig
@@ -41,7 +41,7 @@ _THAT_COUNT = (
     *("queue.max_staleness ", "queue.overage "),
 )
 # Metrics of a step on which two computations of it must agree.
-COMPARED = tuple(field.name for field in fields(StepFigures) if field.name not in ("train_s", *StepRecord.SPREAD))
+COMPARED = tuple(field.name for field in fields(StepMetrics) if field.name not in ("train_s", *StepRecord.SPREAD))
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
     except RecordError as error:
         raise ConfigError(str(error)) from error
     recorded = record.steps
-    for text in record.told:
+    for text in record.warnings:
         progress.warn(text)
     first = starting_step([of.step for of in recorded], places.complete(config.run_dir), request)
     chosen = consecutive(recorded, first, request.steps)
@@ -176,14 +176,14 @@ class _Replay:
                 break  # the run ended here
             began, cpu = time.perf_counter(), time.process_time()
             batch = self._batch(recorded, recorded.trained)
-            figures = self._trainer.step(batch.rows, batch.rollouts)
+            metrics = self._trainer.step(batch.rows, batch.rollouts)
             times = StepTimes(0.0, time.perf_counter() - began, time.process_time() - cpu, 0.0)
-            tokens += batch.tally.tokens
+            tokens += batch.counts.tokens
             line = StepRecord(
                 step=recorded.step,
                 version=recorded.version,
-                tally=batch.tally,
-                figures=figures,
+                counts=batch.counts,
+                metrics=metrics,
                 times=times,
                 num_tokens=tokens,
             )
@@ -218,19 +218,19 @@ class _Replay:
             with _without_a_change(self._trainer):
                 self._trainer.step(batch.rows, batch.rollouts)
         except _NothingWrong:
-            told = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
+            why = f"the run left it out ({groups[0].head.dropped}); here it could be trained"
         except (DivergedError, torch.OutOfMemoryError) as error:
-            told = f"left out here as in the run ({groups[0].head.dropped}): {error}"
+            why = f"left out here as in the run ({groups[0].head.dropped}): {error}"
         self._trainer.optimiser.zero_grad()
-        self._left_out[name] = told
-        self._progress.warn(f"{name}: {told}")
+        self._left_out[name] = why
+        self._progress.warn(f"{name}: {why}")
 
     def _compare(self, line: StepRecord) -> None:
         theirs = self._theirs.get((line.step, line.version))
         if theirs is None:
             return
         self._compared += 1
-        ours = msgspec.to_builtins(line.figures)
+        ours = msgspec.to_builtins(line.metrics)
         for name in COMPARED:
             one, other = ours[name], theirs[StepRecord.RENAMED.get(name, name)]
             if one == other:
@@ -259,16 +259,16 @@ class _Replay:
 
     def _conclude(self, outcome: Outcome) -> None:
         if not outcome.compared:
-            told = "the run's own metrics.jsonl has none of these steps to compare with"
+            comparison = "the run's own metrics.jsonl has none of these steps to compare with"
         elif outcome.first_difference is None:
-            told = f"every figure of {outcome.compared} steps is the run's own, to the bit"
+            comparison = f"every metric of {outcome.compared} steps is the run's own, to the bit"
         else:
             far = ", ".join(f"{name} {by:.3g}" for name, by in outcome.largest_difference.items())
-            told = f"figures differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
+            comparison = f"metrics differ from the run's own from step {outcome.first_difference} on, by at most: {far}"
             if outcome.ranks > 1:
-                told += f"; of steps that {outcome.ranks} ranks made, differences of rounding are expected"
-        self._progress.say(f"replayed {outcome.steps} steps; {told}")
-        self._progress.say(f"weights sha256 {outcome.weights_sha256}; figures in {self._request.out}", whole=True)
+                comparison += f"; of steps that {outcome.ranks} ranks made, differences of rounding are expected"
+        self._progress.say(f"replayed {outcome.steps} steps; {comparison}")
+        self._progress.say(f"weights sha256 {outcome.weights_sha256}; metrics in {self._request.out}", whole=True)
 
 
 class _NothingWrong(Exception):

@@ -17,7 +17,7 @@ from learner.checkpoints.checkpoint import Checkpoint
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.model.build import load_policy
 from learner.model.policy import Scoring
-from learner.model.precision import warning
+from learner.model.precision import find_rounding_warning
 from learner.model.reference import load_reference
 from learner.ranks import environment, launch
 from learner.ranks.environment import RankInfo
@@ -42,7 +42,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         ConfigError: Before anything is changed.
         SystemExit: With 130 or 143 after Ctrl-C or SIGTERM.
     """
-    unheeded = environment.check(os.environ)
+    ignored = environment.check_environment(os.environ)
     environment.clear(os.environ)
     place = launch.this_rank(config)
     if place.rank > 0:
@@ -88,8 +88,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
             ]
             for finding in [*findings, *checks.find_quorum_warnings(config.weight_sync, config.vllm)]:
                 progress.warn(str(finding))
-            for said in unheeded:
-                progress.warn(said)
+            for variable in ignored:
+                progress.warn(variable)
             if place.count > 1:
                 progress.say(f"{place.count} ranks share each step")
             elif config.learner.shard_weights:
@@ -104,7 +104,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 snapshot.expect(policy.named_weights(), policy.precision.servers)
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
-            if text := warning(policy.precision, trainer.weights, config.learner.learning_rate):
+            if text := find_rounding_warning(policy.precision, trainer.weights, config.learner.learning_rate):
                 progress.warn(text)
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)

@@ -20,7 +20,7 @@ from learner.feed.step_draft import Batch
 from learner.ranks.stopping import LearnerFailed
 from learner.report.journal import Journal, Record
 from learner.report.progress import TerminalProgress
-from learner.training.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol import reasons
 
 FILE_NAME = "left_out.jsonl"
@@ -74,12 +74,12 @@ class Attempts:
         self._changing = False
         trainer.optimiser.optimizer.register_step_pre_hook(self._on_change)
 
-    def step(self, batch: Batch, feeder: Feeder) -> StepFigures | None:
+    def step(self, batch: Batch, feeder: Feeder) -> StepMetrics | None:
         """Trains on a batch; returns None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
         self._changing = False
         ranks_stuck = False
         try:
-            figures = self._trainer.step(batch.rows, batch.rollouts)
+            metrics = self._trainer.step(batch.rows, batch.rollouts)
         except DivergedError as error:
             failure: LearnerFailed = error
             reason = reasons.STEP_NOT_FINITE
@@ -87,13 +87,13 @@ class Attempts:
             failure, reason = _out_of_memory(str(error), batch), reasons.OUT_OF_MEMORY
             ranks_stuck = self._trainer.team.count > 1
         except RuntimeError:  # rank 0 gets this in a collective with a rank that is gone
-            if (said := self._trainer.team.out_of_memory()) is None:
+            if (memory_error := self._trainer.team.out_of_memory()) is None:
                 raise
-            failure, reason = _out_of_memory(said, batch), reasons.OUT_OF_MEMORY
+            failure, reason = _out_of_memory(memory_error, batch), reasons.OUT_OF_MEMORY
             ranks_stuck = True
         else:
             self._in_a_row = 0
-            return figures
+            return metrics
         # Not inside the except clauses: here the tensors that the exception's frames held are free.
         self._trainer.optimiser.zero_grad()
         if self._trainer.device.type == "cuda":

@@ -68,17 +68,17 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
         made = f"{position.step} steps were made and are given up" if position.step else "no step was made"
         return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
-    said = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
+    lines = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
     # An adapter continues as it was made, or not at all.
     if different := [line for line in changed(config, info) if not line.startswith("lora.")]:
-        said.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
+        lines.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")
     then = _then(config, info)
     before, now = then.get("learner.optim", optimiser.DEFAULT), config.learner.optim
     had, has = ast.literal_eval(then.get("learner.optim_args", "{}")), config.learner.optim_args
     if optimiser.starts_anew(before, now, had, has):
         with_them = f" with learner.optim_args = {has}" if before == now else ""
-        said.append(f"learner.optim = {now}{with_them} can make nothing of what {before} kept: it starts anew")
-    return said
+        lines.append(f"learner.optim = {now}{with_them} can make nothing of what {before} kept: it starts anew")
+    return lines
 
 
 def changed(config: RunConfig, info: CheckpointInfo) -> list[str]:

@@ -385,9 +385,10 @@ def _problem(status: int, body: bytes) -> ErrorBody:
     try:
         return codec.decode_json(body, ErrorBody)  # type: ignore[no-any-return]
     except codec.DecodeError:
-        told = " ".join(body.decode("utf-8", "replace").split())[:200] or f"HTTP {status}"
+        answer = " ".join(body.decode("utf-8", "replace").split())[:200] or f"HTTP {status}"
         return ErrorBody(
-            reasons.http(status), f"that is not a Slipstream queue, which would not answer {told}: give the queue's URL"
+            reasons.http(status),
+            f"that is not a Slipstream queue, which would not answer {answer}: give the queue's URL",
         )
 
 

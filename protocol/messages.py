@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
 TicketKind = Literal["train", "eval"]
@@ -294,7 +294,7 @@ class WorkerReport(msgspec.Struct):
         eval_episodes: Episodes of evaluations, done or failed; in no other count but `failures`.
         failures: Failed episodes of all kinds, by reason.
         fingerprint: Decides whether the queue admits the worker.
-        troubles: The first failure of each kind.
+        notices: The first failure of each kind.
         draining: Requests that still run on each draining server.
     """
 
@@ -324,7 +324,7 @@ class WorkerReport(msgspec.Struct):
     eval_episodes: Natural = 0
     failures: dict[str, Natural] = {}
     fingerprint: Fingerprint | None = None
-    troubles: list[Notice] = []
+    notices: list[Notice] = []
     draining: dict[str, Natural] = {}
 
 
@@ -381,7 +381,7 @@ class LearnerReport(msgspec.Struct):
         step_s: Time of the step, seconds, of which `wait_s` waiting for groups.
         publishing: Version on its way to the servers; None if none is.
         metrics: The main metrics of the step's line in `metrics.jsonl`, by name.
-        troubles: Failures since the step before.
+        notices: Failures since the step before.
     """
 
     step: Natural
@@ -393,7 +393,7 @@ class LearnerReport(msgspec.Struct):
     staleness_max: Natural
     publishing: Natural | None = None
     metrics: dict[str, float] = {}
-    troubles: list[Notice] = []
+    notices: list[Notice] = []
 
 
 class LeaseAck(msgspec.Struct):

@@ -89,10 +89,10 @@ class RecordedStep:
 
 @dataclass
 class Recorded:
-    """The part of a record on the surviving time line. `told`: texts that say what is missing from it, and why."""
+    """The part of a record on the surviving time line. `warnings`: what is missing from it, and why."""
 
     steps: list[RecordedStep]
-    told: list[str]
+    warnings: list[str]
 
 
 class _Damage(Exception):
@@ -167,16 +167,16 @@ def _whole(steps: list[RecordedStep], damaged: bool) -> tuple[list[RecordedStep]
     Returns:
         The complete steps, and texts about the others.
     """
-    told = []
+    warnings = []
     for of in steps:
         for lease, places in [*of.left_out.items()]:
             if why := _lacks(places, unknown=damaged and of is steps[-1] and not of.trained):
-                told.append(f"step {of.step}: batch {lease}, which failed, is left out: {why}")
+                warnings.append(f"step {of.step}: batch {lease}, which failed, is left out: {why}")
                 del of.left_out[lease]
         if of.trained and (why := _lacks(of.trained, unknown=damaged and of is steps[-1])):
-            told.append(f"step {of.step} is left out: {why}; a kill or a full disk cut the record short there")
+            warnings.append(f"step {of.step} is left out: {why}; a kill or a full disk cut the record short there")
             of.trained.clear()
-    return [of for of in steps if of.trained or of.left_out], told
+    return [of for of in steps if of.trained or of.left_out], warnings
 
 
 def _lacks(places: list[RecordPosition], unknown: bool) -> str | None:

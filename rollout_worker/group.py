@@ -71,16 +71,16 @@ class GroupRunner:
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
-        fewest = MIN_ROLLOUTS if ticket.kind == "train" else 1
+        min_rollouts = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
             own = OwnParams(ticket.temperature)
             plan = GroupPlan(row, ticket.group_size, born, reservation, self.episodes, own, after)
             outcomes = await self.source.run(plan)
             reservation.give_all()
-            episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], fewest)
+            episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], min_rollouts)
             if self.keep_messages:
                 self._keep_messages(episodes)
-            rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, fewest), fewest)
+            rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
@@ -120,24 +120,24 @@ class GroupRunner:
         """Return the outcome, or a failure if weights that sampled some of it have failed their proof since (I5)."""
         if isinstance(outcome, Episode):
             try:
-                self.pool.check(outcome.affinity)
+                self.pool.check_proven(outcome.affinity)
             except EpisodeFailed as failure:
                 return failure
         return outcome
 
-    def _still_proven(self, episodes: list[Episode], fewest: int) -> list[Episode]:
+    def _still_proven(self, episodes: list[Episode], min_rollouts: int) -> list[Episode]:
         """Return the episodes whose weights are still proven: a proof may have failed while rewards were computed.
         Raises `TicketFailed` if too few are left."""
         proven = [episode for episode in episodes if self._checked(episode) is episode]
         lost = len(episodes) - len(proven)
         if lost:
             self.counters.failures[reasons.UNVERIFIED_SERVER] += lost
-        if len(proven) < fewest:
+        if len(proven) < min_rollouts:
             detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
 
-    def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], fewest: int) -> list[Episode]:
+    def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], min_rollouts: int) -> list[Episode]:
         """Count all outcomes, those of an evaluation apart, and return the episodes that did not fail. Raises
         `TicketFailed` if too few are left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
@@ -155,7 +155,7 @@ class GroupRunner:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"
             self.notices.add(failure.kind, failure.key, text, failure.where)
-        if len(episodes) < fewest:
+        if len(episodes) < min_rollouts:
             # The ticket fails for the commonest reason.
             reason = Counter(failure.reason for failure in failures).most_common(1)[0][0]
             detail = next(str(failure) for failure in failures if failure.reason == reason)
@@ -166,7 +166,7 @@ class GroupRunner:
             )
         return episodes
 
-    async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode], fewest: int) -> list[Episode]:
+    async def _rewarded(self, ticket: Ticket, row: Row, episodes: list[Episode], min_rollouts: int) -> list[Episode]:
         """Compute the rewards, put them into the rollouts, and return the episodes that have one. Raises
         `TicketFailed`."""
         started = self.clock()
@@ -183,14 +183,14 @@ class GroupRunner:
             inputs={name: [each[name] for each in inputs] for name in inputs[0]},
         )
 
-        def told(error: RewardError) -> None:
+        def note(error: RewardError) -> None:
             key = f"{error.function} {error.kind}"
             self.notices.add("reward", key, f"reward {error}; at row {row.number}", error.where)
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
             with self.capacity.being("judgement", len(episodes)):
-                scores = await self.rewards.score(batch, told)
+                scores = await self.rewards.score(batch, note)
         except RewardError as error:
             if isinstance(error.__cause__, user_code.NotCalled):
                 raise _shut_off(error) from None
@@ -210,7 +210,7 @@ class GroupRunner:
             episode.rollout.metrics |= score.metrics
             episode.rollout.extra |= score.extra
             rewarded.append(episode)
-        if len(rewarded) < fewest:
+        if len(rewarded) < min_rollouts:
             reason, detail = self._without_reward(without, len(episodes))
             self.notices.add("reward", reason, f"{detail}; at row {row.number}")
             raise TicketFailed(reason, detail, retryable=True)
@@ -226,8 +226,8 @@ class GroupRunner:
         if self.rewards.names:
             return reason, f"every reward function gave None for {len(without)} of {of} episodes"
         texts = Counter(episode.why_no_reward.text for episode in without)
-        told = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
-        return reason, f"{'; '.join(told)}; the task has no reward functions, which Task(rewards=[...]) may give it"
+        parts = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
+        return reason, f"{'; '.join(parts)}; the task has no reward functions, which Task(rewards=[...]) may give it"
 
 
 def _shut_off(why: Exception) -> TicketFailed:

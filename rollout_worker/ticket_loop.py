@@ -175,7 +175,7 @@ class Worker:
             elapsed_s=self._clock() - self._started_at,
             cpu_s=self._cpu_clock() - self._cpu_at_start,
             failures=dict(self.counters.failures),
-            troubles=list(self._notices.found),
+            notices=list(self._notices.found),
             draining=self._pool.draining,
         )
 
@@ -254,8 +254,8 @@ class Worker:
         self._failed(ticket)
         self.counters.failures[reasons.failed(failure.reason)] += 1
         detail = encodable(str(failure))
-        told = TicketFailure(self._id, failure.reason, detail, failure.retryable)
-        await give_back(self._queue, ticket.id, told)
+        report = TicketFailure(self._id, failure.reason, detail, failure.retryable)
+        await give_back(self._queue, ticket.id, report)
 
     async def _send_heartbeats(self) -> None:
         """Register, then renew tickets and learn of the servers, until the run is finished."""

@@ -16,6 +16,7 @@ import uvloop
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import WorkerReport
+from rollout_worker.chat.tokenizer import load_tokenizer
 from rollout_worker.data.dataset import check_evaluation, count_eval_rows
 from rollout_worker.episodes.source import SourceContext
 from rollout_worker.heartbeat import Queue
@@ -85,7 +86,9 @@ async def work(config: RunConfig, task: Task, queue: Queue, worker_id: str, stop
             may_isolate=task.may_isolate,
         ) as code,
         InferenceClient(config.worker.request_timeout_s, config.token_for("worker")) as client,
-        source_of(task).open(SourceContext(config, task, code, partial(notices.add, "code"))) as source,
+        source_of(task).open(
+            SourceContext(config, task, code, load_tokenizer(config.model), partial(notices.add, "code"))
+        ) as source,
     ):
         worker = Worker(config, task, queue, worker_id, source, client, code, notices)
         await worker.run(stop)

@@ -145,7 +145,7 @@ class _Player:
                     await stack.enter_async_context(environment.serving())
             except BaseException as error:
                 if not ready.cancelled():
-                    ready.set_exception(RuntimeError(f"the environment could not be started: {_told(error)}"))
+                    ready.set_exception(RuntimeError(f"the environment could not be started: {_describe(error)}"))
                 raise
             environment._interception = clients = _OwnClients(environment._interception)
             stack.push_async_callback(clients.close)
@@ -198,8 +198,8 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
         errors = [*episode.errors, *(error for trace in episode.traces if not trace.ok for error in trace.errors)]
         if errors and _AT_A_LIMIT in errors[-1].message:
             return {"stop_condition": _AT_A_LIMIT, "reward": 0.0}
-        told = f"{errors[-1].type}: {errors[-1].message}" if errors else "it was not completed"
-        raise RuntimeError(f"verifiers: {told}")
+        cause = f"{errors[-1].type}: {errors[-1].message}" if errors else "it was not completed"
+        raise RuntimeError(f"verifiers: {cause}")
     traces = [trace for trace in episode.traces if trace.agent.name == seat]
     if len(traces) != 1:
         raise RuntimeError(
@@ -208,8 +208,8 @@ def _outcome(episode: Any, seat: str) -> dict[str, Any]:
         )
     (trace,) = traces
     components = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
-    figures = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
-    shown = dict(list(figures.items())[:MAX_METRICS])
+    metrics = {**components, **{name: value for name, value in trace.metrics.items() if value is not None}}
+    shown = dict(list(metrics.items())[:MAX_METRICS])
     named = {f"verifiers/{name}" if name == "reward" or is_counted(name) else name: shown[name] for name in shown}
     return {**named, "stop_condition": trace.stop_condition or "", "reward": trace.reward}
 
@@ -265,7 +265,7 @@ def _prompt(data: Any) -> list[dict[str, Any]]:
     return [*system, {"role": "user", "content": data.prompt_text or "(the environment opens the conversation)"}]
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 

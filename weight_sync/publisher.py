@@ -24,12 +24,12 @@ import torch
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig
 from weight_sync.fleet.fleet import Fleet, FleetBroken
-from weight_sync.fleet.publications import PublishRecord, ServerFigures
+from weight_sync.fleet.publications import PublishRecord, ServerMetrics
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.transports.base import Transport, build_transport
 from weight_sync.weights.snapshot import Probe
 
-__all__ = ["PublishError", "PublishRecord", "Publisher", "ServerFigures"]
+__all__ = ["PublishError", "PublishRecord", "Publisher", "ServerMetrics"]
 
 logger = logging.getLogger(__name__)
 

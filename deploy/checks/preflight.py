@@ -102,7 +102,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if not config.vllm.servers and on_cpu():
         kv_cache.check_cache_fits(config)
     devices.check_quantised(config)
-    task_check.check_task(config, task)
+    findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)
 
 
@@ -112,7 +112,7 @@ def check_learner(config: RunConfig) -> None:
     if any(getattr(config.learner, name) != getattr(defaults, name) for name in _NAMED_ELSEWHERE):
         from learner.training import optimiser
 
-        optimiser.check(config.learner)
+        optimiser.check_optimiser(config.learner)
     if config.lora.r:
         from learner.model import adapter
 

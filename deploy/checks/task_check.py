@@ -1,46 +1,73 @@
-"""Checks the task before a run starts.
+"""Checks the task before a run starts: rows, prompts, tools, environments, agent and reward servers.
 
-Its rows are alike, their prompts become tokens and leave room for an answer, and its tools, environments, agent and
-reward servers work.
+`check_x` raises `ConfigError` for a task that cannot be trained on, and returns findings where it can; `find_x` only
+returns findings.
 """
 
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from protocol.config import ConfigError, RunConfig
+from protocol.config import ConfigError, Finding, RunConfig
 from rollout_worker.chat.base import ChatFormat, PromptError
+from rollout_worker.chat.tokenizer import load_tokenizer
 from rollout_worker.data.columns import Findings, check_rows
 from rollout_worker.data.dataset import RowSample, count_eval_rows
 from rollout_worker.data.rows import spread
 from rollout_worker.episodes.source import PromptFindings, SourceContext
 from rollout_worker.sources import source_of
-from rollout_worker.task.environment_pool import Notify
 from rollout_worker.task.reward_classifier import ClassifierReward
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCode
 
-
-def warn(text: str) -> None:
-    """On stderr, for who starts the run."""
-    print(f"slipstream: warning: {text}", file=sys.stderr, flush=True)
+# Rows of each data set whose prompts are rendered, spread over it; of a stream the first ones.
+MAX_RENDERED = 64
 
 
-# Rows whose prompts are tried, spread over the data set; of a stream the first ones.
-SAMPLE = 64
+def check_task(config: RunConfig, task: Task) -> list[Finding]:
+    """Checks a task that has been imported: renders prompts, resets environments, starts MCP servers.
+
+    The eval_dataset is checked like the data set if the run has evaluations. Prompts of a task with an agent are not
+    rendered, since only the agent knows what it sends.
+
+    Returns:
+        Rows that will be dropped and settings that do nothing, each as a warning.
+
+    Raises:
+        ConfigError: No episode could be run or rewarded. Names the setting, the row or the server.
+    """
+    samples = [training_rows(config, task)]
+    findings: list[Finding] = []
+    if config.eval.is_on:
+        samples.append(evaluation_rows(config, task))
+        findings += check_eval_count(config, task)
+    checked = []
+    for sample in samples:
+        with sample.naming():
+            rows = check_rows(sample.rows)
+        findings += find_row_warnings(sample, rows)
+        checked.append(rows)
+    if task.rows.size is None and config.task.shuffle:
+        text = "the data set is an iterable: its rows come in its own order, and task.shuffle does nothing"
+        findings.append(Finding("warning", text))
+    asyncio.run(check_reward_servers(config, task))
+    prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
+    findings += failures
+    for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
+        findings += check_prompts(config, sample, of_prompts, rows.unusable)
+    return findings
 
 
 def training_rows(config: RunConfig, task: Task) -> RowSample:
-    """The data set that is trained on. Raises `ConfigError`."""
+    """Returns the rows that the run trains on."""
     return RowSample(task.rows, task.rows.sample, f"task.path = {config.task.path}", "", "will be dropped")
 
 
 def evaluation_rows(config: RunConfig, task: Task) -> RowSample:
-    """The eval_dataset, as far as evaluations take its rows. Raises `ConfigError`."""
+    """Returns the rows of the eval_dataset that evaluations take."""
     rows, most = task.eval_rows, config.eval.rows
 
     def first_ones(wanted: int) -> Iterator[tuple[int, Any]]:
@@ -57,28 +84,95 @@ def evaluation_rows(config: RunConfig, task: Task) -> RowSample:
     return RowSample(rows, first_ones, "Task(eval_dataset=...)", " of the eval_dataset", "will count as failed", True)
 
 
-def check_prompts(config: RunConfig, source: RowSample, found: PromptFindings, unusable: Mapping[int, str]) -> None:
-    """Raises `ConfigError` if the first prompt becomes no tokens or is text that `chat.system_prompt` does not reach,
-    or if all that are tried are too long. If some are too long, or cannot be read, that is told. `unusable`: rows that
-    are left out, by number."""
-    for warning in found.warnings:
-        warn(warning)
+def check_eval_count(config: RunConfig, task: Task) -> list[Finding]:
+    """Finds an `eval.rows` above the number of rows. Raises `ConfigError` as `count_eval_rows` does."""
+    there, wanted = count_eval_rows(task.eval_rows, config.eval.rows), config.eval.rows
+    if isinstance(wanted, str) or wanted <= there:
+        return []
+    text = f"eval.rows = {wanted}, and the eval_dataset has {there} rows: all of them are taken"
+    return [Finding("warning", text, "set it lower")]
+
+
+def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
+    """Finds rows that cannot be used, and columns whose values are of several kinds."""
+    findings = []
+    if rows.unusable:
+        number, why = next(iter(rows.unusable.items()))
+        text = (
+            f"{len(rows.unusable)} of {rows.looked_at} rows{sample.suffix} that were looked at cannot be used, and "
+            f"{sample.lost}; row {number}: {why:.200}"
+        )
+        findings.append(Finding("warning", text))
+    for name, firsts in rows.mixed.items():
+        each = ", ".join(f"{kind} in row {number}" for kind, number in firsts.items())
+        text = f"the column {name!r}{sample.suffix} is not of one kind: {each}"
+        findings.append(Finding("warning", text, "make it one, or a reward that compares it may fail"))
+    return findings
+
+
+async def check_reward_servers(config: RunConfig, task: Task) -> None:
+    """Has each classifier of the task score one completion. Raises `ConfigError` for one that gives no score."""
+    first = next((row for _, row in task.rows.sample(1)), None)
+    messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
+    for name in task.rewards:
+        if isinstance(name, str):
+            await ClassifierReward(name, config.task.reward_servers).ask(messages)
+
+
+async def _check_by_kind(
+    config: RunConfig, task: Task, samples: Sequence[RowSample]
+) -> tuple[list[PromptFindings], list[Finding]]:
+    """Has the task's source try it as a worker will.
+
+    Returns:
+        The source's findings for each sample; and failures of user code that end no episode, one of each kind, since
+        all instances of an environment may have the same.
+
+    Raises:
+        ConfigError: The source could make no episode.
+    """
+    failures: dict[str, Finding] = {}
+
+    def notify(key: str, text: str, where: str | None) -> None:
+        failures.setdefault(key, Finding("warning", f"{text}{f' ({where})' if where else ''}"))
+
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
+        async with UserCode() as code:
+            context = SourceContext(config, task, code, load_tokenizer(config.model), notify, errors)
+            prompts = await source_of(task).check_samples(context, samples)
+    return prompts, [*failures.values()]
+
+
+def check_prompts(
+    config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str]
+) -> list[Finding]:
+    """Renders up to `MAX_RENDERED` prompts of a data set and compares their lengths with the model's context.
+
+    Args:
+        unusable: Rows to leave out: the reason for each, by number.
+
+    Returns:
+        The source's own warnings, rows whose prompts cannot be rendered, and prompts that leave too little room.
+
+    Raises:
+        ConfigError: The first prompt cannot be rendered, `chat.system_prompt` does not apply to it, or no prompt fits.
+    """
+    findings = [Finding("warning", text) for text in found.warnings]
     chat_of = found.chat_of
     if chat_of is None:
-        return
-    rows = [(number, row) for number, row in source.sample(SAMPLE) if number not in unusable]
+        return findings
+    rows = [(number, row) for number, row in sample.sample(MAX_RENDERED) if number not in unusable]
     rows = [(number, row) for number, row in rows if isinstance(row, Mapping)]
     if not rows:
-        return
+        return findings
     (_, first), *others = rows
-    _check_system_prompt(config, source, first)
+    _check_system_prompt(config, sample, first)
     if found.lengths is not None:
-        # An episode's prompt is the row's with what reset says, so at least as long.
-        _check_lengths(config, source, found.lengths, "prompts{} that environments gave")
+        # An episode's prompt is the row's with the observation of reset added, so it is at least as long.
+        findings += _check_lengths(config, sample, found.lengths, "that environments gave")
         alone = [length for _, row in rows if (length := _length_alone(chat_of(row), row)) is not None]
-        _check_lengths(config, source, alone, "prompts{} that were tried", alone=True)
-        return
-    lengths = [_first(config, source, chat_of(first), first)]
+        return findings + _check_lengths(config, sample, alone, "that were tried", alone=True)
+    lengths = [_first_length(config, sample, chat_of(first), first)]
     refused: dict[int, str] = {}
     for number, row in others:
         try:
@@ -87,142 +181,77 @@ def check_prompts(config: RunConfig, source: RowSample, found: PromptFindings, u
             refused[number] = (str(error).strip() or type(error).__name__).splitlines()[0]
     if refused:
         number, why = next(iter(refused.items()))
-        warn(
-            f"{len(refused)} of {1 + len(others)} prompts{source.whose} that were tried cannot be rendered, and "
-            f"{source.lost}; row {number}: {why:.200}; mend that row, or the template"
+        text = (
+            f"{len(refused)} of {1 + len(others)} prompts{sample.suffix} that were tried cannot be rendered, and "
+            f"{sample.lost}; row {number}: {why:.200}"
         )
-    _check_lengths(config, source, lengths, "prompts{} that were tried")
+        findings.append(Finding("warning", text, "fix that row, or the template"))
+    return findings + _check_lengths(config, sample, lengths, "that were tried")
 
 
-def _check_lengths(config: RunConfig, source: RowSample, lengths: list[int], what: str, alone: bool = False) -> None:
-    """`what` they are the lengths of; alone: something follows each prompt, so room for the answer is not counted."""
+def _check_lengths(
+    config: RunConfig, sample: RowSample, lengths: list[int], which: str, alone: bool = False
+) -> list[Finding]:
+    """Finds prompts that do not fit, or leave no room for the first turn. Raises `ConfigError` if none fits.
+
+    Args:
+        lengths: Tokens of each prompt.
+        which: Follows "prompts" in the messages.
+        alone: Whether reset adds to each prompt, so that room for the answer is not counted.
+    """
     if not lengths:
-        return
+        return []
     limit, turn = config.vllm.max_model_len, config.rollout.max_turn_tokens
     too_long = sum(length >= limit for length in lengths)
     cramped = 0 if alone else sum(length + turn > limit for length in lengths)
-    told = f"the longest has {max(lengths)} tokens, tools included"
+    longest = f"the longest has {max(lengths)} tokens, tools included"
     remedy = f"raise vllm.max_model_len = {limit}, or shorten the prompts"
-    named = what.format(source.whose)
+    of_all = f"of {len(lengths)} prompts{sample.suffix} {which}"
     if too_long == len(lengths):
-        raise ConfigError(f"{source.given}: no prompt fits into the context: {told}; {remedy}")
+        raise ConfigError(f"{sample.given}: no prompt fits into the context: {longest}; {remedy}")
     if too_long:
-        warn(f"{too_long} of {len(lengths)} {named} do not fit and {source.lost}: {told}; {remedy}")
-    elif cramped:
-        warn(
-            f"{cramped} of {len(lengths)} {named} leave less than rollout.max_turn_tokens = {turn} for the first turn: "
-            f"{told}; {remedy}"
-        )
+        return [Finding("warning", f"{too_long} {of_all} do not fit and {sample.lost}: {longest}", remedy)]
+    if cramped:
+        text = f"{cramped} {of_all} leave less than rollout.max_turn_tokens = {turn} for the first turn: {longest}"
+        return [Finding("warning", text, remedy)]
+    return []
 
 
-def _check_system_prompt(config: RunConfig, source: RowSample, row: Any) -> None:
+def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None:
+    """Raises `ConfigError` for a `chat.system_prompt` beside prompts that are text."""
     if config.chat.system_prompt is not None and isinstance(row["prompt"], str):
         raise ConfigError(
-            f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{source.whose} of "
+            f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{sample.suffix} of "
             f"{config.task.path} are text, and a system message stands in conversations alone; make each prompt a list "
             f"of messages: [{{'role': 'user', 'content': ...}}], or leave out chat.system_prompt"
         )
 
 
 def _tokens(chat: ChatFormat, row: Any) -> int:
-    """The length of a row's prompt. Raises `PromptError`, and for a row that cannot be read anything."""
+    """Returns the tokens of a row's prompt. Raises `PromptError`, or any error of a data set's own row."""
     return len(asyncio.run(chat.prompt_ids(row["prompt"])))
 
 
 def _length_alone(chat: ChatFormat, row: Any) -> int | None:
-    """The same, None where it is no prompt before reset adds to it."""
+    """Returns the tokens of a row's prompt; None if it is no prompt before reset adds to it."""
     try:
         return _tokens(chat, row)
     except PromptError:
         return None
 
 
-def _first(config: RunConfig, source: RowSample, chat: ChatFormat, row: Any) -> int:
+def _first_length(config: RunConfig, sample: RowSample, chat: ChatFormat, row: Any) -> int:
+    """Returns the tokens of the first row's prompt. Raises `ConfigError` if it cannot be rendered."""
     try:
         return _tokens(chat, row)
     except PromptError as error:
-        remedy = "mend that row, or the template"
+        remedy = "fix that row, or the template"
         if "chat_template" in str(error):
             remedy = (
                 "its tokenizer has no chat template, and the prompts are messages: save one beside the tokenizer as "
                 "chat_template.jinja, or give the prompts as text"
             )
         raise ConfigError(
-            f"model.path = {config.model.path}: the first prompt{source.whose} of {config.task.path} becomes no "
+            f"model.path = {config.model.path}: the first prompt{sample.suffix} of {config.task.path} becomes no "
             f"tokens: {remedy} ({str(error).splitlines()[0]:.200})"
         ) from None
-
-
-def check_task(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` if rows differ in their columns, if the first prompt becomes no tokens or is text that
-    `chat.system_prompt` does not reach, if all that are tried are too long, or if a server of tools or rewards does not
-    do its work. The rows that are evaluated on are checked as those that are trained on, where there are evaluations.
-
-    If some are too long, or cannot be read, that is told. Prompts of a task with an agent are the agent's own to use.
-    """
-    sources = [training_rows(config, task)]
-    if config.eval.is_on:
-        sources.append(evaluation_rows(config, task))
-        _check_eval_count(config, task)
-    found = [_check_rows(source) for source in sources]
-    if task.rows.size is None and config.task.shuffle:
-        warn("the data set is an iterable: its rows come in its own order, and task.shuffle does nothing")
-    asyncio.run(_ask_reward_servers(config, task))
-    for source, each, findings in zip(sources, asyncio.run(_check_by_kind(config, task, sources)), found, strict=True):
-        check_prompts(config, source, each, findings.unusable)
-
-
-def _check_eval_count(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` as `count_eval_rows` does. Fewer rows than are wanted are told."""
-    there, wanted = count_eval_rows(task.eval_rows, config.eval.rows), config.eval.rows
-    if not isinstance(wanted, str) and wanted > there:
-        warn(f"eval.rows = {wanted}, and the eval_dataset has {there} rows: all of them are taken; set it lower")
-
-
-def _check_rows(source: RowSample) -> Findings:
-    """Raises `ConfigError` if they differ in their columns. What cannot be used, and a column of several kinds, is
-    told."""
-    with source.naming():
-        found = check_rows(source.rows)
-    whose = source.whose
-    if found.unusable:
-        number, why = next(iter(found.unusable.items()))
-        warn(
-            f"{len(found.unusable)} of {found.looked_at} rows{whose} that were looked at cannot be used, and "
-            f"{source.lost}; row {number}: {why:.200}"
-        )
-    for name, firsts in found.mixed.items():
-        each = ", ".join(f"{kind} in row {number}" for kind, number in firsts.items())
-        warn(
-            f"the column {name!r}{whose} is not of one kind: {each}; make it one, or a reward that compares it may fail"
-        )
-    return found
-
-
-async def _ask_reward_servers(config: RunConfig, task: Task) -> None:
-    """Raises `ConfigError` for a classifier that its server does not score with."""
-    first = next((row for _, row in task.rows.sample(1)), None)
-    messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
-    for name in task.rewards:
-        if isinstance(name, str):
-            await ClassifierReward(name, config.task.reward_servers).ask(messages)
-
-
-async def _check_by_kind(config: RunConfig, task: Task, samples: Sequence[RowSample]) -> list[PromptFindings]:
-    """Have the task's source try it as a worker will. Raises `ConfigError`."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
-        async with UserCode() as code:
-            context = SourceContext(config, task, code, _warn_once(), errors=errors)
-            return await source_of(task).check(context, samples)
-
-
-def _warn_once() -> Notify:
-    """Warn of each kind of failure once: all instances of an environment may have the same."""
-    told: set[str] = set()
-
-    def notify(key: str, text: str, where: str | None) -> None:
-        if key not in told:
-            told.add(key)
-            warn(f"{text}{f' ({where})' if where else ''}")
-
-    return notify

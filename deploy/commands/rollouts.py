@@ -16,6 +16,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from learner.report.rollouts import printable
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError
 from protocol.rollouts import RolloutView
@@ -80,7 +81,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
             if wanted.evals:
                 raise QueueError(
                     f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
-                    f"their figures are in {run_dir / EVALUATIONS}"
+                    f"their metrics are in {run_dir / EVALUATIONS}"
                 ) from None
             raise QueueError(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
     if wanted.step is not None and not found:
@@ -104,7 +105,7 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
 
 def render(rollout: RolloutView) -> RenderableType:
     """Renders two lines of facts, then the messages, each tool call with its answer on one line."""
-    parts = ", ".join(f"{_printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
+    parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     if rollout.evaluation is not None:
         step = f"evaluation of step {rollout.evaluation}"
@@ -121,7 +122,7 @@ def render(rollout: RolloutView) -> RenderableType:
         _count(rollout.sampled_tokens, "token"),
         f"ended by {rollout.finish_reason}",
         f"ticket {rollout.ticket_id}",
-        _printable(rollout.worker_id),
+        printable(rollout.worker_id),
     ]
     facts_shown = [
         Text(", ".join(facts), style="dim"),
@@ -149,9 +150,9 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
             continue
         yield from (_line(f"{call.text()} (no answer)") for call in calls)
         calls = deque(message.tool_calls)
-        yield Text(f"  {_printable(message.role)}", style="bold")
+        yield Text(f"  {printable(message.role)}", style="bold")
         if message.content.strip() or not calls:
-            yield Padding(Text(_printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
+            yield Padding(Text(printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
     yield from (_line(f"{call.text()} (no answer)") for call in calls)
 
 
@@ -178,17 +179,12 @@ class _Message(msgspec.Struct):
 
 def _line(text: str) -> Text:
     """Renders one line, cut at the terminal's width."""
-    return Text(f"    {_printable(' '.join(text.split()))}", style="cyan", no_wrap=True, overflow="ellipsis")
+    return Text(f"    {printable(' '.join(text.split()))}", style="cyan", no_wrap=True, overflow="ellipsis")
 
 
 def _value(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_VALUE else f"{text[: MAX_VALUE - 3]}..."
-
-
-def _printable(text: str) -> str:
-    """Replaces control characters: a terminal would obey those in sampled text."""
-    return "".join(letter if letter.isprintable() or letter == "\n" else "\ufffd" for letter in text.expandtabs(4))
 
 
 def _number(value: float | None) -> str:

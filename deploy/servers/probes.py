@@ -141,7 +141,7 @@ def visible_gpus() -> list[Gpu]:
             text=True,
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
-        return [Gpu(**{**told, "cut_off": tuple(told["cut_off"])}) for told in json.loads(answer.stdout)]
+        return [Gpu(**{**gpu, "cut_off": tuple(gpu["cut_off"])}) for gpu in json.loads(answer.stdout)]
     except (OSError, subprocess.SubprocessError, ValueError):
         return []
 

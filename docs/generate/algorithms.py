@@ -158,7 +158,7 @@ def _part(title: str, of: Any, settings: Any, options: str) -> str:
 
 
 def _text(of: Any) -> str:
-    """A docstring as markdown, without what it says of figures: docs/metrics.md has them."""
+    """A docstring as markdown, without its metrics: docs/metrics.md has them."""
     text = re.sub(r"\s*\bSums?:\s.*?(?=\n\n|\Z)", "", inspect.getdoc(of) or "", flags=re.DOTALL)
     paragraphs = [" ".join(paragraph.split()) for paragraph in text.split("\n\n")]
     return "\n\n".join(_escaped(paragraph) for paragraph in paragraphs if paragraph)

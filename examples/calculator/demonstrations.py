@@ -35,8 +35,8 @@ def mixed(rng: random.Random) -> Demonstration:
     if flaw == "one_call_too_few":
         # The policy gives the last result as its answer.
         unfinished = expression.pairs[-1].value
-        said = str(unfinished) if unfinished != last.value else with_another_digit(last.value, rng)
-        return Demonstration(asked, [*first, says(said)])
+        answer = str(unfinished) if unfinished != last.value else with_another_digit(last.value, rng)
+        return Demonstration(asked, [*first, says(answer)])
     if flaw == "wrong_operator":
         others = [sign for sign in VALUES if sign != last.sign and (sign != "/" or last.b)]
         wrong = [Pair(last.a, sign, last.b) for sign in others]

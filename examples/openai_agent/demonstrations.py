@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from task import doubt, number, question
+from task import disagreement, number, question
 from tiny_policy.demonstration import Demonstration, Message, calls, result, says, with_another_digit
 
 # Shares of the flaws among flawed demonstrations. They set the reward that RL starts from.
@@ -31,7 +31,7 @@ def mixed(rng: random.Random) -> Demonstration:
 def _conversation(rng: random.Random, a: int, b: int, flaw: str | None) -> Demonstration:
     turns = _answered(rng, a, b, flaw)
     if rng.random() < 0.3:
-        turns += [doubt(with_another_digit(a * b, rng)), *_answered(rng, a, b, flaw)]
+        turns += [disagreement(with_another_digit(a * b, rng)), *_answered(rng, a, b, flaw)]
     return Demonstration([question(a, b)], turns)
 
 
@@ -40,5 +40,5 @@ def _answered(rng: random.Random, a: int, b: int, flaw: str | None) -> list[Mess
         return [says(with_another_digit(a * b, rng))]
     called = {"a": int(with_another_digit(a, rng)) if flaw == "wrong_argument" else a, "b": b}
     product = called["a"] * b
-    said = with_another_digit(product, rng) if flaw == "misquote" else str(product)
-    return [calls(("multiply", called)), result("multiply", str(product)), says(said)]
+    answer = with_another_digit(product, rng) if flaw == "misquote" else str(product)
+    return [calls(("multiply", called)), result("multiply", str(product)), says(answer)]

@@ -39,7 +39,7 @@ def question(a: int, b: int) -> dict[str, Any]:
     return {"role": "user", "content": f"Multiply {a} by {b}."}
 
 
-def doubt(other: str) -> dict[str, Any]:
+def disagreement(other: str) -> dict[str, Any]:
     return {"role": "user", "content": f"Another time it was {other}. Once more."}
 
 
@@ -84,8 +84,8 @@ async def agent(endpoint: Endpoint, a: int, b: int, answer: int) -> dict[str, fl
         one, other = Multiplier(client, endpoint.model), Multiplier(client, endpoint.model)
         first, second = await asyncio.gather(one.ask(question(a, b)), other.ask(question(b, a)))
         agreed = first == second
-        said = first if agreed else await one.ask(doubt(second))
-    right = said == str(answer)
+        final = first if agreed else await one.ask(disagreement(second))
+    right = final == str(answer)
     return {"reward": right * (1.0 if agreed else 0.5), "right": right, "agreed": agreed}
 
 

@@ -11,8 +11,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from tiny_policy.demonstration import Demonstration
 from tiny_policy.policy import Example, build_model, build_tokenizer, encode
+from tiny_policy.progress_line import ProgressLine
 from tiny_policy.recipe import Recipe
-from tiny_policy.told import Told
 
 
 def token_losses(model: Qwen3ForCausalLM, examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,19 +101,19 @@ def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedT
         return [encode(demonstration(rng), tokenizer, tools) for _ in range(size)]
 
     judges = batch(recipe.correct, held_out, 128)
-    with Told() as told:
+    with ProgressLine() as progress:
 
         def good_enough(step: int) -> bool:
             if step % 10:
                 return False
             rate = success_rate(model, judges)
             done = min(max(rate / recipe.solves, step / recipe.clean_steps), 1)
-            told.update(done * 80, f"clean, solves {rate:4.0%}")
+            progress.update(done * 80, f"clean, solves {rate:4.0%}")
             return rate >= recipe.solves
 
         def show(step: int) -> bool:
             done = (step + 1) / recipe.flawed_steps
-            told.update(80 + 20 * done, "flawed demonstrations")
+            progress.update(80 + 20 * done, "flawed demonstrations")
             return False
 
         def clean_rate(step: int) -> float:
@@ -137,5 +137,5 @@ def warm_start(recipe: Recipe, seed: int) -> tuple[Qwen3ForCausalLM, PreTrainedT
             lambda step: 1e-3 * min(1.0, (steps - step) / (steps - flat)),
             show,
         )
-        told.update(100, f"done, solves {success_rate(model, judges):.0%}")
+        progress.update(100, f"done, solves {success_rate(model, judges):.0%}")
     return model, tokenizer

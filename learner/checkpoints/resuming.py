@@ -83,14 +83,14 @@ def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
     """Says why a checkpoint is not of the time line that the queue knows; None where it is, or nobody knows."""
     if position.session == 0:  # the queue has lost its store
         return None
-    whose = "a learner wrote it that another had taken the place of, or it is another run's"
+    cause = "a learner wrote it that another had taken the place of, or it is another run's"
     if info.step > position.step:
-        return f"the queue knows steps up to {position.step} only: {whose}"
+        return f"the queue knows steps up to {position.step} only: {cause}"
     made = versions_of(info.step, position.sessions)
     if made is None or info.version in made:
         return None
     return (
-        f"it has version {info.version}, and step {info.step} of the run that goes on made version {made[0]}: {whose}"
+        f"it has version {info.version}, and step {info.step} of the run that goes on made version {made[0]}: {cause}"
     )
 
 

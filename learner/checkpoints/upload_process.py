@@ -92,8 +92,10 @@ class Child:
         try:
             answer = msgspec.json.decode(last, type=Answer)
         except msgspec.DecodeError as error:
-            told = last.decode(errors="replace").strip()
-            raise SendError(f"the process that sends it ended with code {code}: {told or 'it says nothing'}") from error
+            last_line = last.decode(errors="replace").strip()
+            raise SendError(
+                f"the process that sends it ended with code {code}: {last_line or 'it says nothing'}"
+            ) from error
         if answer.error is not None:
             raise SendError(answer.error)
         return answer.repo

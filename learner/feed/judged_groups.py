@@ -267,7 +267,7 @@ class StepCounts:
         return self.tokens_prompt + self.tokens_sampled
 
 
-def tally(
+def count_step(
     judged: Sequence[JudgedGroup],
     metrics: RolloutMetrics,
     trained: Sequence[LossWeights],

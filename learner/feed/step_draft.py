@@ -19,10 +19,10 @@ from learner.feed.judged_groups import (
     JudgedGroup,
     LossWeights,
     StepCounts,
+    count_step,
     loss_weights,
     rewards_of,
     step_rollouts,
-    tally,
 )
 from learner.feed.packing import PACKED_ATTENTION as VARLEN_SDPA
 from learner.feed.packing import PackedRow, Sample, pack
@@ -56,7 +56,7 @@ class Batch:
     ticket_ids: list[str]
     rows: list[PackedRow]
     rollouts: StepRollouts
-    tally: StepCounts
+    counts: StepCounts
     samples: list[RolloutView] = field(default_factory=list)
 
 
@@ -165,7 +165,7 @@ class Draft:
         rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
-        counts = tally(judged, self._metrics, weights, rows, budget, bound)
+        counts = count_step(judged, self._metrics, weights, rows, budget, bound)
         shown = self._samples(self._advantage(rollouts))
         return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
 

@@ -186,19 +186,19 @@ class Adapter:
         for name, module in network.named_modules():
             if not isinstance(module, BaseTunerLayer):
                 continue
-            said = f"lora.target_modules = {lora.target_modules}: {name}"
+            named = f"lora.target_modules = {lora.target_modules}: {name}"
             if module is output:
                 raise ConfigError(
-                    f"{said} is the output layer, from whose weight the learner computes log-probs; leave it out, or "
+                    f"{named} is the output layer, from whose weight the learner computes log-probs; leave it out, or "
                     f'train it whole where it is not tied, with lora.modules_to_save = ["{name}"]'
                 )
             if id(module) not in inside:
                 raise ConfigError(
-                    f"{said} is outside of the part that reads text, and would learn nothing; leave it out"
+                    f"{named} is outside of the part that reads text, and would learn nothing; leave it out"
                 )
             if not isinstance(module.get_base_layer(), torch.nn.Linear):
                 raise ConfigError(
-                    f"{said} is a {type(module.get_base_layer()).__name__}, and only linear layers can have an "
+                    f"{named} is a {type(module.get_base_layer()).__name__}, and only linear layers can have an "
                     f"adapter; leave it out"
                 )
 

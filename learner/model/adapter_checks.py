@@ -98,11 +98,11 @@ def check_rank_patterns(lora: LoraSection, adapted: Collection[str]) -> None:
 def _check_expression(expression: str, names: ModuleNames, has: str) -> None:
     if any(re.fullmatch(expression, name) for name in names.reachable):
         return
-    said = f"lora.target_modules = {toml_value(expression)}: "
+    setting = f"lora.target_modules = {toml_value(expression)}: "
     if any(_is(name, expression) for name in names.reachable):
-        raise ConfigError(f'{said}a text is a regular expression of whole names; write a list: ["{expression}"]')
+        raise ConfigError(f'{setting}a text is a regular expression of whole names; write a list: ["{expression}"]')
     example = f"; a whole name is {names.linear[0]}" if names.linear else ""
-    raise ConfigError(f"{said}no whole name of a layer fits this regular expression; {has}{example}")
+    raise ConfigError(f"{setting}no whole name of a layer fits this regular expression; {has}{example}")
 
 
 def _unknown(setting: str, value: object, name: str, near: Iterable[str], has: str) -> ConfigError:

@@ -158,18 +158,18 @@ def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str
         return
     which = apart.index(worst)
     name = type(policy.model).__name__
-    said = (
+    refusal = (
         f"model.path: {name} scores a sequence of {LENGTHS[which]} tokens {worst:.3g} nats a token off where it stands "
         f"in a packed row, compared with alone"
     )
     if far:
         raise ConfigError(
-            f"{said}, because another sequence has a token{far}: its position embeddings look at the whole row. Lower "
-            f"vllm.max_model_len to the length that the model was trained on before it was extended"
+            f"{refusal}, because another sequence has a token{far}: its position embeddings look at the whole row. "
+            f"Lower vllm.max_model_len to the length that the model was trained on before it was extended"
         )
     kinds = sorted(set(getattr(policy.model.config.get_text_config(), "layer_types", None) or []))
     layers = f" (layers of type {', '.join(kinds)})" if kinds else ""
     raise ConfigError(
-        f"{said}, through its eager attention{layers}: the learner's rows would mix sequences, or model.attention = "
+        f"{refusal}, through its eager attention{layers}: the learner's rows would mix sequences, or model.attention = "
         f"{policy.implementation} computes something else; choose a model with attention layers only"
     )

@@ -166,8 +166,8 @@ class Policy(torch.nn.Module):
         if not self._scoring.routing:
             return
         config, row = self.model.config.get_text_config(), plain_row([0, 1]).to(self.device)
-        told = getattr(self._output(row), "router_logits", None) or ()
-        if not told or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
+        router_logits = getattr(self._output(row), "router_logits", None) or ()
+        if not router_logits or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
             raise ConfigError(
                 f"learner.router_aux_loss_coef: {type(self.model).__name__} is not a mixture of experts whose routers "
                 f"transformers shows: set it to 0"

@@ -63,7 +63,7 @@ def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: fl
     return changed / total
 
 
-def warning(
+def find_rounding_warning(
     precision: Precision, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], learning_rate: float
 ) -> str | None:
     """Says what a low precision of the stepped weights costs; None in float32, for which `weights` is not called."""

@@ -104,7 +104,7 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
     return RankInfo(count=max(ranks, asked or 1))
 
 
-def check(environment: Mapping[str, str]) -> list[str]:
+def check_environment(environment: Mapping[str, str]) -> list[str]:
     """Returns warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that ask for
     what the learner does not do."""
     for name, what in REFUSED.items():
@@ -121,22 +121,22 @@ def check(environment: Mapping[str, str]) -> list[str]:
         )
     if device := environment.get("ACCELERATE_TORCH_DEVICE"):
         _check_device(device)
-    said = [
+    warnings = [
         f"{name} = {environment[name]} has no effect: {instead}"
         for name, (nothing, instead) in OVERRIDDEN.items()
         if environment.get(name, nothing[0]) not in nothing
     ]
     others = [
         f"{name} = {environment[name]}"
-        for name in _unheeded(environment)
+        for name in _of_accelerate(environment)
         if name not in OVERRIDDEN and environment[name].lower() not in NOTHING
     ]
     if others:
-        said.append(f"{', '.join(others)}: without effect, since the run file says what the learner computes")
-    return said
+        warnings.append(f"{', '.join(others)}: without effect, since the run file says what the learner computes")
+    return warnings
 
 
-def _unheeded(environment: Mapping[str, str]) -> list[str]:
+def _of_accelerate(environment: Mapping[str, str]) -> list[str]:
     return sorted(name for name in environment if name.startswith(PREFIX) and name not in HEEDED)
 
 
@@ -161,7 +161,7 @@ def is_sharded(environment: Mapping[str, str]) -> bool:
 
 def clear(environment: MutableMapping[str, str]) -> None:
     """Removes the variables that accelerate must not use: it reads some of them long after it was made."""
-    for name in _unheeded(environment):
+    for name in _of_accelerate(environment):
         del environment[name]
 
 

@@ -105,9 +105,9 @@ def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
     store = _launchers_store()
     team = Team(place.rank, place.count, store)
     _begin(store, place)
-    told = team.spread()
-    team.sharded = told["sharded"]
-    config = RunConfig.model_validate_json(told["config"])
+    shared = team.spread()
+    team.sharded = shared["sharded"]
+    config = RunConfig.model_validate_json(shared["config"])
     if team.alarm is not None:
         team.alarm.timeout_s = config.learner.rank_timeout_s
     return team, config

@@ -142,8 +142,8 @@ class TerminalProgress:
         if phase is None:
             return
         waited = now - phase.since >= (SAY_WAIT_AFTER_S if self._newest is None else PRINT_EVERY_S)
-        said = self._printed_at >= phase.since and now - self._printed_at < PRINT_EVERY_S
-        if waited and not said:
+        printed = self._printed_at >= phase.since and now - self._printed_at < PRINT_EVERY_S
+        if waited and not printed:
             self._printed_at = now
             self.say(self._waiting(phase))
 
@@ -213,47 +213,49 @@ def line(
     Args:
         left_s: Seconds until the last step.
         depth: Groups outstanding at the queue, in optimiser steps.
-        width: None for all metrics.
+        width: Characters; None for all metrics.
         show_sampler_kl: Whether to show it even where it is not suspicious.
         evaluation: The newest that has ended.
     """
-    tally, times, kl = record.tally, record.times, record.figures.sampler_kl_staleness_0
-    shows_kl = kl is not None and (show_sampler_kl or suspicious(record.figures))
-    figures = [
+    counts, times, kl = record.counts, record.times, record.metrics.sampler_kl_staleness_0
+    shows_kl = kl is not None and (show_sampler_kl or suspicious(record.metrics))
+    parts = [
         f"step {record.step:>{len(str(total_steps))}}/{total_steps}",
-        f"reward {tally.reward_mean:.3f}",
+        f"reward {counts.reward_mean:.3f}",
         *_evaluated(evaluation),
         f"{_duration(left_s)} left",
         *([f"sampler KL {kl:.2g}"] if shows_kl else []),
         f"{times.step_s:.2f} s, {times.wait_s / times.step_s:.0%} waiting",
-        f"staleness {tally.staleness_mean:.2f} (max {tally.staleness_max})",
-        f"{tally.tokens_sampled / times.step_s:,.0f} tokens/s",
+        f"staleness {counts.staleness_mean:.2f} (max {counts.staleness_max})",
+        f"{counts.tokens_sampled / times.step_s:,.0f} tokens/s",
         *([] if depth is None else [f"depth {depth:.1f}"]),
     ]
-    while width is not None and len(figures) > 1 and len(" | ".join(figures)) > width:
-        figures.pop()
-    return " | ".join(figures)
+    while width is not None and len(parts) > 1 and len(" | ".join(parts)) > width:
+        parts.pop()
+    return " | ".join(parts)
 
 
 def waits_of(status: Status, groups_per_step: int) -> str:
     """Says whom the learner waits for, by the queue's status: servers that do not serve, groups that are there or in
     work, and workers' waits. Empty if all is well."""
-    said = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
+    waits = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
     if not status.servers:
-        said.append("no server has registered")
-    elif len(said) < len(status.servers):
+        waits.append("no server has registered")
+    elif len(waits) < len(status.servers):
         groups = status.groups
-        said.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
+        waits.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
     if not status.workers:
-        said.append("no worker is connected")
-    said += [
+        waits.append("no worker is connected")
+    waits += [
         f"{worker.worker_id} silent for {worker.seen_s_ago:.0f} s"
         for worker in status.workers
         if worker.seen_s_ago > SILENT_AFTER_S
     ]
-    told = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
-    said += [f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in told]
-    return "; ".join(said)
+    named = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
+    waits += [
+        f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in named
+    ]
+    return "; ".join(waits)
 
 
 def _evaluated(evaluation: Evaluation | None) -> list[str]:

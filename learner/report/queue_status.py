@@ -112,4 +112,4 @@ class PendingNotices:
     def added_to(self, report: LearnerReport) -> LearnerReport:
         """Returns the report with all pending notices, which count as told from here on."""
         pending, self._pending = self._pending, []
-        return msgspec.structs.replace(report, troubles=pending)
+        return msgspec.structs.replace(report, notices=pending)

@@ -14,7 +14,7 @@ import msgspec
 
 from learner.feed.judged_groups import StepCounts
 from learner.report.journal import Record
-from learner.training.trainer import StepFigures
+from learner.training.trainer import StepMetrics
 from protocol.messages import LearnerReport
 from protocol.status import Evaluation
 from weight_sync.fleet.publications import PublishRecord
@@ -80,8 +80,8 @@ class StepRecord(Record):
     )
 
     version: int
-    tally: StepCounts
-    figures: StepFigures
+    counts: StepCounts
+    metrics: StepMetrics
     times: StepTimes
     num_tokens: int = 0
     evaluations: Sequence[Mapping[str, float]] = ()
@@ -92,10 +92,10 @@ class StepRecord(Record):
         return beside(line, line.pop("evaluations"))
 
     def derived(self) -> dict[str, Any]:
-        trained, step_s = self.tally.tokens_trained, self.times.step_s
+        trained, step_s = self.counts.tokens_trained, self.times.step_s
         return {
             "train_tokens_per_s": trained / step_s if step_s else None,
-            "forwarded_per_trained": self.tally.tokens_forwarded / trained if trained else None,
+            "forwarded_per_trained": self.counts.tokens_forwarded / trained if trained else None,
         }
 
     def report(self, publishing: int | None) -> LearnerReport:
@@ -106,12 +106,12 @@ class StepRecord(Record):
         """
         return LearnerReport(
             step=self.step,
-            reward_mean=self.tally.reward_mean,
+            reward_mean=self.counts.reward_mean,
             wait_s=self.times.wait_s,
             step_s=self.times.step_s,
-            tokens_trained=self.tally.tokens_trained,
-            staleness_mean=self.tally.staleness_mean,
-            staleness_max=self.tally.staleness_max,
+            tokens_trained=self.counts.tokens_trained,
+            staleness_mean=self.counts.staleness_mean,
+            staleness_max=self.counts.staleness_max,
             publishing=publishing,
             metrics=main_metrics(self.flat()),
         )
@@ -126,7 +126,7 @@ def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
 
 def published(publication: PublishRecord) -> dict[str, float]:
     """Returns a publication's metrics for a step's line."""
-    figures = {
+    metrics = {
         "transfer_s": publication.transfer_s,
         "pause_s": publication.pause_s,
         "probe_max_abs_diff": publication.probe_max_abs_diff,
@@ -136,8 +136,8 @@ def published(publication: PublishRecord) -> dict[str, float]:
         "whole_bytes": publication.whole_bytes,
     }
     if publication.share_changed is not None:
-        figures["share_changed"] = publication.share_changed
-    return {f"weight_sync/{name}": value for name, value in figures.items()}
+        metrics["share_changed"] = publication.share_changed
+    return {f"weight_sync/{name}": value for name, value in metrics.items()}
 
 
 @dataclass(frozen=True)
@@ -176,5 +176,5 @@ def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dic
     other = {name: value for name, value in line.items() if not name.startswith("eval/")}
     has = {name: value for name, value in line.items() if name not in other}
     known = [*has.pop(EARLIER, ()), *([has] if has else ()), *ended]
-    *earlier, newest = sorted(known, key=lambda figures: figures[_STEP]) or [{}]
+    *earlier, newest = sorted(known, key=lambda values: values[_STEP]) or [{}]
     return {**other, **newest, **({EARLIER: earlier} if earlier else {})}

@@ -41,7 +41,7 @@ class Reports:
     @property
     def rewards(self) -> list[float]:
         """The mean reward of each step."""
-        return [record.tally.reward_mean for record in self._steps.records]
+        return [record.counts.reward_mean for record in self._steps.records]
 
     def step(self, record: StepRecord, samples: Sequence[RolloutView]) -> None:
         """Writes a step that the queue has acknowledged, and some of its rollouts, into the journals."""
@@ -53,7 +53,7 @@ class Reports:
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
         """Shows the same step on the terminal and on the curve."""
         self._progress.show(record)
-        if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.figures)):  # once in a session
+        if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.metrics)):  # once in a session
             self._progress.warn(text)
             self._warns_of_sampler = False
         every = self._config.learner.show_rollout_every
@@ -80,8 +80,8 @@ class Reports:
         """Adds metrics of evaluations that ended after the last step to the last step's line."""
         if evaluations:
             self._steps.amend(lambda line: beside(line, evaluations))
-        for figures in evaluations:
-            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, figures)
+        for metrics in evaluations:
+            self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, metrics)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
         """Writes the whole run's metrics and its curve, when it has made its last step."""
@@ -94,10 +94,10 @@ class Reports:
         self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
-        self._progress.say(f"figures in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+        self._progress.say(f"metrics in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Lets each tracker send what still waits, for at most `timeout_s` seconds."""
         if self._tracking.names:
-            with self._progress.phase(f"sending the last figures to {', '.join(self._tracking.names)}"):
+            with self._progress.phase(f"sending the last metrics to {', '.join(self._tracking.names)}"):
                 self._tracking.close(timeout_s)

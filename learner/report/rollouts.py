@@ -30,7 +30,10 @@ MAX_ARGUMENT = 60
 MAX_RESULT = 200
 
 # Characters and sequences that act on a terminal.
-_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# Escape sequences of a terminal; control characters; surrogates, which cannot be written; marks that reverse text.
+_UNSAFE = re.compile(
+    r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u2028-\u202e\u2066-\u2069]"
+)
 
 
 class _Step(msgspec.Struct):
@@ -95,8 +98,8 @@ def render_rollout(view: RolloutView) -> RenderableType:
 
 
 def printable(text: str) -> str:
-    """Removes what would act on a terminal from the text of a policy, a tool or a task file."""
-    return _CONTROL.sub("", text)
+    """Replaces everything that a terminal would obey by U+FFFD. Use it on text of a policy, a tool or a task file."""
+    return _UNSAFE.sub("\ufffd", text.replace("\r\n", "\n").expandtabs(4))
 
 
 def _headline(view: RolloutView) -> Text:

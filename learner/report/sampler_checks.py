@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from learner.algorithm.drift import DISTANCE, DISTANCE_TOKENS
-from learner.training.trainer import StepFigures
+from learner.training.trainer import StepMetrics
 
 # With fewer tokens, one or two strange ones decide the mean.
 MIN_TOKENS = 64
@@ -52,19 +52,19 @@ class ServerWatch:
     def __init__(self) -> None:
         self._servers: dict[str, _Seen] = {}
 
-    def step(self, figures: Mapping[str, float]) -> list[str]:
+    def step(self, metrics: Mapping[str, float]) -> list[str]:
         """Judges a step.
 
         Args:
-            figures: The step's metrics by their names (`learner.algorithm.drift`).
+            metrics: The step's metrics by their names (`learner.algorithm.drift`).
 
         Returns:
             An alarm for each server that left its range, once until it is back in it.
         """
         distances = {
             name.removeprefix(DISTANCE): distance
-            for name, distance in figures.items()
-            if name.startswith(DISTANCE) and figures.get(DISTANCE_TOKENS + name.removeprefix(DISTANCE), 0) >= MIN_TOKENS
+            for name, distance in metrics.items()
+            if name.startswith(DISTANCE) and metrics.get(DISTANCE_TOKENS + name.removeprefix(DISTANCE), 0) >= MIN_TOKENS
         }
         return [text for name, distance in distances.items() if (text := self._judge(name, distance, distances))]
 
@@ -88,18 +88,18 @@ class ServerWatch:
         )
 
 
-def suspicious(figures: StepFigures) -> bool:
+def suspicious(metrics: StepMetrics) -> bool:
     """Says whether learner and sampler differ by more than arithmetic does."""
-    kl = figures.sampler_kl_staleness_0
-    return kl is not None and figures.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
+    kl = metrics.sampler_kl_staleness_0
+    return kl is not None and metrics.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
 
 
-def sampler_kl_warning(figures: StepFigures) -> str | None:
+def sampler_kl_warning(metrics: StepMetrics) -> str | None:
     """Returns a warning for settings with which there should be no difference; None if there is none."""
-    if not suspicious(figures):
+    if not suspicious(metrics):
         return None
     return (
-        f"sampler/kl_staleness_0 is {figures.sampler_kl_staleness_0:.3g} nats a token over "
-        f"{figures.sampler_tokens_staleness_0} tokens, and more than {SUSPICIOUS_KL} is not rounding: the learner "
+        f"sampler/kl_staleness_0 is {metrics.sampler_kl_staleness_0:.3g} nats a token over "
+        f"{metrics.sampler_tokens_staleness_0} tokens, and more than {SUSPICIOUS_KL} is not rounding: the learner "
         f"gives tokens another probability than the servers that sampled them from the same weights. {CAUSES}"
     )

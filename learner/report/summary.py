@@ -78,14 +78,14 @@ def summarise(
     Args:
         status: Gives what only the queue knows: drops of every cause, tokens sampled, the workers' metrics.
     """
-    tallies, times = [step.tally for step in steps], [step.times for step in steps]
-    rewards = [tally.reward_mean for tally in tallies]
+    counts, times = [step.counts for step in steps], [step.times for step in steps]
+    rewards = [of.reward_mean for of in counts]
     in_order = sorted(evaluations, key=lambda record: record.step)
     evaluated = [reward for record in in_order if (reward := record.evaluation.reward) is not None]
     published = [record.publication for record in publications]
     pauses_ms = [publication.pause_s * 1e3 for publication in published]
     wall_s = sum(of.step_s for of in times)
-    trained = sum(tally.tokens_trained for tally in tallies)
+    trained = sum(of.tokens_trained for of in counts)
     return Summary(
         steps=len(steps),
         wall_s=wall_s,
@@ -96,16 +96,16 @@ def summarise(
         eval_reward_first=evaluated[0] if evaluated else None,
         eval_reward_last=evaluated[-1] if evaluated else None,
         eval_reward_best=max(evaluated, default=None),
-        rollouts=sum(tally.rollouts for tally in tallies),
-        rollouts_two_versions=sum(tally.two_span_rollouts for tally in tallies),
-        groups_trained=sum(tally.groups_trained for tally in tallies),
+        rollouts=sum(of.rollouts for of in counts),
+        rollouts_two_versions=sum(of.two_span_rollouts for of in counts),
+        groups_trained=sum(of.groups_trained for of in counts),
         groups_dropped=dict(status.drops),
         tokens_sampled=status.tokens_sampled,
         tokens_trained=trained,
         gen_tokens_per_s=_ratio(status.tokens_sampled, wall_s),
         train_tokens_per_s=_ratio(trained, wall_s),
-        staleness_mean=_ratio(sum(tally.staleness_mean * tally.tokens_trained for tally in tallies), trained),
-        staleness_max=max((tally.staleness_max for tally in tallies), default=0),
+        staleness_mean=_ratio(sum(of.staleness_mean * of.tokens_trained for of in counts), trained),
+        staleness_max=max((of.staleness_max for of in counts), default=0),
         learner_wait_share=_ratio(sum(of.wait_s for of in times), wall_s),
         worker_wait_share=status.worker_wait_share,
         worker_cpu_ms_per_episode=status.worker_cpu_ms_per_episode,
@@ -174,7 +174,7 @@ class Curve:
         self._thread.shutdown()
 
     def _draw(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Future[None]:
-        steps, rewards = [of.step for of in records], [of.tally.reward_mean for of in records]
+        steps, rewards = [of.step for of in records], [of.counts.reward_mean for of in records]
         evaluated = sorted((of.step, of.evaluation.reward) for of in evaluations if of.evaluation.reward is not None)
         self._drawing = self._thread.submit(self._try_to_draw, steps, rewards, evaluated)
         return self._drawing

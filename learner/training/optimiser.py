@@ -77,7 +77,7 @@ def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimise
     return Optimiser(stepper, build_schedule(stepper, section))
 
 
-def check(section: LearnerSection) -> None:
+def check_optimiser(section: LearnerSection) -> None:
     """Raises `ConfigError` for what `build_optimiser` would refuse whatever the model."""
     kind, _ = _class_of(section)
     _check_arguments(kind, section)
@@ -133,7 +133,7 @@ def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
         return MuonWithAdamW, adamw
     from transformers import Trainer
 
-    told = SimpleNamespace(
+    wanted = SimpleNamespace(
         optim=section.optim,
         optim_args=None,
         learning_rate=section.learning_rate,
@@ -143,7 +143,7 @@ def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
         weight_decay=section.weight_decay,
     )
     try:
-        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(told)
+        kind, arguments = Trainer.get_optimizer_cls_and_kwargs(wanted)
     except (ImportError, ValueError) as error:
         raise ConfigError(
             f"learner.optim = {section.optim} cannot be used here: {' '.join(str(error).split())}; or choose "

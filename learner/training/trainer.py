@@ -40,7 +40,7 @@ class DivergedError(LearnerFailed):
 
 
 @dataclass(frozen=True)
-class StepFigures:
+class StepMetrics:
     """The measurements of one optimiser step, a part of its line in `metrics.jsonl`.
 
     Attributes:
@@ -115,7 +115,7 @@ class Trainer:
     def device(self) -> torch.device:
         return torch.device(self.accelerator.device)
 
-    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepFigures:
+    def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepMetrics:
         """Trains on `rows`, which the ranks share and which hold the tokens of `rollouts` that train.
 
         Raises:
@@ -128,10 +128,10 @@ class Trainer:
             started = time.perf_counter()
             shares = [RankRows(own, rollouts, surveyed) for own in deal(rows, self.team.count)]
             self.team.deal([share.plain() for share in shares])
-            figures = self._step(shares[0])
-            return replace(figures, train_s=time.perf_counter() - started)
+            metrics = self._step(shares[0])
+            return replace(metrics, train_s=time.perf_counter() - started)
 
-    def _step(self, share: RankRows) -> StepFigures:
+    def _step(self, share: RankRows) -> StepMetrics:
         """Does this rank's part of a step."""
         started = time.perf_counter()
         rollouts = share.rollouts
@@ -192,7 +192,7 @@ class Trainer:
         if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
             self.reference.follow(self.policy, self._mixup)
         train_s = time.perf_counter() - started
-        return StepFigures(
+        return StepMetrics(
             loss=loss,
             entropy=entropy,
             log_ratio_max=log_ratio_max,
@@ -302,16 +302,16 @@ class Trainer:
             self.reference.restore(state["reference"])
 
 
-def _why_diverged(loss: float, grad_norm: float, figures: Mapping[str, float]) -> str:
+def _why_diverged(loss: float, grad_norm: float, metrics: Mapping[str, float]) -> str:
     """Says which value is not finite, the metrics that show where it went wrong, and what to change."""
-    if math.isfinite(figures["log_ratio_max"]):
+    if math.isfinite(metrics["log_ratio_max"]):
         remedy = (
             "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
             "lower queue.max_staleness, too"
         )
     else:
         remedy = "the policy's own log-probs are not finite: set model.dtype = float32, or lower learner.learning_rate"
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
     return (
         f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
         f"changed: {remedy}"

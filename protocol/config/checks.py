@@ -99,21 +99,21 @@ def check_sharded_optimisation(learner: LearnerSection) -> None:
 
 def _check_schedule(learner: LearnerSection) -> None:
     kind, given = learner.lr_scheduler_type, learner.lr_scheduler_kwargs
-    said = f"learner.lr_scheduler_kwargs = {toml_value(given)}"
+    setting = f"learner.lr_scheduler_kwargs = {toml_value(given)}"
     known = SCHEDULE_ARGUMENTS[kind]
     for name in given:
         if name not in known:
             close = get_close_matches(name, known, n=1)
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise ValueError(
-                f"{said}: learner.lr_scheduler_type = {kind} has no argument {name}; "
+                f"{setting}: learner.lr_scheduler_type = {kind} has no argument {name}; "
                 f"{f'did you mean {close[0]}?' if close else takes}"
             )
     needed = _ONE_OF.get(kind, ())
     found = [name for name in needed if name in given]
     if needed and len(found) != 1:
         raise ValueError(
-            f"{said}: learner.lr_scheduler_type = {kind} needs {' or '.join(needed)}"
+            f"{setting}: learner.lr_scheduler_type = {kind} needs {' or '.join(needed)}"
             f"{', not both' if len(found) > 1 else ''}; write lr_scheduler_kwargs = "
             f"{{{needed[0]} = {'0.1' if 'rate' in needed[0] else '10'}}}"
         )

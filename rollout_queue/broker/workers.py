@@ -94,7 +94,7 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
     broker.observations.worker_reports(report, broker.now)
     if report.draining:
         await broker.remove_drained()
-    for notice in report.troubles:
+    for notice in report.notices:
         broker.early_failures.add_text(notice.kind, notice.text)
     lost = []
     for ticket_id in report.ticket_ids:

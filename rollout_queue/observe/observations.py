@@ -143,7 +143,7 @@ class Observations:
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
-        for notice in report.troubles[:_MAX_NOTICES_PER_REPORT] if report is not None else ():
+        for notice in report.notices[:_MAX_NOTICES_PER_REPORT] if report is not None else ():
             self.notices.say(notice.kind, notice.text, now, LEARNER)
         if not stepped:
             return None
@@ -166,7 +166,7 @@ class Observations:
             self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
         else:
             self.waits.end(who)
-        for notice in report.troubles[:_MAX_NOTICES_PER_REPORT]:
+        for notice in report.notices[:_MAX_NOTICES_PER_REPORT]:
             self.notices.say(notice.kind, notice.text, now, report.worker_id)
 
     def worker_seen(self, worker_id: str, now: float) -> None:
@@ -280,7 +280,7 @@ def _without_texts(report: WorkerReport) -> WorkerReport:
     """Reduce a report to what the status shows: the most frequent failures, no tickets and no texts."""
     most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MAX_FAILURES]
     failures = {name[:_MAX_FAILURE_CHARACTERS]: count for name, count in most}
-    return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, troubles=[], failures=failures)
+    return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, notices=[], failures=failures)
 
 
 def _episodes(report: WorkerReport) -> int:

@@ -89,7 +89,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ChatMessage:
     """A message as a client wrote it.
 
     Attributes:
@@ -118,36 +118,36 @@ class Said:
         return message
 
 
-def chained(before: bytes, said: Said) -> bytes:
+def chained(before: bytes, message: ChatMessage) -> bytes:
     """Return the digest of a conversation, given the digest of all but its last message. Equal where the policy reads
     the same."""
-    calls = [[call.id, call.name, call.arguments] for call in said.calls]
-    return _digest(before, [said.role, said.content or "", said.answers, said.reasoning, calls])
+    calls = [[call.id, call.name, call.arguments] for call in message.calls]
+    return _digest(before, [message.role, message.content or "", message.answers, message.reasoning, calls])
 
 
-def chained_answer(before: bytes, said: Said) -> bytes:
+def chained_answer(before: bytes, message: ChatMessage) -> bytes:
     """Return the digest of a conversation that ends in an answer of the policy, whatever the form of its arguments'
     JSON and whatever its reasoning."""
-    calls = [[call.id, call.name, _same(call.arguments)] for call in said.calls]
-    return _digest(before, ["answer", said.content or "", calls])
+    calls = [[call.id, call.name, _same(call.arguments)] for call in message.calls]
+    return _digest(before, ["answer", message.content or "", calls])
 
 
-def read_messages(given: Sequence[Any]) -> list[Said]:
+def read_messages(given: Sequence[Any]) -> list[ChatMessage]:
     """Read a request's messages. Raises `ApiError`, which names all faults."""
     reader = _Reader()
-    said = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
+    messages = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
     if not reader.faults:
-        reader.check(said)
+        reader.check_order(messages)
     if reader.faults:
         raise refusal(reader.faults[:32])
-    return said
+    return messages
 
 
 @dataclass(slots=True)
 class _Reader:
     faults: list[ApiErrorKind] = field(default_factory=list)
 
-    def message(self, message: Any, number: int) -> Said | None:
+    def message(self, message: Any, number: int) -> ChatMessage | None:
         where = f"messages[{number}]"
         if not isinstance(message, dict):
             self._wrong(where, f"{short(message)} is no message; give an object with role and content")
@@ -165,28 +165,28 @@ class _Reader:
             refused = message.get("refusal")
             content = refused if content is None and isinstance(refused, str) else content
             reasoning = next((text for name in _REASONING if isinstance(text := message.get(name), str)), None)
-            return Said(role, content, calls, reasoning=reasoning)
+            return ChatMessage(role, content, calls, reasoning=reasoning)
         if message.get("content") is None:
             self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
         if role != "tool":
-            return Said(role, content)
+            return ChatMessage(role, content)
         answers = message.get("tool_call_id")
         if not isinstance(answers, str):
             self._wrong(f"{where}.tool_call_id", f"{short(answers)}; give the id of the call that it answers")
             return None
-        return Said(role, content, answers=answers)
+        return ChatMessage(role, content, answers=answers)
 
-    def check(self, said: Sequence[Said]) -> None:
+    def check_order(self, messages: Sequence[ChatMessage]) -> None:
         """Check that tools' messages answer earlier calls, and that it is the policy's turn."""
         known: set[str] = set()
-        for number, each in enumerate(said):
+        for number, each in enumerate(messages):
             known.update(call.id for call in each.calls)
             if each.role == "tool" and each.answers not in known:
                 text = f"{short(each.answers)}: no message before it has a call with this id"
                 self._wrong(f"messages[{number}].tool_call_id", text)
-        if said[-1].role == "assistant":
+        if messages[-1].role == "assistant":
             self._wrong(
-                f"messages[{len(said) - 1}].role",
+                f"messages[{len(messages) - 1}].role",
                 "the last message is an assistant's, and answers are never continued; end with a user's or a tool's",
             )
 
@@ -203,8 +203,8 @@ class _Reader:
             if isinstance(text, str):
                 texts.append(text)
             else:
-                told = f"a part of type {short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
-                self._wrong(f"{where}[{number}]", told)
+                text = f"a part of type {short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
+                self._wrong(f"{where}[{number}]", text)
         return "".join(texts)
 
     def _calls(self, calls: Any, where: str) -> Iterator[Call]:
@@ -222,8 +222,8 @@ class _Reader:
             if isinstance(id, str) and isinstance(name, str) and isinstance(arguments, str):
                 yield Call(id, name, arguments)
             else:
-                told = "give {id, type: function, function: {name, arguments}}, all of them text"
-                self._wrong(f"{where}[{number}]", told)
+                text = "give {id, type: function, function: {name, arguments}}, all of them text"
+                self._wrong(f"{where}[{number}]", text)
 
     def _wrong(self, where: str, text: str) -> None:
         self.faults.append(ApiErrorKind(where, text))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import msgspec
 
 from protocol import reasons
-from rollout_worker.agent.messages import Call, Said
+from rollout_worker.agent.messages import Call, ChatMessage
 from rollout_worker.agent.tree import GivenCall
 from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
 from rollout_worker.tools.arguments import Parameters, small
@@ -76,7 +76,7 @@ class Outgoing:
 
     def given(
         self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
-    ) -> tuple[Said, tuple[GivenCall, ...]]:
+    ) -> tuple[ChatMessage, tuple[GivenCall, ...]]:
         """Return the turn as its agent gets it: each call has an id, and the stop text that ended it is left out."""
         calls, given = [], []
         for each in read:
@@ -90,8 +90,8 @@ class Outgoing:
         ends = [place for text in stop if (place := content.find(text)) >= 0]
         content = content[: min(ends, default=len(content))]
         reasoning = None if parsed.reasoning is None else encodable(parsed.reasoning)
-        said = Said("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
-        return said, tuple(given)
+        reply = ChatMessage("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
+        return reply, tuple(given)
 
     def count(self, read: Sequence[ReadCall], known: Collection[str]) -> None:
         """Count the calls of a turn. `known`: names of the tools."""
@@ -110,7 +110,7 @@ class Outgoing:
     def counted_as(self, name: str) -> str:
         """Return the name that a tool is counted under: its own for the first tools, then a common one."""
         known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
-        return counted_as(name, 0 if known else sum(figure.endswith("/calls") for figure in self.metrics))
+        return counted_as(name, 0 if known else sum(metric.endswith("/calls") for metric in self.metrics))
 
 
 Finish = Literal["stop", "length", "tool_calls"]
@@ -121,23 +121,23 @@ class ReplyChoice:
     """One answer to a request.
 
     Attributes:
-        said: The message.
+        reply: The message.
         tokens: Number of sampled tokens.
         logprobs: Text and log-prob of each token; None where they were not asked for.
     """
 
-    said: Said
+    reply: ChatMessage
     finish_reason: Finish
     tokens: int
     logprobs: Sequence[tuple[str, float]] | None = None
 
     def message(self) -> dict[str, Any]:
-        said = self.said
-        message: dict[str, Any] = {"role": "assistant", "content": said.content, "refusal": None}
-        if said.reasoning is not None:
-            message["reasoning_content"] = said.reasoning
-        if said.calls:
-            message["tool_calls"] = [_call(call) for call in said.calls]
+        reply = self.reply
+        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
+        if reply.reasoning is not None:
+            message["reasoning_content"] = reply.reasoning
+        if reply.calls:
+            message["tool_calls"] = [_call(call) for call in reply.calls]
         return message
 
 
@@ -190,13 +190,13 @@ class Completion:
 
 
 def _deltas(choice: ReplyChoice) -> Iterator[dict[str, Any]]:
-    said = choice.said
-    yield {"role": "assistant", "content": "" if said.content is not None else None}
-    if said.reasoning is not None:
-        yield {"reasoning_content": said.reasoning}
-    if said.content:
-        yield {"content": said.content}
-    for place, call in enumerate(said.calls):
+    reply = choice.reply
+    yield {"role": "assistant", "content": "" if reply.content is not None else None}
+    if reply.reasoning is not None:
+        yield {"reasoning_content": reply.reasoning}
+    if reply.content:
+        yield {"content": reply.content}
+    for place, call in enumerate(reply.calls):
         begun = {"index": place, **_call(Call(call.id, call.name, ""))}
         yield {"tool_calls": [begun]}
         yield {"tool_calls": [{"index": place, "function": {"arguments": call.arguments}}]}

@@ -24,7 +24,7 @@ from rollout_worker import user_code
 from rollout_worker.agent import request
 from rollout_worker.agent.allowance import Allowance
 from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.messages import SERVER, ApiError, Said, over, read_messages
+from rollout_worker.agent.messages import SERVER, ApiError, ChatMessage, over, read_messages
 from rollout_worker.agent.request import Asked, read_parameters
 from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, read_calls
 from rollout_worker.agent.tree import Tree, TreeNode, shown_to_policy
@@ -234,12 +234,12 @@ class Session:
 
     async def _answer(self, body: bytes) -> tuple[Asked, Completion]:
         if len(body) < _INLINE_BYTES:
-            asked, said = self._read(body)
+            asked, messages = self._read(body)
         else:
-            asked, said = await user_code.in_thread(self._read, body=body)
+            asked, messages = await user_code.in_thread(self._read, body=body)
         key = request.schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
-        place = self._tree.place(key, said)
+        place = self._tree.place(key, messages)
         if place.before is not None:
             place.before.claims += 1
         try:
@@ -252,7 +252,7 @@ class Session:
         name = f"chatcmpl-{self._name}-{next(self._numbers)}"
         return asked, Completion(name, int(time.time()), MODEL, choices, len(context.ids))
 
-    def _read(self, body: bytes) -> tuple[Asked, list[Said]]:
+    def _read(self, body: bytes) -> tuple[Asked, list[ChatMessage]]:
         try:
             asked = read_parameters(msgspec.json.decode(body), MODEL, self._shared.rollout, self.temperature)
             return asked, read_messages(asked.messages)
@@ -267,7 +267,7 @@ class Session:
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
         after = {"user": proven.appends_users, "tool": before is not None and bool(before.calls)}
-        if before is not None and all(after.get(said.role) for said in place.rest):
+        if before is not None and all(after.get(added.role) for added in place.rest):
             suffix = await chat.suffix_ids(before.prompt_ids, before.turn_ids, shown)
             if suffix is not None:
                 return _Context(before.context + suffix, suffix, shown)
@@ -283,8 +283,8 @@ class Session:
         """Return the messages that a request adds. Tool results are cut and their special tokens broken."""
         shown = []
         limit = self._shared.episodes.limits.tool_result_tokens
-        for said, message in shown_to_policy(place.before, place.rest):
-            if said.role == "tool":
+        for added, message in shown_to_policy(place.before, place.rest):
+            if added.role == "tool":
                 result = ToolResult(message["name"], message["content"], call_id=message.get("tool_call_id"))
                 (read,) = await for_policy([result], limit, chat)
                 message = dict(read.message())
@@ -338,11 +338,11 @@ class Session:
         self._sampled_tokens += tokens
         self.failure, self._allowance.ended_as = None, turn.ended_as
         self._outgoing.count(turn.calls, proven.parameters)
-        said, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
-        self._tree.remember(answer, place.key, said, calls)
+        reply, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
+        self._tree.remember(answer, place.key, reply, calls)
         logprobs = None
         if asked.logprobs:
             texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
-        return ReplyChoice(said, "length" if cut else "tool_calls" if said.calls else "stop", tokens, logprobs)
+        return ReplyChoice(reply, "length" if cut else "tool_calls" if reply.calls else "stop", tokens, logprobs)

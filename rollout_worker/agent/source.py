@@ -54,19 +54,19 @@ class AgentSource:
         config, worker, agent = context.config, context.config.worker, context.task.agent
         assert agent is not None
         check_settings(config)
-        chat = context.build_chat(config, [])
-        formats = ChatFormats(chat, partial(context.build_chat, config, tokenizer=chat.tokenizer))
+        chat = context.build_chat([])
+        formats = ChatFormats(chat, context.build_chat)
         most = max_open(config, agent, context.code.max_at_once(user_code.Kind.AGENT))
         async with AgentServer(worker.agent_host, worker.agent_port, config.vllm.max_model_len) as server:
             yield cls(Agent(agent), chat, formats, server, config, most)
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         """See `EpisodeSource`. Only the agent knows what it will ask, so this checks that the model takes messages."""
         config = context.config
         check_settings(config)
         try:
-            await context.build_chat(config, []).prompt_ids([{"role": "user", "content": "Hello."}])
+            await context.build_chat([]).prompt_ids([{"role": "user", "content": "Hello."}])
         except PromptError as error:
             raise ConfigError(
                 f"model.path = {config.model.path}: agents send messages, and a message becomes no tokens "

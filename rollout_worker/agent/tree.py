@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout_worker.agent.messages import Said, chained, chained_answer
+from rollout_worker.agent.messages import ChatMessage, chained, chained_answer
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.wire import Sampled
@@ -96,7 +96,7 @@ class TreeNode:
     """
 
     before: Answer | None
-    rest: Sequence[Said]
+    rest: Sequence[ChatMessage]
     key: bytes
 
 
@@ -113,19 +113,19 @@ class Tree:
     last: Answer | None = None
     _answers: defaultdict[bytes, list[Answer]] = field(default_factory=lambda: defaultdict(list))
 
-    def place(self, tools: bytes, said: Sequence[Said]) -> TreeNode:
+    def place(self, tools: bytes, messages: Sequence[ChatMessage]) -> TreeNode:
         """Find the position of a request with these messages. `tools`: digest of its tools."""
         key, begins = tools, 0
         found: list[Answer] = []
-        for number, each in enumerate(said, start=1):
+        for number, each in enumerate(messages, start=1):
             as_answer = chained_answer(key, each) if each.role == "assistant" and self._answers else None
-            if as_answer is not None and (again := self._said_again(as_answer, each, found)):
+            if as_answer is not None and (again := self._repeated(as_answer, each, found)):
                 key, found, begins = as_answer, again, number
             else:
                 key = chained(key, each)
         # Among equal answers, prefer one that no other request goes on from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
-        return TreeNode(before, said[begins:], key)
+        return TreeNode(before, messages[begins:], key)
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
@@ -141,12 +141,12 @@ class Tree:
         """Add an answer that was sampled after a whole prompt. `before`: as in `TreeNode`."""
         return self._begin(before, prompt, (), sampled, shown, parsed)
 
-    def remember(self, answer: Answer, key: bytes, given: Said, calls: tuple[GivenCall, ...]) -> None:
+    def remember(self, answer: Answer, key: bytes, given: ChatMessage, calls: tuple[GivenCall, ...]) -> None:
         """Remember an answer as the agent gets it. `key`: digest of the conversation before it."""
         answer.calls, answer.reasoning = calls, given.reasoning
         self._answers[chained_answer(key, given)].append(answer)
 
-    def _said_again(self, key: bytes, said: Said, before: Sequence[Answer]) -> list[Answer]:
+    def _repeated(self, key: bytes, message: ChatMessage, before: Sequence[Answer]) -> list[Answer]:
         """Return the answers that a message may repeat. Its reasoning is as it was given, or left out.
 
         Args:
@@ -156,7 +156,7 @@ class Tree:
         return [
             answer
             for answer in self._answers.get(key, ())
-            if said.reasoning in (None, answer.reasoning) and (not before or answer.before in before)
+            if message.reasoning in (None, answer.reasoning) and (not before or answer.before in before)
         ]
 
     def _begin(
@@ -188,11 +188,11 @@ class Tree:
         return self.last
 
 
-def shown_to_policy(before: Answer | None, said: Sequence[Said]) -> Iterator[tuple[Said, Message]]:
+def shown_to_policy(before: Answer | None, added: Sequence[ChatMessage]) -> Iterator[tuple[ChatMessage, Message]]:
     """Yield the messages that a request adds, each also as a chat format takes it: a tool's message has the tool's
     name. Where the policy's notation writes no ids, the results of a turn are put in the order of its calls."""
     names = {call.id: (call.name, call.own_id) for answer in (before.line() if before else ()) for call in answer.calls}
-    for each in _in_order(before, said):
+    for each in _in_order(before, added):
         names |= {call.id: (call.name, call.id) for call in each.calls}
         if each.role != "tool":
             yield each, each.message()
@@ -202,10 +202,10 @@ def shown_to_policy(before: Answer | None, said: Sequence[Said]) -> Iterator[tup
         yield each, message if own_id is None else {**message, "tool_call_id": own_id}
 
 
-def _in_order(before: Answer | None, said: Sequence[Said]) -> Sequence[Said]:
+def _in_order(before: Answer | None, added: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
     calls = before.calls if before is not None else ()
     places = {call.id: place for place, call in enumerate(calls)}
-    results = next((number for number, each in enumerate(said) if each.role != "tool"), len(said))
+    results = next((number for number, each in enumerate(added) if each.role != "tool"), len(added))
     if results < 2 or any(call.own_id is not None for call in calls):
-        return said
-    return [*sorted(said[:results], key=lambda each: places.get(each.answers or "", len(places))), *said[results:]]
+        return added
+    return [*sorted(added[:results], key=lambda each: places.get(each.answers or "", len(places))), *added[results:]]

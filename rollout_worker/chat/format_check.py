@@ -188,15 +188,15 @@ async def _check_tool_round(
     The format's prompt may fit only one of the two.
     """
     found: list[_Found] = []
-    told: list[list[str]] = []
+    problems_of: list[list[str]] = []
     for way in (exchanges, [exchange.thinking() for exchange in exchanges]):
         mine: list[str] = []
         found.append(await _exchange(chat, way, mine))
-        told.append(mine)
+        problems_of.append(mine)
     # If the prompt opens a thought, or closes an empty one, only one of the two can follow it.
     best = max(range(2), key=lambda way: (bool(found[way].exact), bool(found[way].parsed)))
     if not (found[best].exact and found[best].parsed):
-        problems += [where + problem for problem in told[best]]
+        problems += [where + problem for problem in problems_of[best]]
     return replace(found[best], turns=tuple(turn for each in found for turn in each.turns))
 
 

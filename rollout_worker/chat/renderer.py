@@ -163,8 +163,8 @@ class RendererFormat:
             for call, read in zip(spoken, calls[len(thought) :], strict=True)
             if not self._tools or isinstance(read, MalformedCall)
         ]
-        said = turn.content.strip() if turn.tool_calls else turn.content
-        content = "\n".join(piece for piece in (said, *unread) if piece)
+        spoken_text = turn.content.strip() if turn.tool_calls else turn.content
+        content = "\n".join(piece for piece in (spoken_text, *unread) if piece)
         reasoning = None if turn.reasoning_content is None else turn.reasoning_content.strip("\n")
         attempts = [call for call in calls if call is not None] if self._tools else []
         return ParsedTurn(text, content, attempts, reasoning)
@@ -232,13 +232,13 @@ class RendererFormat:
             return self._render(messages[:-1], True)
         ids = self._render(messages, False)
         window = len(begun.encode("utf-8", "replace")) + _MAX_CLOSING
-        for said in (begun, begun.rstrip()):  # many templates strip the text
+        for text in (begun, begun.rstrip()):  # many templates strip the text
             for end in range(len(ids), max(0, len(ids) - _MAX_CLOSING), -1):
-                if self._ids.decode(ids[max(0, end - window) : end]).endswith(said):
-                    return self._going_on(ids[:end], said)
+                if self._ids.decode(ids[max(0, end - window) : end]).endswith(text):
+                    return self._going_on(ids[:end], text)
         raise PromptError(f"{_cannot_continue(begun)} in a way that cannot be cut where the message ends")
 
-    def _going_on(self, ids: list[int], said: str) -> list[int]:
+    def _going_on(self, ids: list[int], text: str) -> list[int]:
         """Return `ids` if text sampled after them is read as the message's content.
 
         Raises:
@@ -246,7 +246,7 @@ class RendererFormat:
         """
         turn = self.parse(ids, [*self._ids.encode(_PROBE), self.stop_token_ids[0]])
         if turn.content.strip() != _PROBE:
-            raise PromptError(f"{_cannot_continue(said)}, and would read on as reasoning; switch thinking off")
+            raise PromptError(f"{_cannot_continue(text)}, and would read on as reasoning; switch thinking off")
         return ids
 
     def _bridge(self, prompt_ids: list[int], turn_ids: list[int], messages: list[Message]) -> list[int] | None:
@@ -271,8 +271,8 @@ class RendererFormat:
         return self._ids.decode(ids[start:end])
 
 
-def _cannot_continue(said: str) -> str:
-    return f"it ends in an assistant's message ({said[:_RAW_CHARACTERS]!r}), which the renderer writes"
+def _cannot_continue(text: str) -> str:
+    return f"it ends in an assistant's message ({text[:_RAW_CHARACTERS]!r}), which the renderer writes"
 
 
 def _read(call: ParsedToolCall) -> ToolCall | MalformedCall:

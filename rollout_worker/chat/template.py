@@ -258,7 +258,7 @@ class TemplateFormat:
     def _drops_reasoning(self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]) -> bool:
         """Return whether the template would leave out sampled reasoning if these messages follow."""
         thought = self.reasoning.thought
-        if not thought.told:
+        if not thought.separate:
             return False
         if all(message.get("role") == "tool" for message in messages):
             return not self.reasoning.in_cycle and self.parse(prompt_ids, turn_ids).reasoning is not None
@@ -324,7 +324,7 @@ def _check_syntax(rendering: Rendering, origin: str) -> None:
         rendering([template_analysis.USER])
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; mend it there, "
+            f"the chat template of {origin} has a syntax error, line {error.lineno}: {error.message}; fix it there, "
             f"or name another with chat.template = file.jinja"
         ) from None
     except template_analysis.REFUSALS:

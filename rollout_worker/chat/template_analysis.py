@@ -296,7 +296,7 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
         in_cycle = _THOUGHT in _rendered(tried, _cycle(name))
         across = _THOUGHT in _rendered(tried, [USER, turn, USER])
         return Reasoning(name, thought, in_cycle, across)
-    return Reasoning(None, Thought(told=opened), in_cycle=False, across=False)
+    return Reasoning(None, Thought(separate=opened), in_cycle=False, across=False)
 
 
 def opened_by_prompt(rendering: Rendering) -> bool:
@@ -314,8 +314,8 @@ def _thought(text: str) -> Thought:
     at = text.index(_THOUGHT)
     opens, closes = _OPENS.search(text[max(0, at - 200) : at]), _CLOSES.match(text, at + len(_THOUGHT))
     if opens is None or closes is None:
-        return Thought(told=True)
-    return Thought(opens[1], closes[1], told=True)
+        return Thought(separate=True)
+    return Thought(opens[1], closes[1], separate=True)
 
 
 def places_to_speak(rendering: Rendering, opening: str) -> list[str]:

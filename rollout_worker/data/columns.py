@@ -56,7 +56,7 @@ def check_first(columns: Any, has_tools: bool, has_environment: bool = False) ->
     """Raise `ConfigError` for a first row that no run could use."""
     if isinstance(columns, BaseException):
         raise ConfigError(
-            f"Task(dataset=...): the first row cannot be read: {type(columns).__name__}: {columns}; mend the data set"
+            f"Task(dataset=...): the first row cannot be read: {type(columns).__name__}: {columns}; fix the data set"
         )
     if "prompt" not in columns:
         hint = next((f"; {hint}" for name, hint in _OTHER_FORMS.items() if name in columns), "; add one")
@@ -128,7 +128,7 @@ def lone_surrogate(prompt: Any) -> str | None:
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            return f"its prompt has {prompt[error.start]!a}, half a character, which no tokenizer takes: mend the text"
+            return f"its prompt has {prompt[error.start]!a}, half a character, which no tokenizer takes: fix the text"
         return None
     parts = [*prompt.keys(), *prompt.values()] if isinstance(prompt, Mapping) else prompt
     if not isinstance(parts, list | tuple):

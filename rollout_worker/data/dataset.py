@@ -203,7 +203,7 @@ class RowSample:
         rows: All rows.
         sample: Gives up to a number of rows that a run takes, each with its number, as `Rows.sample`.
         given: How the data set is given, such as `task.path = multiply.py`.
-        whose: Follows "prompts" and "rows" in messages: empty, or " of the eval_dataset".
+        suffix: Follows "prompts" and "rows" in messages: empty, or " of the eval_dataset".
         lost: What becomes of a row that cannot be used.
         evaluated: Whether it is the eval_dataset.
     """
@@ -211,7 +211,7 @@ class RowSample:
     rows: Rows
     sample: Callable[[int], Iterator[tuple[int, Any]]]
     given: str
-    whose: str
+    suffix: str
     lost: str
     evaluated: bool = False
 

@@ -149,7 +149,7 @@ def load_data_files(name: str, split: str | None, config: str | None, folder: Pa
     except Exception as error:  # the library raises many types, depending on what is missing or broken
         error = _cause_of(error)
         first = (str(error).strip().splitlines() or ["it does not say why"])[0]
-        remedy = "mend it, or say with dataset_config and dataset_split which part of it"
+        remedy = "fix it, or say with dataset_config and dataset_split which part of it"
         if isinstance(error, ConnectionError):
             remedy = "give the path of a copy, or start where the hub can be reached"
         if found is None and _looks_like_a_file(name):

@@ -20,7 +20,7 @@ from typing import Literal
 # free ones idle.
 _PART = 16
 
-Place = Literal["tools", "judgement"]
+Activity = Literal["tools", "judgement"]
 
 
 class Reservation:
@@ -100,7 +100,7 @@ class Capacity:
         # Turns of episodes that have begun, and first turns, that wait for a slot.
         self._begun: deque[_Turn] = deque()
         self._new: deque[_Turn | Reservation] = deque()
-        self._at: dict[Place, int] = {"tools": 0, "judgement": 0}
+        self._at: dict[Activity, int] = {"tools": 0, "judgement": 0}
         self._asking = False
         self._next_size = 0  # episodes of the group that there is to be room for, 0 while none is wanted
         self._idle_s = self._full_s = 0.0
@@ -135,7 +135,7 @@ class Capacity:
             "episodes_in_flight": self.open,
             "episodes_generating": self.generating,
             "episodes_waiting": self.waiting,
-            **{f"episodes_in_{place}": count for place, count in self._at.items()},
+            **{f"episodes_in_{activity}": count for activity, count in self._at.items()},
             "waited_s": self.waited_s,
             "full_s": self.full_s,
         }
@@ -185,13 +185,13 @@ class Capacity:
             self.turn_done()
 
     @contextmanager
-    def being(self, place: Place, episodes: int = 1) -> Iterator[None]:
+    def being(self, activity: Activity, episodes: int = 1) -> Iterator[None]:
         """Count episodes as being at `place`."""
-        self._at[place] += episodes
+        self._at[activity] += episodes
         try:
             yield
         finally:
-            self._at[place] -= episodes
+            self._at[activity] -= episodes
 
     def turn_done(self) -> None:
         """Give back the slot of a turn. If only the number of open episodes keeps the next group out, raise that

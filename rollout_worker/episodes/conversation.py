@@ -41,20 +41,20 @@ class ConversationSource:
     async def open(cls, context: SourceContext) -> AsyncIterator[Self]:
         config, task = context.config, context.task
         async with open_tools(config, task.tools, task.mcp_servers, context.code, context.errors) as tools:
-            yield cls(context.build_chat(config, tools.schemas), tools, config.max_open)
+            yield cls(context.build_chat(tools.schemas), tools, config.max_open)
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         config, task = context.config, context.task
         async with open_tools(config, task.tools, task.mcp_servers, context.code, context.errors) as tools:
             schemas = tools.schemas
         for sample in samples:
             if schemas and isinstance(sample.first, Mapping) and isinstance(sample.first["prompt"], str):
                 raise ConfigError(
-                    f"task.mcp_servers = {config.task.mcp_servers}: the prompts{sample.whose} are text, and tools need "
-                    f"a conversation; make each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
+                    f"task.mcp_servers = {config.task.mcp_servers}: the prompts{sample.suffix} are text, and tools "
+                    f"need a conversation; make each prompt a list of messages: [{{'role': 'user', 'content': ...}}]"
                 )
-        chat = context.build_chat(config, schemas)
+        chat = context.build_chat(schemas)
         return [PromptFindings(lambda row: chat) for _ in samples]
 
     @property

@@ -20,7 +20,7 @@ from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.data.columns import ENVIRONMENTS
 from rollout_worker.data.dataset import RowSample
-from rollout_worker.episodes.capacity import Place
+from rollout_worker.episodes.capacity import Activity
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, NoReward
 from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import (
@@ -63,14 +63,12 @@ class EnvironmentSource:
         config, task, code = context.config, context.task, context.code
         async with (
             open_tools(config, task.tools, task.mcp_servers, code, context.errors) as tools,
-            open_environments(
-                config, task, tools, code, partial(context.build_chat, config), context.notify
-            ) as environments,
+            open_environments(config, task, tools, code, context.build_chat, context.notify) as environments,
         ):
             yield cls(environments, config)
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         async with cls.open(context) as source:
             found = []
             for sample in samples:
@@ -155,7 +153,7 @@ class EnvironmentSource:
             outcomes = await asyncio.gather(*(self._try_reset(sample, kind, *row) for row in few))
             failed = [outcome for outcome in outcomes if isinstance(outcome, str)]
             if few and len(failed) == len(few):
-                remedy = "mend it there, or raise worker.environment_timeout_s"
+                remedy = "fix it there, or raise worker.environment_timeout_s"
                 raise ConfigError(f"Task(environment=...): {failed[0]}; {remedy}")
             warnings += failed
             lengths += [outcome for outcome in outcomes if isinstance(outcome, int)]
@@ -171,13 +169,13 @@ class EnvironmentSource:
         except UserCodeError as error:
             return f"no instance of {kind.interface.cls} can be made: {error}{_at(error)}"
         try:
-            said = await instance.call("reset", observed, self.config.worker.environment_timeout_s, arguments)
-            return len(await kind.chat.prompt_ids(folded(columns["prompt"], said)))
+            observation = await instance.call("reset", observed, self.config.worker.environment_timeout_s, arguments)
+            return len(await kind.chat.prompt_ids(folded(columns["prompt"], observation)))
         except UserCodeError as error:
             instance.lost = True
-            return f"{kind.interface.cls}.reset fails on row {number}{sample.whose}: {error}{_at(error)}"
+            return f"{kind.interface.cls}.reset fails on row {number}{sample.suffix}: {error}{_at(error)}"
         except PromptError as error:
-            return f"what {kind.interface.cls}.reset gives on row {number}{sample.whose} cannot be rendered: {error}"
+            return f"what {kind.interface.cls}.reset gives on row {number}{sample.suffix} cannot be rendered: {error}"
         finally:
             self.environments.pool.give_back(instance)
 
@@ -197,18 +195,18 @@ class _Play:
         """Return the episode's prompt. Raises `EpisodeFailed`."""
         timeout_s = self.limits.environment_timeout_s
         with self._at_work("tools", rollouts.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
-            said = await self.instance.call("reset", observed, timeout_s, dict(columns))
-        self.prompt = folded(prompt, said)
+            observation = await self.instance.call("reset", observed, timeout_s, dict(columns))
+        self.prompt = folded(prompt, observation)
         return self.prompt
 
     async def respond(self, messages: Sequence[Message]) -> list[Message] | None:
         """Answer the conversation, as `Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
         with self._at_work("tools", rollouts.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
-            said = await self.instance.call("respond", answered, self.limits.tool_timeout_s, conversation)
-        if said is None:
+            answers = await self.instance.call("respond", answered, self.limits.tool_timeout_s, conversation)
+        if answers is None:
             return None
-        return [{**message, "content": await self._for_policy(message["content"])} for message in said]
+        return [{**message, "content": await self._for_policy(message["content"])} for message in answers]
 
     async def reward(self) -> float | None:
         """Call `get_reward`, again where it raises. Waits for a call that timed out and still keeps the environment
@@ -236,22 +234,22 @@ class _Play:
         most = self.episodes.limits.tool_result_tokens
         (read,) = await for_policy([ToolResult("respond", text)], most, self.kind.chat)
         if read.defused:
-            told = describe_defused(f"{self.kind.interface.cls}.respond")
-            self.episodes.notices.add("environment", "special tokens", told)
+            text = describe_defused(f"{self.kind.interface.cls}.respond")
+            self.episodes.notices.add("environment", "special tokens", text)
         return read.content
 
     @contextmanager
-    def _at_work(self, place: Place, figure: str, reason: str, what: str) -> Iterator[None]:
-        """Count the time, and the episode as being at `place`. An environment that fails serves no other episode."""
+    def _at_work(self, activity: Activity, metric: str, reason: str, what: str) -> Iterator[None]:
+        """Count the time, and the episode as being at `activity`. An environment that fails serves no other episode."""
         started = self.episodes.clock()
         try:
-            with self.episodes.capacity.being(place):
+            with self.episodes.capacity.being(activity):
                 yield
         except UserCodeError as error:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)
             raise _failed(reason, self.kind, what, error) from None
         finally:
-            self.seconds[figure] = self.seconds.get(figure, 0.0) + self.episodes.clock() - started
+            self.seconds[metric] = self.seconds.get(metric, 0.0) + self.episodes.clock() - started
 
 
 def _failed(reason: str, kind: EnvironmentKind, what: str, error: UserCodeError) -> EpisodeFailed:

@@ -144,12 +144,12 @@ class EpisodeRunner:
                 self._count(results, rollout)
                 answers = [result.message() for result in results]
             else:
-                said = await setup.respond(episode.messages) if setup.respond is not None else None
-                if said is None:
+                given = await setup.respond(episode.messages) if setup.respond is not None else None
+                if given is None:
                     return "stop"
                 if ended is not None:
                     return ended
-                answers = said
+                answers = given
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
             following = _Next(suffix) if suffix is not None else await self._anew(episode, setup, answers)
         return "aborted"

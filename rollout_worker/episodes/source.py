@@ -47,31 +47,27 @@ class TicketFailed(Exception):
         self.retryable = retryable
 
 
-class BuildChat(Protocol):
-    """Builds a chat format, as `build_chat_format` does."""
-
-    def __call__(
-        self, config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
-    ) -> ChatFormat: ...
-
-
 @dataclass(frozen=True, slots=True)
 class SourceContext:
     """Arguments that a source is opened with.
 
     Attributes:
         code: Runs the task's functions.
+        tokenizer: The run's tokenizer, which all chat formats of the task share.
         notify: Takes key, text and place of a failure of user code that ends no episode.
-        build_chat: Builds the chat formats; tests pass a smaller one.
         errors: Where MCP servers write their stderr; None for this process's.
     """
 
     config: RunConfig
     task: Task
     code: UserCode
+    tokenizer: Any
     notify: Notify = log_notice
-    build_chat: BuildChat = build_chat_format
     errors: TextIO | None = None
+
+    def build_chat(self, tools: Sequence[dict[str, Any]], answers: bool = False) -> ChatFormat:
+        """Build a chat format for tools, as `build_chat_format` does. Raises `ConfigError`."""
+        return build_chat_format(self.config, tools, answers, self.tokenizer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +124,7 @@ class EpisodeSource(Protocol):
         ...
 
     @classmethod
-    async def check(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
+    async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         """Try the task before a run, with rows of each data set.
 
         A class method because some of what a worker opens, such as an agent's listener, belongs on its host alone.

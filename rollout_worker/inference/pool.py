@@ -132,11 +132,11 @@ class ServerPool:
     def update(self, servers: Iterable[Server], run_id: str = "") -> None:
         """Take in the registry from a reply of the queue."""
         self.run_id = run_id
-        told = self._router.draining
+        known = self._router.draining
         for left in self._router.update(servers):
             if left.how is not Leave.FINISH:
                 self._end_requests(left)
-        if self._router.draining - told:
+        if self._router.draining - known:
             self._ask()  # the queue waits for the number of requests there
         self._tell_waiting()
 
@@ -210,7 +210,7 @@ class ServerPool:
     def saw_version(self, name: str, version: int) -> None:
         self._router.saw_version(name, version)
 
-    def check(self, affinity: Affinity) -> None:
+    def check_proven(self, affinity: Affinity) -> None:
         """Raise `EpisodeFailed` if the episode has tokens that the queue will not take (I5)."""
         if (name := self._router.tainted(affinity)) is not None:
             detail = f"server {name} sampled some of its tokens with weights that failed their proof"

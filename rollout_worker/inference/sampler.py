@@ -131,7 +131,7 @@ class Sampler:
         failures = 0
         avoid: str | None = None
         while True:
-            self.pool.check(affinity)
+            self.pool.check_proven(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
                 part = await self._attempt(affinity, token_ids, room, pending, avoid, own)
@@ -274,14 +274,14 @@ class Sampler:
     def _given_up(self, first: Doubtful | None, last: Doubtful) -> EpisodeFailed:
         """Return the failure of an episode whose turn no server gave. A refusal counts as the request's own fault where
         two servers, or the only one, refuse it."""
-        told = last.description if first is None else f"{first.description}; {last.description}"
+        description = last.description if first is None else f"{first.description}; {last.description}"
         if isinstance(last, BadSample):
-            return EpisodeFailed(last.reason, told, retryable=True)
+            return EpisodeFailed(last.reason, description, retryable=True)
         if first is None or first.server is None or last.server is None:
             certain = last.server is None or self.pool.lone(last.server.name)
         else:
             certain = isinstance(first, RequestRejected) and first.server.name != last.server.name
-        return EpisodeFailed(reasons.REQUEST_REJECTED, told, retryable=not certain)
+        return EpisodeFailed(reasons.REQUEST_REJECTED, description, retryable=not certain)
 
     def _expected(self, max_tokens: int) -> int:
         """Estimate the number of tokens of a turn of at most `max_tokens`."""

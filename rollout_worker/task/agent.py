@@ -93,7 +93,7 @@ class Agent:
                 f"endpoint.model to its client"
             )
 
-    def check(self, row: Mapping[str, Any]) -> None:
+    def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if it cannot be called with the columns of `row`."""
         for taken, who in ((ENDPOINT, "agents"), (RESULTS, "reward functions")):
             if taken in row:
@@ -176,7 +176,7 @@ def read_result(value: Any) -> AgentResult:
             f"the agent returned a {type_name(value)}; return nothing, its text, a number that is its reward, or a "
             f"dict of numbers and texts"
         )
-    return AgentResult(number, reward=_figure("its reward", number))
+    return AgentResult(number, reward=_finite("its reward", number))
 
 
 def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
@@ -194,11 +194,11 @@ def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
         elif number is None:
             raise TypeError(f"the agent returned {name!r}: a {type_name(entry)}; give numbers and texts")
         elif name == "reward":
-            given[name] = reward = _figure("its reward", number)
+            given[name] = reward = _finite("its reward", number)
         elif is_counted(name):
-            raise ValueError(f"the agent returned {name!r}, which is a figure of Slipstream's own; choose another name")
+            raise ValueError(f"the agent returned {name!r}, which is a metric of Slipstream's own; choose another name")
         else:
-            given[name] = metrics[name] = _figure(repr(name), number)
+            given[name] = metrics[name] = _finite(repr(name), number)
     if len(metrics) > MAX_METRICS or len(extra) > MAX_COLUMNS:
         raise ValueError(
             f"the agent returned {len(metrics)} numbers and {len(extra)} texts; at most {MAX_METRICS} and "
@@ -214,7 +214,8 @@ def _number(value: Any) -> float | None:
     return float(value)
 
 
-def _figure(what: str, number: float) -> float:
+def _finite(what: str, number: float) -> float:
+    """Return the number. Raises `ValueError` if it is not finite or too large to report; `what` begins the message."""
     if not math.isfinite(number) or abs(number) > MAX_METRIC:
         raise ValueError(f"the agent returned {what} as {number}; give a finite number below {MAX_METRIC:g}")
     return number

@@ -39,26 +39,26 @@ Observation: TypeAlias = str | list[Message] | None
 EMPTY_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 
 
-def observed(said: Any) -> Observation:
+def observed(returned: Any) -> Observation:
     """Convert the value that `reset` returned to plain data.
 
     It reads the user's objects, so it runs where user code runs.
 
     Args:
-        said: None, text, parts of text (which TRL takes too), or messages.
+        returned: None, text, parts of text (which TRL takes too), or messages.
 
     Raises:
         TypeError: The value is none of these.
         ValueError: A part is not text, or a message holds an object that cannot be sent.
     """
-    if said is None:
+    if returned is None:
         return None
-    if isinstance(said, str):
-        return bounded(said)
-    entries = [said] if isinstance(said, Mapping) else said
+    if isinstance(returned, str):
+        return bounded(returned)
+    entries = [returned] if isinstance(returned, Mapping) else returned
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, Mapping) for entry in entries):
         raise TypeError(
-            f"it returned a {type_name(said)}; return None, text, or a list of messages: "
+            f"it returned a {type_name(returned)}; return None, text, or a list of messages: "
             f"[{{'role': 'user', 'content': ...}}]"
         )
     found: list[Message] = plain(entries, "what it returned")
@@ -67,7 +67,7 @@ def observed(said: Any) -> Observation:
     return _joined(found)
 
 
-def answered(said: Any) -> list[Message] | None:
+def answered(returned: Any) -> list[Message] | None:
     """Convert the value that `respond` returned to messages of the user's role. It runs where `observed` does.
 
     Returns:
@@ -77,7 +77,7 @@ def answered(said: Any) -> list[Message] | None:
         TypeError: As for `observed`.
         ValueError: As for `observed`, and if a message has another role or no text.
     """
-    found = observed(said)
+    found = observed(returned)
     if found is None or isinstance(found, str):
         return None if found is None else [{"role": "user", "content": found}]
     if wrong := next((message for message in found if message["role"] != "user"), None):

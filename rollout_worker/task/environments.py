@@ -216,7 +216,7 @@ async def _kind(name: str | None, pool: Pool, tools: ToolBox, make_chat: MakeCha
         instance = await pool.take(name)
     except UserCodeError as error:
         place = f" ({error.where})" if error.where else ""
-        raise ConfigError(f"{given_as(name)}: no instance can be made: {error}{place}; mend it there") from None
+        raise ConfigError(f"{given_as(name)}: no instance can be made: {error}{place}; fix it there") from None
     try:
         box = tools.and_tools(tools_of(instance.interface, instance.object))
         return EnvironmentKind(name, instance.interface, box, make_chat(box.schemas, instance.interface.responds))

@@ -129,7 +129,7 @@ class Reward(Protocol):
     @property
     def name(self) -> str: ...
 
-    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+    def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Raise `ConfigError` if it cannot be computed from the columns of `row` and the inputs `besides`."""
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
@@ -168,8 +168,8 @@ class Notes:
         with self._lock:
             self._open = False
             values = Values([], left_out=list(self._left_out))
-        for name, figures in self._metrics.items():
-            values.metrics[name] = math.fsum(figure / len(figures) for figure in figures)
+        for name, noted in self._metrics.items():
+            values.metrics[name] = math.fsum(number / len(noted) for number in noted)
         for column, texts in self._columns.items():
             if len(texts) == self._size:
                 values.extra[column] = texts
@@ -183,10 +183,10 @@ class Notes:
         def log_metric(name: str, value: float) -> None:
             """Note a number of this batch; it is averaged over the step."""
             try:
-                figure = float(value)
+                number = float(value)
             except (TypeError, ValueError, OverflowError):
-                figure = math.nan
-            self._add_metric(_name(name), figure, value)
+                number = math.nan
+            self._add_metric(_name(name), number, value)
 
         def log_extra(column: str, values: Sequence[Any]) -> None:
             """Note a text about each completion, for people to read."""

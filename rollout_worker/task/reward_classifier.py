@@ -90,7 +90,7 @@ class ClassifierReward:
             )
         self._url = servers[classifier]
 
-    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+    def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Accept any row, because a classifier reads only prompt and completion."""
 
     async def ask(self, messages: bool, timeout_s: float = ASKED_WITHIN_S) -> None:
@@ -145,7 +145,7 @@ class ClassifierReward:
             text = f"{self.name}: {self._url}: {type(error).__name__}: {error}; {self._start()}"
             raise RewardError(self.name, text, type(error).__name__, None, retryable=True) from error
         if len(logits) != len(batch.completions):
-            text = f"{self.name}: {self._url} gave {len(logits)} figures for {len(batch.completions)} completions"
+            text = f"{self.name}: {self._url} gave {len(logits)} scores for {len(batch.completions)} completions"
             raise RewardError(self.name, text, "wrong number", None)
         return Values(logits)
 
@@ -163,21 +163,21 @@ class ClassifierReward:
         async with free, session.post(self._url + ROUTE, data=body, headers=headers) as response:
             answer = await response.read()
             if response.status != 200:
-                said = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
-                text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {said}"
+                message = answer[:_MESSAGE_CHARACTERS].decode("utf-8", "replace")
+                text = f"{self.name}: {self._url}{ROUTE} answers {response.status}: {message}"
                 if response.status == 404:
-                    text = f"{text}; {await self._why_not_found(session, said)}"
+                    text = f"{text}; {await self._why_not_found(session, message)}"
                 raise RewardError(self.name, text, f"HTTP {response.status}", None, retryable=response.status >= 500)
         return self._logits(answer)
 
-    async def _why_not_found(self, session: aiohttp.ClientSession, said: str) -> str:
+    async def _why_not_found(self, session: aiohttp.ClientSession, message: str) -> str:
         """Find the remedy for a 404. vLLM sends it if the server lacks the route, and if it lacks the model.
 
         Args:
             session: Session for a request of the models that the server has.
-            said: Text of the 404.
+            message: Text of the 404.
         """
-        if "does not exist" not in said:
+        if "does not exist" not in message:
             return f"it is not a pooling server; {self._start()}"
         async with session.get(self._url + MODELS_ROUTE) as response:
             answer = await response.read()
@@ -201,7 +201,7 @@ class ClassifierReward:
         for item in items:
             if len(item.probs) != 1:
                 text = (
-                    f"{self.name} gives {len(item.probs)} figures for a completion, and a reward is one: take a "
+                    f"{self.name} gives {len(item.probs)} scores for a completion, and a reward is one: take a "
                     f"classifier with one label (num_labels = 1), or score with a function"
                 )
                 raise RewardError(self.name, text, "labels", None)

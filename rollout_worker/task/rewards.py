@@ -51,7 +51,7 @@ class FunctionReward:
         self._code = code
         self._takes = _parameters(function)
 
-    def check(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
+    def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
         """Raises `ConfigError` if it cannot be called with the columns of `row`."""
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
         arguments |= {name: [] for name in besides if self._takes is None or name in self._takes}
@@ -212,13 +212,15 @@ class RewardFunctions:
         """Raise `ConfigError` for a reward that cannot be computed from the columns of `row`."""
         besides = [ENVIRONMENTS] if self._has_environments else [RESULTS] if OWN_REWARD in self._own else []
         for reward in self._rewards:
-            reward.check(row, besides)
+            reward.check_row(row, besides)
 
-    async def score(self, batch: RewardBatch, told: Callable[[RewardError], None] = lambda error: None) -> list[Score]:
+    async def score(
+        self, batch: RewardBatch, notify: Callable[[RewardError], None] = lambda error: None
+    ) -> list[Score]:
         """Compute all rewards side by side.
 
         Args:
-            told: Called with a failure that is retried, and with notes that were left out.
+            notify: Called with a failure that is retried, and with notes that were left out.
 
         Returns: One score per rollout.
 
@@ -226,7 +228,7 @@ class RewardFunctions:
             RewardError: A reward failed at its last attempt.
         """
         async with asyncio.TaskGroup() as tasks:
-            runs = [tasks.create_task(self._tried(reward, batch, told)) for reward in self._rewards]
+            runs = [tasks.create_task(self._tried(reward, batch, notify)) for reward in self._rewards]
         scores = [Score() for _ in batch.completions]
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         for name, run in zip(self.names, runs, strict=True):
@@ -234,9 +236,9 @@ class RewardFunctions:
             if isinstance(outcome, RewardError):
                 raise outcome
             for reason in outcome.left_out:
-                told(RewardError(name, f"{name}: {reason}", "note", None))
-            for metric, figure in outcome.metrics.items():
-                metrics[metric].append(figure)
+                notify(RewardError(name, f"{name}: {reason}", "note", None))
+            for metric, noted in outcome.metrics.items():
+                metrics[metric].append(noted)
             for number, (score, value) in enumerate(zip(scores, outcome.rewards, strict=True)):
                 score.components[name] = value
                 score.extra |= {column: texts[number] for column, texts in outcome.extra.items()}
@@ -248,11 +250,11 @@ class RewardFunctions:
             for name, value in score.components.items():
                 if value is not None:
                     score.reward = (score.reward or 0.0) + self.weights[name] * value
-            score.metrics = {metric: math.fsum(figures) / len(figures) for metric, figures in metrics.items()}
+            score.metrics = {metric: math.fsum(values) / len(values) for metric, values in metrics.items()}
         return scores
 
     async def _tried(
-        self, reward: Reward, batch: RewardBatch, told: Callable[[RewardError], None]
+        self, reward: Reward, batch: RewardBatch, notify: Callable[[RewardError], None]
     ) -> Values | RewardError:
         """Compute one reward, with retries. Returns an error, because a TaskGroup would wrap it."""
         # Imported here, because it imports aiohttp, which a child process that runs a tool need not wait for.
@@ -270,7 +272,7 @@ class RewardFunctions:
                 last = attempt >= self._attempts or self._clock() + pause >= deadline
                 if last or not error.retryable:
                     return error
-                told(error)
+                notify(error)
             await self._sleep(pause)
             left = deadline - self._clock()
             attempt += 1
@@ -314,8 +316,8 @@ def build_rewards(
 
 def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str:
     """`own`: as of `RewardFunctions`."""
-    whose = "an environment" if own is None else "the agent"
-    fixed = "" if own == () else f"; the reward that {whose} gives itself has the weight 1 and none here"
+    giver = "an environment" if own is None else "the agent"
+    fixed = "" if own == () else f"; the reward that {giver} gives itself has the weight 1 and none here"
     if not rewards:
         return f"Task(reward_weights={weights!r}): there are no reward functions to weigh{fixed}; leave it out"
     return (

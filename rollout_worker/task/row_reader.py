@@ -73,15 +73,17 @@ def plain_columns(row: Any) -> dict[str, Any]:
     if "prompt" not in columns:
         raise ValueError(f"it has no column 'prompt', it has {sorted(columns)}"[:500])
     prompt = columns.pop("prompt")
-    is_messages = isinstance(prompt, list | tuple | np.ndarray) and all(isinstance(said, Mapping) for said in prompt)
+    is_messages = isinstance(prompt, list | tuple | np.ndarray) and all(
+        isinstance(message, Mapping) for message in prompt
+    )
     if not is_messages and not isinstance(prompt, str):
         raise ValueError(f"its prompt is a {type(prompt).__name__}; give text or a list of messages")
-    said = plain(prompt, "prompt")
-    if not said:
+    copy = plain(prompt, "prompt")
+    if not copy:
         raise ValueError("its prompt is empty")
-    if fault := lone_surrogate(said):
+    if fault := lone_surrogate(copy):
         raise ValueError(fault)
-    return {"prompt": said, **{name: copied(value) for name, value in columns.items()}}
+    return {"prompt": copy, **{name: copied(value) for name, value in columns.items()}}
 
 
 def _same(row: Row) -> Row:

@@ -175,7 +175,7 @@ class Task:
             raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
         self._checked_rewards().check_signatures(first)
         if self.agent is not None:
-            Agent(self.agent).check(first)
+            Agent(self.agent).check_row(first)
         return rows
 
     @property

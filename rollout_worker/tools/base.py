@@ -127,8 +127,8 @@ def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced
     if coerced:
         counts["coerced"] = 1
     for what, count in counts.items():
-        figure = f"tools/{tool}/{what}"
-        metrics[figure] = metrics.get(figure, 0.0) + count
+        metric = f"tools/{tool}/{what}"
+        metrics[metric] = metrics.get(metric, 0.0) + count
 
 
 # TRL accepts these parts of a message's content from a tool that returns a list.

@@ -24,7 +24,7 @@ class Field:
         of: Letters of the configs that have it.
         here: Its setting here, or "no"; a column of the page.
         note: A column of the page.
-        how: "set" becomes the setting `here`; "worked" is read by `translate`; "idle" is ignored; "told" is ignored
+        how: "set" becomes the setting `here`; "worked" is read by `translate`; "idle" is ignored; "noted" is ignored
             with a note unless its value is in `fine`; "only" is refused unless its value is in `fine`.
         fine: Values that change nothing.
     """
@@ -33,7 +33,7 @@ class Field:
     of: Letters
     here: str
     note: str
-    how: Literal["set", "worked", "idle", "told", "only"]
+    how: Literal["set", "worked", "idle", "noted", "only"]
     fine: tuple[Any, ...] = ()
 
     @property
@@ -55,8 +55,8 @@ def _idle(name: str, of: Letters, note: str, here: str = "no") -> Field:
     return Field(name, of, here, note, "idle")
 
 
-def _told(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
-    return Field(name, of, here, note, "told", fine)
+def _noted(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
+    return Field(name, of, here, note, "noted", fine)
 
 
 def _only(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
@@ -89,7 +89,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "of mixtures of experts; left out, 0 here, and in TRL what the model's own config says",
         ),
         _idle("disable_dropout", "GR", "the learner's log-probs must be the server's", "always"),
-        _told(
+        _noted(
             "cast_lm_head_to_fp32",
             "G",
             "no",
@@ -388,7 +388,7 @@ _REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
     ("optim_target_modules", "no optimiser that needs it is supported", (None,)),
     ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
 )
-_REST_TOLD = ("eval_delay", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
+_REST_NOTED = ("eval_delay", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
 _REST_IDLE = (
     *("average_tokens_across_devices", "bf16_full_eval", "fp16_full_eval", "gradient_checkpointing_kwargs"),
     *("torch_compile_backend", "torch_compile_mode", "liger_kernel_config", "use_cache", "logging_strategy"),
@@ -408,7 +408,7 @@ _REST_IDLE = (
 # The rest of TrainingArguments.
 REST: tuple[Field, ...] = (
     *(Field(name, "T", "no", note, "only", fine) for name, note, fine in _REST_ONLY),
-    *(Field(name, "T", "no", "it has no meaning here", "told", (None, False)) for name in _REST_TOLD),
+    *(Field(name, "T", "no", "it has no meaning here", "noted", (None, False)) for name in _REST_NOTED),
     *(Field(name, "T", "no", "", "idle") for name in _REST_IDLE),
 )
 

@@ -22,7 +22,7 @@ from rollout_worker.task.task import Task
 from slipstream.script import loading_a_task, of_a_trainer, path_of, run, without_frames
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
-from slipstream.trl.translate import Translation, check, translate
+from slipstream.trl.translate import Translation, check_fields, translate
 
 
 class TrainOutput(NamedTuple):
@@ -206,7 +206,7 @@ class _Trainer:
         made.sections["model"] = {**self._quantised, **made.sections["model"]}
         if self._lora:
             made.sections["lora"] = {**self._lora, **made.sections.get("lora", {})}
-        check(self.args, made.sections)
+        check_fields(self.args, made.sections)
         return made
 
 

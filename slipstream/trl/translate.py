@@ -70,7 +70,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
         unsaid = value is None and config.default(name) is None
         if known.how == "only" and not unsaid and value not in known.fine:
             raise ConfigError(_refusal(config, known, value, given))
-        if known.how == "told" and given and value not in known.fine:
+        if known.how == "noted" and given and value not in known.fine:
             notes.append(f"{name}={value!r} has no effect here: {known.note}")
         if known.how == "set" and value is not None:
             section, key = known.setting
@@ -340,7 +340,7 @@ def _default(section: Any, key: str) -> Any:
     return section.model_fields[key].default
 
 
-def check(config: _Config, sections: Sections) -> None:
+def check_fields(config: _Config, sections: Sections) -> None:
     """Raises `ConfigError` for a field whose setting is out of bounds.
 
     Settings of `config.slipstream` are left to the start of the run, whose messages name settings.
@@ -351,8 +351,8 @@ def check(config: _Config, sections: Sections) -> None:
         resolve(None, overrides({**sections, "task": task}), kind)
     except ConfigError as error:
         lines = [_of_fields(config, line.removeprefix(f"{kind}: ")) for line in str(error).splitlines()]
-        if said := "\n".join(filter(None, lines)):
-            raise ConfigError(said) from None
+        if text := "\n".join(filter(None, lines)):
+            raise ConfigError(text) from None
 
 
 def _of_fields(config: _Config, line: str) -> str | None:

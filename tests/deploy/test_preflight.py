@@ -43,8 +43,17 @@ def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path
     folder = save_model_folder(tmp_path / "strict")
     build_tokenizer("{{ raise_exception('no user, please') }}").save_pretrained(folder)
     (run_file.parent / "task.py").write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"becomes no tokens: mend that row, or the template \(.*no user, please"):
+    with pytest.raises(ConfigError, match=r"becomes no tokens: fix that row, or the template \(.*no user, please"):
         preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
+
+
+def test_findings_about_the_task_are_returned_and_not_printed(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = ["--rollout.max_turn_tokens", "1020"]
+    checked = preflight.check_run(load(run_file, ["--vllm.max_model_len", "1024", *turn]), resume=False)
+    assert any("leave less than rollout.max_turn_tokens = 1020" in str(finding) for finding in checked.findings)
+    assert "leave less" not in "".join(capsys.readouterr())
 
 
 def test_a_task_file_that_is_not_there(run_file: Path) -> None:

@@ -1,5 +1,4 @@
-"""What is wrong with a task is told before the run starts: prompts without room for an answer, servers that do not
-answer."""
+"""Checks of a task before the run starts: prompts without room for an answer, servers that do not answer."""
 
 from __future__ import annotations
 
@@ -32,13 +31,15 @@ def task_of(*prompts: object) -> Task:
     return Task(dataset=[{"prompt": prompt} for prompt in prompts], rewards=[reward])
 
 
-def check(run_file: Path, task: Task, *overrides: str) -> None:
-    task_check.check_task(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
+def check(run_file: Path, task: Task, *overrides: str) -> list[str]:
+    """The findings, as the command prints them."""
+    findings = task_check.check_task(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
+    assert {finding.severity for finding in findings} <= {"warning"}
+    return [str(finding) for finding in findings]
 
 
-def test_prompts_that_fit_are_passed_in_silence(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    check(run_file, task_of(SHORT, SHORT))
-    assert capsys.readouterr().err == ""
+def test_prompts_that_fit_are_passed_in_silence(run_file: Path) -> None:
+    assert check(run_file, task_of(SHORT, SHORT)) == []
 
 
 def test_where_no_prompt_fits_the_start_is_refused(run_file: Path) -> None:
@@ -58,23 +59,19 @@ def test_where_no_prompt_fits_the_start_is_refused(run_file: Path) -> None:
         ),
     ],
 )
-def test_some_that_do_not_fit_are_told(
-    run_file: Path, prompts: list[object], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(run_file, task_of(*prompts), *overrides)
-    assert told in capsys.readouterr().err
+def test_some_that_do_not_fit_are_told(run_file: Path, prompts: list[object], overrides: list[str], told: str) -> None:
+    (line,) = check(run_file, task_of(*prompts), *overrides)
+    assert told in line
 
 
-def test_i7_a_prompt_that_cannot_be_rendered_is_named_with_its_row_and_reason(
-    run_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_i7_a_prompt_that_cannot_be_rendered_is_named_with_its_row_and_reason(run_file: Path) -> None:
     calls = [{"function": {"name": "multiply", "arguments": {"a": 2, "b": 3}}}]
     unanswered = [*SHORT, {"role": "assistant", "content": "", "tool_calls": calls}]
-    check(run_file, task_of(SHORT, SHORT, unanswered, SHORT))
+    (line,) = check(run_file, task_of(SHORT, SHORT, unanswered, SHORT))
     told = (
         "1 of 4 prompts that were tried cannot be rendered, and will be dropped; row 2: the conversation ends in tool"
     )
-    assert told in capsys.readouterr().err
+    assert told in line
 
 
 def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path) -> None:
@@ -86,12 +83,11 @@ def test_a_system_prompt_beside_prompts_that_are_text_is_refused(run_file: Path)
     check(run_file, task_of(SHORT), "--chat.system_prompt", "Be brief.")
 
 
-def test_a_column_of_two_kinds_is_told_with_a_row_of_each(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_column_of_two_kinds_is_told_with_a_row_of_each(run_file: Path) -> None:
     answers = [6, 6.5, None, "six"]
     rows = [{"prompt": SHORT, "answer": answer, "level": 1} for answer in answers]
-    check(run_file, Task(dataset=rows, rewards=[reward]))
+    (line,) = check(run_file, Task(dataset=rows, rewards=[reward]))
     told = "the column 'answer' is not of one kind: a number in row 0, text in row 3; make it one"
-    (line,) = capsys.readouterr().err.splitlines()
     assert told in line
 
 
@@ -171,7 +167,7 @@ def test_a_reward_server_that_is_not_there_is_told_before_the_start(run_file: Pa
     [
         ({"generates": True}, "answers 404.*it is not a pooling server; start it with: vllm serve org/reward-model"),
         ({"model": "org/another"}, "it serves 'org/another': name the reward as the server does, or start it with"),
-        ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 figures for a completion.*one label \(num_labels = 1\)"),
+        ({"score": lambda asked: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),
     ],
 )
 def test_a_reward_server_of_another_kind_is_told_before_the_start(
@@ -217,17 +213,13 @@ def rooms(**changes: object) -> Task:
     return Task(**{"dataset": [{"prompt": SHORT}] * 4, "environment": Room, **changes})  # type: ignore[arg-type]
 
 
-def test_environments_that_work_are_passed_in_silence(
-    run_file: Path, room: type, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(run_file, rooms())
-    check(run_file, rooms(dataset=()))
-    assert capsys.readouterr().err == ""
+def test_environments_that_work_are_passed_in_silence(run_file: Path, room: type) -> None:
+    assert check(run_file, rooms()) == check(run_file, rooms(dataset=())) == []
 
 
 def test_a_reset_that_fails_is_refused(run_file: Path, room: type, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Room, "said", OSError("no room"))
-    told = r"Task\(environment=...\): Room.reset fails on row 0: OSError: no room \(.*test_task_check.py:\d+\); mend it"
+    told = r"Task\(environment=...\): Room.reset fails on row 0: OSError: no room \(.*test_task_check.py:\d+\); fix it"
     with pytest.raises(ConfigError, match=told):
         check(run_file, rooms())
 
@@ -246,13 +238,13 @@ class Talkative(Room):
         return " Look." * words
 
 
-def test_some_observations_that_are_too_long_are_told(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_some_observations_that_are_too_long_are_told(run_file: Path) -> None:
     rows = [{"prompt": SHORT, "words": words} for words in (1, 1000, 1, 1)]
-    check(run_file, rooms(dataset=rows, environment=Talkative))
-    assert "1 of 3 prompts that environments gave do not fit and will be dropped" in capsys.readouterr().err
+    (line,) = check(run_file, rooms(dataset=rows, environment=Talkative))
+    assert "1 of 3 prompts that environments gave do not fit and will be dropped" in line
     rows = [{"prompt": LONG if number == 3 else SHORT, "words": 1} for number in range(4)]
-    check(run_file, rooms(dataset=rows, environment=Talkative))
-    assert "1 of 4 prompts that were tried do not fit and will be dropped" in capsys.readouterr().err
+    (line,) = check(run_file, rooms(dataset=rows, environment=Talkative))
+    assert "1 of 4 prompts that were tried do not fit and will be dropped" in line
 
 
 class Leaky(Room):
@@ -260,12 +252,9 @@ class Leaky(Room):
         raise OSError("still open")
 
 
-def test_environments_that_cannot_be_closed_are_told_once(
-    run_file: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    check(run_file, rooms(environment=Leaky))
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("slipstream: warning: Leaky.close failed: OSError: still open")
+def test_environments_that_cannot_be_closed_are_told_once(run_file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (line,) = check(run_file, rooms(environment=Leaky))
+    assert line.startswith("Leaky.close failed: OSError: still open")
     assert caplog.records == []
 
 
@@ -273,7 +262,6 @@ def test_a_close_that_fails_is_told_once_and_as_a_warning(
     run_file: Path,
     room: type,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each instance's was a line of a log, with its time."""
@@ -283,9 +271,8 @@ def test_a_close_that_fails_is_told_once_and_as_a_warning(
         raise OSError("no door")
 
     monkeypatch.setattr(Room, "close", close)
-    check(run_file, rooms())
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("slipstream: warning: Room.close failed: OSError: no door (")
+    (line,) = check(run_file, rooms())
+    assert line.startswith("Room.close failed: OSError: no door (")
     assert "test_task_check.py:" in line
     assert Room.closed > 1
     assert not caplog.records
@@ -319,18 +306,18 @@ def test_a_row_that_names_no_environment_is_refused(run_file: Path, room: type) 
         check(run_file, rooms(dataset=rows, environment={"a": Room, "b": Room}))
 
 
-def test_an_environment_that_no_row_names_is_told(
-    run_file: Path, room: type, capsys: pytest.CaptureFixture[str]
-) -> None:
-    check(run_file, rooms(dataset=[{"prompt": SHORT, "environment": "a"}], environment={"a": Room, "b": Room}))
-    assert "no row that was looked at names the environment 'b'" in capsys.readouterr().err
+def test_an_environment_that_no_row_names_is_told(run_file: Path, room: type) -> None:
+    (line,) = check(
+        run_file, rooms(dataset=[{"prompt": SHORT, "environment": "a"}], environment={"a": Room, "b": Room})
+    )
+    assert "no row that was looked at names the environment 'b'" in line
 
 
 def test_an_environment_that_cannot_be_made_or_gives_no_reward_is_refused(run_file: Path) -> None:
     def broken() -> Room:
         raise ConnectionError("no server")
 
-    with pytest.raises(ConfigError, match=r"no instance can be made: ConnectionError: no server \(.*; mend it there"):
+    with pytest.raises(ConfigError, match=r"no instance can be made: ConnectionError: no server \(.*; fix it there"):
         check(run_file, rooms(environment=broken))
 
     class Bare:
@@ -358,10 +345,9 @@ async def agent(endpoint: object) -> float:
     return 1.0
 
 
-def test_an_agents_prompts_are_its_own_to_use(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_agents_prompts_are_its_own_to_use(run_file: Path) -> None:
     task = Task(dataset=[{"prompt": "Multiply. " * 4000}], agent=agent)
-    check(run_file, task, "--chat.system_prompt", "Be brief.")
-    assert capsys.readouterr().err == ""
+    assert check(run_file, task, "--chat.system_prompt", "Be brief.") == []
 
 
 @pytest.mark.parametrize(
@@ -381,8 +367,8 @@ def test_settings_of_tools_are_refused_where_an_agent_has_its_own(
         check(run_file, Task(dataset=[{"prompt": SHORT}], agent=agent), *overrides)
 
 
-def evaluating(run_file: Path, task: Task, *overrides: str) -> None:
-    check(run_file, task, "--eval.every", "5", *overrides)
+def evaluating(run_file: Path, task: Task, *overrides: str) -> list[str]:
+    return check(run_file, task, "--eval.every", "5", *overrides)
 
 
 def with_evals(*prompts: object, **changes: object) -> Task:
@@ -390,9 +376,8 @@ def with_evals(*prompts: object, **changes: object) -> Task:
     return Task(**given, eval_dataset=[{"prompt": prompt} for prompt in prompts])  # type: ignore[arg-type]
 
 
-def test_rows_of_evaluations_that_fit_are_passed_in_silence(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluating(run_file, with_evals(SHORT, SHORT))
-    assert capsys.readouterr().err == ""
+def test_rows_of_evaluations_that_fit_are_passed_in_silence(run_file: Path) -> None:
+    assert evaluating(run_file, with_evals(SHORT, SHORT)) == []
 
 
 def test_where_no_prompt_of_the_eval_dataset_fits_the_start_is_refused(run_file: Path) -> None:
@@ -412,16 +397,14 @@ def test_where_no_prompt_of_the_eval_dataset_fits_the_start_is_refused(run_file:
     ],
 )
 def test_what_is_lost_of_evaluations_is_told(
-    run_file: Path, prompts: list[object], overrides: list[str], told: str, capsys: pytest.CaptureFixture[str]
+    run_file: Path, prompts: list[object], overrides: list[str], told: str
 ) -> None:
-    evaluating(run_file, with_evals(*prompts), *overrides)
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = evaluating(run_file, with_evals(*prompts), *overrides)
     assert told in line
 
 
-def test_rows_that_no_evaluation_takes_are_not_looked_at(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluating(run_file, with_evals(SHORT, LONG), "--eval.rows", "1")
-    assert capsys.readouterr().err == ""
+def test_rows_that_no_evaluation_takes_are_not_looked_at(run_file: Path) -> None:
+    assert evaluating(run_file, with_evals(SHORT, LONG), "--eval.rows", "1") == []
 
 
 def test_a_row_of_the_eval_dataset_that_names_no_environment_is_refused(run_file: Path, room: type) -> None:

@@ -57,4 +57,4 @@ async def test_ids_that_would_end_the_engine_are_refused(vllm_url: str, ids: lis
         with pytest.raises(ControlError, match="token_ids") as error:
             await control.score([ids])
         assert error.value.status == 400
-        assert await control.is_up()
+        await control.wait_until_up(30)

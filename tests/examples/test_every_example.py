@@ -168,10 +168,10 @@ def test_without_a_terminal_a_warm_start_says_in_lines_how_far_it_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with modules_of("multiply") as load:
-        module = load("tiny_policy.told")
+        module = load("tiny_policy.progress_line")
         now = [0.0]
         monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-        with module.Told() as told:
+        with module.ProgressLine() as told:
             for percent in range(0, 101, 5):
                 now[0] += 4.0
                 told.update(percent, "clean")

@@ -94,6 +94,6 @@ def test_what_would_not_end_or_not_fit_is_ended(
 def test_the_warm_start_shows_how_an_error_is_mended_and_does_not_teach_the_error(load: Load) -> None:
     demonstrations = load("demonstrations")
     rng = random.Random(0)
-    mended = [demo for demo in (demonstrations.correct(rng) for _ in range(100)) if demo.given]
-    assert mended
-    assert all(demo.turns[1]["content"].startswith("error: ") for demo in mended)
+    repaired = [demo for demo in (demonstrations.correct(rng) for _ in range(100)) if demo.given]
+    assert repaired
+    assert all(demo.turns[1]["content"].startswith("error: ") for demo in repaired)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from protocol.config import RunConfig
@@ -10,7 +11,8 @@ from protocol.config import RunConfig
 Sections = Mapping[str, Mapping[str, Any]]
 
 _BASE: Sections = {
-    "model": {"path": "tiny"},
+    # A folder without model files: nothing of a model is looked for on the hub.
+    "model": {"path": str(Path(__file__).parent)},
     "task": {"path": "task.py:task"},
     "rollout": {"group_size": 2},
     "queue": {"max_staleness": 4},

@@ -11,9 +11,8 @@ from typing import Any
 
 from protocol.config import RunConfig
 from protocol.messages import Rollout
-from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.template import TemplateFormat
-from rollout_worker.episodes.source import BuildChat, SourceContext
+from rollout_worker.episodes.source import SourceContext
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import FailureNotices
 from rollout_worker.sources import source_of
@@ -82,17 +81,6 @@ def chat_format(tools: Sequence[dict[str, Any]] = ()) -> TemplateFormat:
     return TemplateFormat(TOKENIZER, [END_OF_TURN], tools, "the tiny model")
 
 
-def built_by(make: Callable[[Sequence[dict[str, Any]]], ChatFormat]) -> BuildChat:
-    """Return a builder of chat formats for a source that uses only the tools' schemas."""
-
-    def build(
-        config: RunConfig, tools: Sequence[dict[str, Any]], answers: bool = False, tokenizer: Any = None
-    ) -> ChatFormat:
-        return make(tools)
-
-    return build
-
-
 async def until(condition: Callable[[], bool], timeout_s: float = 30.0) -> None:
     """Wait until the condition holds."""
     async with asyncio.timeout(timeout_s):
@@ -119,7 +107,7 @@ async def roll(
     queue: StandInQueue | None = None,
     stop_when: Callable[[Worker], bool] | None = None,
     ping_s: float = 1.0,
-    chat: Callable[[Sequence[dict[str, Any]]], ChatFormat] = chat_format,
+    tokenizer: Any = TOKENIZER,
     **options: Any,
 ) -> Run:
     """Run a worker until it has finished `tickets`, or until `stop_when` returns True for it.
@@ -133,7 +121,7 @@ async def roll(
         queue: The queue; None for a new one with `tickets`.
         stop_when: Tells whether to stop the worker; None to never stop it.
         ping_s: Option `ping_s` of `UserCode`, in seconds.
-        chat: Makes the chat format for the tools.
+        tokenizer: The run's tokenizer, whose template renders the conversations.
         **options: Options of the worker.
     """
     config = config or kit.config(kit.WORKER)
@@ -146,7 +134,7 @@ async def roll(
             UserCode(config.worker.user_threads, ping_s=ping_s, environment_threads=config.worker.episodes)
         )
         notices = FailureNotices()
-        context = SourceContext(config, the_task, code, partial(notices.add, "code"), built_by(chat))
+        context = SourceContext(config, the_task, code, tokenizer, partial(notices.add, "code"))
         source = await stack.enter_async_context(source_of(the_task).open(context))
         worker = Worker(config, the_task, queue, "w0", source, client, code, notices, **options)
         stop = asyncio.Event()

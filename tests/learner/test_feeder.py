@@ -123,7 +123,7 @@ def test_groups_without_variance_are_given_up_at_once_and_replaced() -> None:
     with feeding(queue, steps=1) as feeder:
         batch = feeder.next_batch()
         assert batch.ticket_ids == ["good0", "good1"]
-        assert (batch.tally.rollouts, batch.tally.reward_mean) == (8, 0.75), "rewards are over the dropped groups too"
+        assert (batch.counts.rollouts, batch.counts.reward_mean) == (8, 0.75), "rewards are over the dropped groups too"
     assert queue.dropped == {"flat0": "zero_variance", "flat1": "zero_variance"}
 
 
@@ -263,8 +263,8 @@ def test_a_group_that_is_revoked_after_it_was_packed_is_replaced_before_its_step
         batch = feeder.next_batch()
         assert "t2" not in batch.ticket_ids
         assert len(batch.ticket_ids) == 2
-        assert batch.tally.groups_dropped == {"unverified_server": 1}
-        assert batch.tally.groups_trained == 2
+        assert batch.counts.groups_dropped == {"unverified_server": 1}
+        assert batch.counts.groups_trained == 2
         feeder.trained(batch, REPORT)
     assert queue.dropped == {"t2": "unverified_server"}
 
@@ -275,7 +275,7 @@ def test_a_batch_that_is_revoked_whole_is_filled_anew() -> None:
     with feeding(queue, steps=1) as feeder:
         batch = feeder.next_batch()
         assert batch.ticket_ids == ["t2", "t3"]
-        assert batch.tally.groups_trained == 2
+        assert batch.counts.groups_trained == 2
         feeder.trained(batch, REPORT)
 
 

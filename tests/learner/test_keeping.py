@@ -108,7 +108,7 @@ class Reported(FakeQueue):
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
         if ack.step is not None and ack.report is not None:
-            self.told[ack.step] = [f"{of.kind}: {of.text}" for of in ack.report.troubles]
+            self.told[ack.step] = [f"{of.kind}: {of.text}" for of in ack.report.notices]
         return await super().ack(lease_id, ack)
 
 

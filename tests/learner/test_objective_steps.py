@@ -15,7 +15,7 @@ from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
-from learner.training.trainer import StepFigures, Trainer
+from learner.training.trainer import StepMetrics, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
@@ -28,7 +28,7 @@ def segments() -> list[Sample]:
     return [sample(length, length // 3, seed, rollout) for seed, (rollout, length) in enumerate(of)]
 
 
-def step(policy: Policy, rows: list[PackedRow], rollouts: StepRollouts, **settings: Any) -> StepFigures:
+def step(policy: Policy, rows: list[PackedRow], rollouts: StepRollouts, **settings: Any) -> StepMetrics:
     """One step whose gradients stay in the policy, unclipped."""
     trainer = Trainer(policy, LearnerSection(max_grad_norm=1e9, **settings), longest=64)
     trainer.optimiser.zero_grad = lambda: None
@@ -60,14 +60,14 @@ def test_the_gradient_does_not_depend_on_how_rollouts_of_several_segments_are_pa
         stands_in = [set(row.rollout.tolist()) for row in rows]
         assert (len(rows) > 1) == (budget < 200)
         assert (sum(map(len, stands_in)) > 4) == (budget < 200), "or no rollout is split"
-        figures = step(policy, rows, rollouts, **settings)
-        found.append((figures, gradients(policy)))
+        metrics = step(policy, rows, rollouts, **settings)
+        found.append((metrics, gradients(policy)))
     (whole, expected), *others = found
     assert whole.grad_norm > 0.01
     # The ratio of a whole rollout adds up its log-probs' rounding, about 1e-6 here.
-    for figures, actual in others:
-        assert figures.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
-        assert figures.objective == pytest.approx(whole.objective, rel=1e-5, abs=1e-6)
+    for metrics, actual in others:
+        assert metrics.loss == pytest.approx(whole.loss, rel=1e-5, abs=1e-6)
+        assert metrics.objective == pytest.approx(whole.objective, rel=1e-5, abs=1e-6)
         for key, gradient in actual.items():
             torch.testing.assert_close(gradient, expected[key], atol=2e-6, rtol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
 

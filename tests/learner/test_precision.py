@@ -17,7 +17,7 @@ from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo, Sources
 from learner.feed.packing import Sample, pack, pack_row
 from learner.model.build import load_policy
 from learner.model.policy import Policy, Scoring
-from learner.model.precision import Precision, changed_share, warning
+from learner.model.precision import Precision, changed_share, find_rounding_warning
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection, ModelSection
 from protocol.messages import RunPosition
@@ -164,10 +164,10 @@ def test_pure_bfloat16_is_warned_of_with_the_share_of_weights_that_a_step_change
     assert changed_share(weights.items(), 1e-6) == 0.25  # 0 + 1e-6 is a number of its own; 2 + 1e-6 is 2
     assert changed_share(weights.items(), 0.1) == 1.0
     pure = Precision(torch.bfloat16, torch.bfloat16, torch.bfloat16)
-    text = warning(pure, weights.items, 1e-6)
+    text = find_rounding_warning(pure, weights.items, 1e-6)
     assert text is not None
     assert "a step changes 25.00% of them" in text
-    assert warning(Precision(), weights.items, 1e-6) is None
+    assert find_rounding_warning(Precision(), weights.items, 1e-6) is None
 
 
 @pytest.mark.parametrize("then", [{"learner.weights_dtype": "model"}, {}])

@@ -11,7 +11,7 @@ import torch
 
 from learner.feed.packing import pack
 from learner.model.policy import Policy
-from learner.ranks.environment import RankInfo, check, check_sharded, clear, is_sharded, place
+from learner.ranks.environment import RankInfo, check_environment, check_sharded, clear, is_sharded, place
 from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection
 from tests.kit import LEARNER, config
@@ -72,20 +72,20 @@ def test_what_does_not_agree_is_refused(environment: dict[str, str], ranks: int,
 )
 def test_another_kind_of_training_is_refused(environment: dict[str, str], told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        check(environment)
+        check_environment(environment)
 
 
 def test_what_has_no_effect_is_said() -> None:
-    assert check({}) == []
+    assert check_environment({}) == []
     # What accelerate launch sets where nobody asked for anything.
-    assert check({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}) == []
-    said = check({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"})
+    assert check_environment({"ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"}) == []
+    said = check_environment({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4", "ACCELERATE_MIXED_PRECISION": "bf16"})
     assert [line.split(" has no effect")[0] for line in said] == [
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS = 4",
         "ACCELERATE_MIXED_PRECISION = bf16",
     ]
     eight = {"ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_FP8_MARGIN": "0", "ACCELERATE_OF_TOMORROW": "on"}
-    assert check(eight) == [
+    assert check_environment(eight) == [
         "ACCELERATE_FP8_BACKEND = TE, ACCELERATE_OF_TOMORROW = on: without effect, since the run file says what the "
         "learner computes"
     ]
@@ -98,7 +98,7 @@ def test_only_what_is_heeded_stays_in_the_environment() -> None:
         "ACCELERATE_TORCH_DEVICE": "cpu",
         "RANK": "0",
     }
-    assert check({"ACCELERATE_TORCH_DEVICE": "cpu"}) == []
+    assert check_environment({"ACCELERATE_TORCH_DEVICE": "cpu"}) == []
     environment = {**heeded, "ACCELERATE_FP8_BACKEND": "TE", "ACCELERATE_BYPASS_DEVICE_MAP": "true"}
     clear(environment)
     assert environment == heeded
@@ -117,7 +117,7 @@ def test_fsdp_that_accelerate_asks_for_has_the_limits_of_shard_weights(sections:
 
 def test_accelerate_s_second_fsdp_shards_the_weights() -> None:
     asked = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-    assert check(asked) == []
+    assert check_environment(asked) == []
     assert is_sharded(asked)
     assert not is_sharded({"ACCELERATE_USE_FSDP": "false"})
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from learner.algorithm.step_data import StepRollouts
 from learner.feed.packing import PackedRow, Sample, deal, pack
 from learner.run import build_trainer
-from learner.training.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol.config import RunConfig
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
@@ -95,14 +95,14 @@ def moving(folder: Path, request: pytest.FixtureRequest) -> Iterator[Pair]:
     yield from pair(run_file(folder, 2, tied=True, shard_weights=request.param, **MOVING))
 
 
-def step(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> tuple[StepFigures, list[torch.Tensor]]:
+def step(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> tuple[StepMetrics, list[torch.Tensor]]:
     """A step with an optimiser that has made none, and its gradient, of all weights."""
     empty = trainer.state()
     empty["optimiser"] = {**empty["optimiser"], "state": {}}
     trainer.restore(empty)
-    figures = trainer.step(rows, rollouts)
+    metrics = trainer.step(rows, rollouts)
     state = trainer.state()["optimiser"]["state"]
-    return figures, [state[number]["exp_avg"] / (1 - BETA) for number in sorted(state)]
+    return metrics, [state[number]["exp_avg"] / (1 - BETA) for number in sorted(state)]
 
 
 def samples_of(lengths: list[int], per_rollout: int, seed: int) -> list[Sample]:
@@ -128,18 +128,18 @@ def compare(pair: Pair, lengths: list[int], per_rollout: int, budget: int, branc
     samples = samples_of(lengths, per_rollout, seed)
     rollouts = step_rollouts(samples)
     rows = pack(samples, budget, branches, ranks=2 if evenly else 1)
-    figures, gradient = pair.several.call(step, rows, rollouts)
+    metrics, gradient = pair.several.call(step, rows, rollouts)
     expected, right = step(pair.alone, pack(samples, budget, branches), rollouts)
     assert len(gradient) == len(right)
     norm = torch.cat([of.flatten() for of in right]).norm()
     apart = torch.cat([(a - b).flatten() for a, b in zip(gradient, right, strict=True)]).norm()
     assert apart <= 1e-5 * max(1.0, norm), f"{float(apart):.3g} of {float(norm):.3g}"
-    told, known = (_flat(of) for of in (figures, expected))
+    told, known = (_flat(of) for of in (metrics, expected))
     assert told == {name: pytest.approx(value, rel=1e-4, abs=1e-5) for name, value in known.items()}
 
 
-def _flat(figures: StepFigures) -> dict[str, Any]:
-    plain = asdict(figures)
+def _flat(metrics: StepMetrics) -> dict[str, Any]:
+    plain = asdict(metrics)
     del plain["train_s"]
     return {**plain.pop("objective"), **plain}
 

@@ -27,7 +27,7 @@ def test_a_run_of_the_release_before_is_resumed(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(OLD_LINE)
     journal = Journal(path, StepRecord, 3)
-    assert [(record.step, record.tally.reward_mean, record.times.step_s) for record in journal.records] == [
+    assert [(record.step, record.counts.reward_mean, record.times.step_s) for record in journal.records] == [
         (3, 0.5, 2.0)
     ]
     journal.append(step_record(4))
@@ -37,21 +37,21 @@ def test_a_run_of_the_release_before_is_resumed(tmp_path: Path) -> None:
 
 def test_a_figure_of_the_task_s_hides_none_of_ours(tmp_path: Path) -> None:
     plain = step_record(1)
-    tally = replace(plain.tally, metrics={"completions/mean_length": 3.0}, task_metrics={"reward": 9.0, "depth": 2.0})
-    record = replace(plain, tally=tally)
+    counts = replace(plain.counts, metrics={"completions/mean_length": 3.0}, task_metrics={"reward": 9.0, "depth": 2.0})
+    record = replace(plain, counts=counts)
     line = record.flat()
     assert (line["reward"], line["task_metrics/reward"], line["depth"]) == (0.5, 9.0, 2.0)
     path = tmp_path / "metrics.jsonl"
     Journal(path, StepRecord, 0).append(record)
-    assert Journal(path, StepRecord, 1).records[0].tally.reward_mean == 0.5
+    assert Journal(path, StepRecord, 1).records[0].counts.reward_mean == 0.5
 
 
 def test_a_figure_of_the_task_s_cannot_be_taken_for_one_of_the_release_before(tmp_path: Path) -> None:
     path, plain = tmp_path / "metrics.jsonl", step_record(1)
-    own = {"reward_mean": 9.0, "step_s": 9.0, "objective": 9.0, "tally": 9.0, "metrics": 9.0}
-    Journal(path, StepRecord, 0).append(replace(plain, tally=replace(plain.tally, task_metrics=own)))
+    own = {"reward_mean": 9.0, "step_s": 9.0, "objective": 9.0, "counts": 9.0, "metrics": 9.0}
+    Journal(path, StepRecord, 0).append(replace(plain, counts=replace(plain.counts, task_metrics=own)))
     record = Journal(path, StepRecord, 1).records[0]
-    assert (record.tally.reward_mean, record.times.step_s) == (0.5, 2.0)
+    assert (record.counts.reward_mean, record.times.step_s) == (0.5, 2.0)
 
 
 def test_the_report_holds_the_main_metrics_that_are_finite_and_is_bounded() -> None:

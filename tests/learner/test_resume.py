@@ -21,7 +21,7 @@ from learner.replay import Outcome, Request, digest, made_with, replay
 from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
 from learner.start import starting_point
-from learner.training.trainer import DivergedError, StepFigures, Trainer
+from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol import checkpoints as places
 from protocol import reasons, trained_record
 from protocol.client import QueueClient
@@ -148,12 +148,12 @@ def test_i1_where_groups_are_over_age_a_resume_trains_the_same_rows_each_once(mo
 
 
 def poisoned(
-    trainer_step: Callable[..., StepFigures], fails: Callable[[int], BaseException | None]
-) -> Callable[..., StepFigures]:
+    trainer_step: Callable[..., StepMetrics], fails: Callable[[int], BaseException | None]
+) -> Callable[..., StepMetrics]:
     """A trainer's step that fails at the attempts for which `fails` gives an error."""
     count = 0
 
-    def step(self: Trainer, rows: list[PackedRow], *rest: Any) -> StepFigures:
+    def step(self: Trainer, rows: list[PackedRow], *rest: Any) -> StepMetrics:
         nonlocal count
         count += 1
         if (error := fails(count)) is not None:
@@ -302,7 +302,7 @@ def test_a_replay_gives_the_run_s_own_figures_and_weights_to_the_bit_each_time(
     first, said = replayed(here, tmp_path / "one")
     assert (first.from_step, first.steps, first.compared, first.first_difference) == (0, 6, 6, None)
     assert first.weights_sha256 == digest(last)
-    assert "every figure of 6 steps is the run's own, to the bit" in said
+    assert "every metric of 6 steps is the run's own, to the bit" in said
     (fate,) = first.left_out.values()
     assert fate.startswith("left out here as in the run (step_not_finite): the step's loss is")
 

@@ -19,13 +19,13 @@ from learner.model.policy import Policy
 from learner.report import sampler_checks
 from learner.report.progress import TerminalProgress, line
 from learner.report.records import StepRecord
-from learner.training.trainer import StepFigures, Trainer
+from learner.training.trainer import StepMetrics, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import sample
 from tests.learner.test_summary import step_record
 
 
-def figures(policy: Policy, rows: Sequence[PackedRow]) -> StepFigures:
+def metrics(policy: Policy, rows: Sequence[PackedRow]) -> StepMetrics:
     tokens = np.array([sum(len(row.rollout) for row in rows)])
     alone = StepRollouts.of(np.zeros(1), np.zeros(1, dtype=np.int64), tokens)
     return Trainer(policy, LearnerSection(), longest=64).step(rows, alone)
@@ -40,7 +40,7 @@ def sampled_by(policy: Policy, seed: int = 0, **fields: Any) -> PackedRow:
 
 def test_it_is_zero_where_the_learner_s_log_probs_are_the_sampler_s(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
-    found = figures(policy, [sampled_by(policy), sampled_by(policy, 1)])
+    found = metrics(policy, [sampled_by(policy), sampled_by(policy, 1)])
     assert found.sampler_kl_staleness_0 == pytest.approx(0.0, abs=1e-6)
     assert found.sampler_tokens_staleness_0 == 40
 
@@ -52,7 +52,7 @@ def test_it_is_over_the_fresh_tokens_of_all_rows(make_policy: Callable[..., Poli
     wild = torch.where(of_it, 0.3, 3.0)
     rows = [replace(fresh, behaviour=fresh.behaviour + 0.1), replace(mixed, behaviour=mixed.behaviour + wild)]
     rows[1] = replace(rows[1], fresh=of_it)
-    found = figures(policy, rows)
+    found = metrics(policy, rows)
     assert found.sampler_tokens_staleness_0 == 25
     assert found.sampler_kl_staleness_0 == pytest.approx((20 * 0.1 + 5 * 0.3) / 25, abs=1e-5)
 
@@ -60,7 +60,7 @@ def test_it_is_over_the_fresh_tokens_of_all_rows(make_policy: Callable[..., Poli
 def test_where_no_token_is_fresh_there_is_none(make_policy: Callable[..., Policy]) -> None:
     policy = make_policy()
     row = sampled_by(policy)
-    found = figures(policy, [replace(row, fresh=torch.zeros_like(row.fresh))])
+    found = metrics(policy, [replace(row, fresh=torch.zeros_like(row.fresh))])
     assert (found.sampler_kl_staleness_0, found.sampler_tokens_staleness_0) == (None, 0)
 
 
@@ -69,14 +69,14 @@ def test_a_nucleus_shows_as_the_log_of_its_mass(make_policy: Callable[..., Polic
     estimate of such a KL would be 0.005."""
     policy = make_policy()
     row = sampled_by(policy)
-    found = figures(policy, [replace(row, behaviour=row.behaviour - math.log(0.9))])
+    found = metrics(policy, [replace(row, behaviour=row.behaviour - math.log(0.9))])
     assert found.sampler_kl_staleness_0 == pytest.approx(-math.log(0.9), abs=1e-6)
 
 
 def with_kl(kl: float | None, tokens: int = 1000) -> StepRecord:
     record = step_record(10)
     return replace(
-        record, figures=replace(record.figures, sampler_kl_staleness_0=kl, sampler_tokens_staleness_0=tokens)
+        record, metrics=replace(record.metrics, sampler_kl_staleness_0=kl, sampler_tokens_staleness_0=tokens)
     )
 
 
@@ -87,7 +87,7 @@ def with_kl(kl: float | None, tokens: int = 1000) -> StepRecord:
 def test_a_difference_that_is_not_rounding_is_told_with_its_likely_causes(
     kl: float | None, tokens: int, told: bool
 ) -> None:
-    warning = sampler_checks.sampler_kl_warning(with_kl(kl, tokens).figures)
+    warning = sampler_checks.sampler_kl_warning(with_kl(kl, tokens).metrics)
     assert (warning is not None) == told
     if warning is not None:
         assert f"is {kl:.3g} nats a token over 1000 tokens" in warning
@@ -112,4 +112,4 @@ def test_it_is_in_the_line_of_metrics_and_in_the_learner_s_report() -> None:
     assert record.flat()["sampler/tokens_staleness_0"] == 1000
     assert record.report(None).metrics["sampler/kl_staleness_0"] == 0.02
     assert "sampler/kl_staleness_0" not in with_kl(None).report(None).metrics
-    assert StepRecord.of(record.flat()).figures.sampler_kl_staleness_0 == 0.02
+    assert StepRecord.of(record.flat()).metrics.sampler_kl_staleness_0 == 0.02

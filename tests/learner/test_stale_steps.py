@@ -13,7 +13,7 @@ import torch
 
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy
-from learner.training.trainer import StepFigures, Trainer
+from learner.training.trainer import StepMetrics, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
 
@@ -36,7 +36,7 @@ CASES: list[dict[str, Any]] = [
 
 
 class Step(NamedTuple):
-    figures: StepFigures
+    metrics: StepMetrics
     gradients: dict[str, torch.Tensor]
     forwards: int
 
@@ -69,8 +69,8 @@ def steps(policy: Policy, settings: dict[str, Any], samples: list[Sample], budge
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: seen.append(gradients(trainer.policy)))
     for budget in budgets:
         before = forwards
-        figures = trainer.step(pack(samples, budget), step_rollouts(samples))
-        taken.append(Step(figures, seen[-1], forwards - before))
+        metrics = trainer.step(pack(samples, budget), step_rollouts(samples))
+        taken.append(Step(metrics, seen[-1], forwards - before))
     return taken
 
 
@@ -86,12 +86,12 @@ def test_packing_cannot_change_a_step(
     for name, gradient in many.gradients.items():
         scale = float(one.gradients[name].abs().max())
         torch.testing.assert_close(gradient, one.gradients[name], atol=1e-4 * scale + 1e-7, rtol=1e-3, msg=name)
-    for name, share in one.figures.objective.items():
+    for name, share in one.metrics.objective.items():
         if name.startswith(("masked/", "correction/masked")):
             assert share is not None
             assert 0 < share < 1, f"{name}: a mask of all or nothing shows little"
-    assert many.figures.loss == pytest.approx(one.figures.loss, abs=1e-5)
-    assert many.figures.objective == pytest.approx(one.figures.objective, rel=1e-3, abs=1e-5)
+    assert many.metrics.loss == pytest.approx(one.metrics.loss, abs=1e-5)
+    assert many.metrics.objective == pytest.approx(one.metrics.objective, rel=1e-3, abs=1e-5)
 
 
 def stands_apart(rows: list[PackedRow]) -> bool:
@@ -144,7 +144,7 @@ def test_last_step_is_the_policy_that_made_the_step_before(
     with torch.no_grad():
         expected = float((policy(row).logprobs - row.behaviour).exp().mean())
     means = [
-        step.figures.objective["sampling/importance_sampling_ratio/mean"]
+        step.metrics.objective["sampling/importance_sampling_ratio/mean"]
         for step in steps(policy, settings, samples, [400, 400, 24])
     ]
     assert means[:2] == pytest.approx([expected, expected], rel=1e-4)
@@ -164,7 +164,7 @@ def test_a_rollout_s_ratio_is_that_of_the_proximal_policy(
     settings = {"correction": "sequence_truncate", "correction_high": 1e6, "proximal": "interpolated"}
     for budget in (400, 24):
         (step,) = steps(policy, settings, samples, [budget])
-        mean = step.figures.objective["sampling/importance_sampling_ratio/mean"]
+        mean = step.metrics.objective["sampling/importance_sampling_ratio/mean"]
         assert mean == pytest.approx(np.exp(expected).mean(), rel=1e-4)
 
 
@@ -173,7 +173,7 @@ def test_what_top_entropy_keeps_is_the_share_of_the_step(
 ) -> None:
     tokens = int(step_rollouts(samples).tokens.sum())
     for step in steps(make_policy(), {"top_entropy_quantile": 0.25}, samples, [400, 24]):
-        left_out = step.figures.objective["masked/low_entropy"]
+        left_out = step.metrics.objective["masked/low_entropy"]
         assert left_out == pytest.approx(0.75, abs=1.5 / tokens)
 
 
@@ -182,6 +182,6 @@ def test_a_step_of_which_nothing_is_left_moves_nothing_and_is_told(
 ) -> None:
     settings = {"correction": "geometric_mask", "correction_low": 1.0, "correction_high": 1.00001}
     (step,) = steps(make_policy(), settings, samples, [24])
-    assert step.figures.objective["correction/masked"] == 1
-    assert step.figures.objective["ratio"] is None
+    assert step.metrics.objective["correction/masked"] == 1
+    assert step.metrics.objective["ratio"] is None
     assert not any(gradient.any() for gradient in step.gradients.values())

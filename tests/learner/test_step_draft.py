@@ -62,7 +62,7 @@ def test_keep_trains_groups_without_variance_at_advantage_zero() -> None:
     draft = _draft(groups_per_step=1, zero_variance="keep")
     assert draft.add([LeasedGroup(group("flat", [1, 1]), 0)]) == {}
     batch = draft.finish()
-    assert batch.tally.tokens_trained == 2 * 3
+    assert batch.counts.tokens_trained == 2 * 3
     assert not advantages_of(batch).any()
 
 
@@ -117,7 +117,7 @@ def test_rewards_are_clipped_for_advantages_and_shown_as_they_came() -> None:
     assert batch.rollouts.rewards.tolist() == [1.0, -0.5]
     assert advantages_of(batch, "dr_grpo").tolist() == [0.75, -0.75]
     assert sorted(view.reward for view in batch.samples if view.ticket_id == "a") == [-0.5, 5.0]
-    assert batch.tally.reward_mean == pytest.approx((5 - 0.5 + 5 + 9) / 4)
+    assert batch.counts.reward_mean == pytest.approx((5 - 0.5 + 5 + 9) / 4)
 
 
 def test_every_segment_of_a_rollout_gets_its_advantage() -> None:
@@ -136,7 +136,7 @@ def test_every_segment_of_a_rollout_gets_its_advantage() -> None:
         for rollout in arrived.rollouts
     ]
     assert [sorted(given[sign]) for sign in (-1.0, 1.0)] == wanted
-    assert batch.tally.tokens_trained == 2 * (3 + 2)
+    assert batch.counts.tokens_trained == 2 * (3 + 2)
 
 
 def test_a_group_that_is_too_old_is_dropped_as_overage_even_without_variance() -> None:
@@ -176,14 +176,14 @@ def test_i1_i2_i4_every_group_and_token_ends_somewhere_and_none_too_old(
     if not draft.ticket_ids:
         return
     batch = draft.finish()
-    tally = batch.tally
-    assert tally.staleness_max <= 2
-    assert tally.tokens_sampled == sum(item.sampled_tokens for item in groups.values())
-    assert tally.tokens_sampled == (
-        tally.tokens_trained + sum(tally.tokens_masked.values()) + sum(tally.tokens_dropped.values())
+    counts = batch.counts
+    assert counts.staleness_max <= 2
+    assert counts.tokens_sampled == sum(item.sampled_tokens for item in groups.values())
+    assert counts.tokens_sampled == (
+        counts.tokens_trained + sum(counts.tokens_masked.values()) + sum(counts.tokens_dropped.values())
     )
-    assert sum(len(row.scored) for row in batch.rows) == batch.rollouts.tokens.sum() == tally.tokens_trained
-    assert tally.rollouts == 2 * len(groups)
+    assert sum(len(row.scored) for row in batch.rows) == batch.rollouts.tokens.sum() == counts.tokens_trained
+    assert counts.rollouts == 2 * len(groups)
 
 
 def test_a_truncated_rollout_is_masked_and_its_reward_counts_in_the_group() -> None:
@@ -194,8 +194,8 @@ def test_a_truncated_rollout_is_masked_and_its_reward_counts_in_the_group() -> N
     batch = draft.finish()
     assert advantages_of(batch, "rloo").tolist() == [-0.75, 0.0, 0.75], "of 0.5 and 1: against 0 too"
     assert batch.rollouts.tokens.tolist() == [0, 3, 3]
-    assert (batch.tally.tokens_masked, batch.tally.tokens_trained) == ({"truncated": 3}, 6)
-    assert batch.tally.reward_mean == 0.5
+    assert (batch.counts.tokens_masked, batch.counts.tokens_trained) == ({"truncated": 3}, 6)
+    assert batch.counts.reward_mean == 0.5
 
 
 @pytest.mark.parametrize("zero_variance", ["refill", "drop", "keep"])
@@ -208,8 +208,12 @@ def test_a_group_of_truncated_rollouts_is_dropped_and_replaced(zero_variance: st
     assert draft.add([LeasedGroup(cut_off, 0)]) == {"a": "truncated"}
     assert draft.wanted == 1
     draft.add([LeasedGroup(group("b", [0, 1]), 0)])
-    tally = draft.finish().tally
-    assert (tally.tokens_dropped, tally.tokens_trained, tally.groups_dropped) == ({"truncated": 6}, 6, {"truncated": 1})
+    counts = draft.finish().counts
+    assert (counts.tokens_dropped, counts.tokens_trained, counts.groups_dropped) == (
+        {"truncated": 6},
+        6,
+        {"truncated": 1},
+    )
 
 
 def test_each_token_carries_its_staleness() -> None:
@@ -239,17 +243,19 @@ def test_each_token_carries_its_server() -> None:
 def test_staleness_is_split_at_the_arrival() -> None:
     draft = _draft(version=5)
     draft.add([LeasedGroup(group("a", [0, 1], [None, 3, 4]), 4)])
-    tally = draft.finish().tally
-    assert (tally.staleness_in_flight, tally.staleness_in_queue) == (1, 1)
-    assert tally.two_span_rollouts == 2
+    counts = draft.finish().counts
+    assert (counts.staleness_in_flight, counts.staleness_in_queue) == (1, 1)
+    assert counts.two_span_rollouts == 2
 
 
 def test_tokens_that_train_are_counted_by_staleness_up_to_the_bound() -> None:
     draft = _draft(version=3, groups_per_step=1)
     draft.add([LeasedGroup(group("a", [0, 1], versions=(None, None, 0, 1, 3, 3)), 3)])
-    tally = draft.finish().tally
-    assert tally.tokens_by_staleness == {"staleness/tokens_0": 4, "staleness/tokens_1": 0, "staleness/tokens_2": 2}
-    assert sum(tally.tokens_by_staleness.values()) == tally.tokens_trained, "what is masked for its age is none of them"
+    counts = draft.finish().counts
+    assert counts.tokens_by_staleness == {"staleness/tokens_0": 4, "staleness/tokens_1": 0, "staleness/tokens_2": 2}
+    assert sum(counts.tokens_by_staleness.values()) == counts.tokens_trained, (
+        "what is masked for its age is none of them"
+    )
 
 
 def test_each_token_carries_its_rollout_s_number() -> None:
@@ -307,10 +313,10 @@ def test_as_many_samples_as_wanted(settings: dict[str, int], count: int) -> None
 def test_the_step_s_metrics_are_over_dropped_groups_too() -> None:
     draft = _draft(groups_per_step=1)
     draft.add([LeasedGroup(group("flat", [1, 1], epoch=2), 0), LeasedGroup(group("a", [0, 1], epoch=1), 0)])
-    tally = draft.finish().tally
-    assert (tally.reward_mean, tally.metrics["frac_reward_zero_std"]) == (0.75, 0.5)
-    assert tally.metrics["completions/mean_length"] == 3
-    assert (tally.tokens, tally.tokens_prompt, tally.epoch) == (20, 8, 2)
+    counts = draft.finish().counts
+    assert (counts.reward_mean, counts.metrics["frac_reward_zero_std"]) == (0.75, 0.5)
+    assert counts.metrics["completions/mean_length"] == 3
+    assert (counts.tokens, counts.tokens_prompt, counts.epoch) == (20, 8, 2)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +339,7 @@ def test_a_group_that_would_end_the_learner_is_dropped_and_the_step_goes_on(
     assert draft.add([LeasedGroup(group("a", [0, 1]), 0)]) == {}
     batch = draft.finish()
     assert batch.ticket_ids == ["a"]
-    told = batch.tally
+    told = batch.counts
     assert told.groups_dropped == {reason: 1}
     assert np.isfinite([told.reward_mean, told.reward_std, *told.metrics.values(), *told.task_metrics.values()]).all()
 
@@ -350,7 +356,7 @@ def test_a_draft_that_moves_to_the_step_before_is_what_it_would_have_been_there(
     assert moved.move(1, 3) == {}
     assert moved.add(groups[1:]) == there.add(groups) == {"flat": "zero_variance"}
     ours, theirs = moved.finish(), there.finish()
-    assert (ours.step, ours.version, ours.tally) == (theirs.step, theirs.version, theirs.tally)
+    assert (ours.step, ours.version, ours.counts) == (theirs.step, theirs.version, theirs.counts)
     for row, other in zip(ours.rows, theirs.rows, strict=True):
         assert row.behaviour.tolist() == other.behaviour.tolist()
         assert row.staleness.tolist() == other.staleness.tolist()
@@ -365,11 +371,11 @@ def test_i4_what_was_left_out_is_counted_in_the_step_that_is_made() -> None:
     made.add([LeasedGroup(group("good", [0, 1], (None, 3, 3, 3)), 3)])
     made.count(left_out)
     made.move(1, 3)
-    tally = made.finish().tally
-    assert tally.groups_dropped == {"zero_variance": 1, "step_not_finite": 1}
-    assert tally.tokens_dropped == {"zero_variance": 4, "step_not_finite": 4}
-    assert (tally.tokens_sampled, tally.tokens_trained, tally.rollouts) == (14, 6, 6)
-    assert tally.reward_mean == pytest.approx((1 + 1 + 0 + 4 + 0 + 1) / 6)
+    counts = made.finish().counts
+    assert counts.groups_dropped == {"zero_variance": 1, "step_not_finite": 1}
+    assert counts.tokens_dropped == {"zero_variance": 4, "step_not_finite": 4}
+    assert (counts.tokens_sampled, counts.tokens_trained, counts.rollouts) == (14, 6, 6)
+    assert counts.reward_mean == pytest.approx((1 + 1 + 0 + 4 + 0 + 1) / 6)
 
 
 def test_a_batch_is_the_same_in_whichever_order_its_groups_came() -> None:

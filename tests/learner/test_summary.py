@@ -12,7 +12,7 @@ from learner.feed.judged_groups import StepCounts
 from learner.report import summary
 from learner.report.journal import Journal
 from learner.report.records import PublicationRecord, StepRecord, StepTimes
-from learner.training.trainer import StepFigures
+from learner.training.trainer import StepMetrics
 from protocol.messages import LearnerReport, Server
 from protocol.status import WorkerStatus
 from tests.kit.learner import status
@@ -35,7 +35,7 @@ cpu_s publish_blocked_ms log_ratio_max sampler/kl_staleness_0 sampler/tokens_sta
 
 
 def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecord:
-    tally = StepCounts(
+    counts = StepCounts(
         reward_mean=reward,
         reward_std=0.0,
         staleness_mean=staleness,
@@ -53,14 +53,14 @@ def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecor
         rows=2,
         packing_fill=0.9,
     )
-    figures = StepFigures(0.1, 1.5, 0.2, 1e-3, train_s=0.4, objective={"kl": 0.01, "wild": None})
+    metrics = StepMetrics(0.1, 1.5, 0.2, 1e-3, train_s=0.4, objective={"kl": 0.01, "wild": None})
     times = StepTimes(wait_s=0.5, step_s=2.0, cpu_s=0.01, publish_blocked_ms=3.0)
-    return StepRecord(step=step, version=step, tally=tally, figures=figures, times=times)
+    return StepRecord(step=step, version=step, counts=counts, metrics=metrics, times=times)
 
 
 def typed(record: StepRecord) -> StepRecord:
     """What is read back of it: figures with open names stay in the file."""
-    return replace(record, figures=replace(record.figures, objective={}))
+    return replace(record, metrics=replace(record.metrics, objective={}))
 
 
 def publication(step: int, pause_s: float) -> PublicationRecord:
@@ -109,9 +109,9 @@ def test_a_line_holds_the_fields_of_all_parts_side_by_side_and_is_read_back(tmp_
     record, path = step_record(3), tmp_path / "metrics.jsonl"
     Journal(path, StepRecord, 0).append(record)
     line = msgspec.json.decode(path.read_bytes())
-    names = [field.name for part in (record.tally, record.figures, record.times) for field in fields(part)]
+    names = [field.name for part in (record.counts, record.metrics, record.times) for field in fields(part)]
     assert len(names) == len(set(names)), "two parts with a field of the same name"
-    assert (line["reward"], line["step_time"]) == (record.tally.reward_mean, record.times.step_s), "TRL's names"
+    assert (line["reward"], line["step_time"]) == (record.counts.reward_mean, record.times.step_s), "TRL's names"
     assert (line["kl"], line["wild"]) == (0.01, None)
     assert Journal(path, StepRecord, 3).records == [typed(record)]
 
@@ -125,7 +125,7 @@ def test_a_line_holds_the_fields_of_all_parts_side_by_side_and_is_read_back(tmp_
 def test_a_figure_that_is_not_finite_costs_no_line(tmp_path: Path) -> None:
     """JSON has no infinity; a line that cannot be read back would end the journal there."""
     path, record = tmp_path / "metrics.jsonl", step_record(1)
-    wild = replace(record, figures=replace(record.figures, objective={"kl": float("inf")}))
+    wild = replace(record, metrics=replace(record.metrics, objective={"kl": float("inf")}))
     Journal(path, StepRecord, 0).append(wild)
     assert msgspec.json.decode(path.read_bytes())["kl"] is None
     assert Journal(path, StepRecord, 1).records == [typed(wild)]

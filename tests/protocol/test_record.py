@@ -121,17 +121,17 @@ def test_a_step_of_which_a_kill_cut_groups_off_is_left_out_with_a_word(tmp_path:
     write(path, (1, 1, "0.0"), (1, 1, "1.0"), groups=2)
     last = write(path, (2, 2, "2.0"), (2, 2, "3.0"), groups=2)
     whole = path.read_bytes()
-    assert trained_record.read_record(tmp_path).told == []
+    assert trained_record.read_record(tmp_path).warnings == []
     for cut in (1, last - 1, last, last + 1, 2 * last - 1):
         path.write_bytes(whole[:-cut])
         read = trained_record.read_record(tmp_path)
         assert [of.step for of in read.steps] == [1], cut
-        (told,) = read.told or [""]
+        (told,) = read.warnings or [""]
         assert told.startswith("step 2 is left out: 1 of its 2 groups are there") is (cut <= last), cut
     write(trained_record.record_part(tmp_path, 2), (2, 2, "2.0"), (2, 2, "3.0"), groups=2)
     read = trained_record.read_record(tmp_path)
     assert found(tmp_path)[-1] == (2, 2, ["2.0", "3.0"])
-    assert read.told == [], "the queue wrote it again when it came back"
+    assert read.warnings == [], "the queue wrote it again when it came back"
 
 
 def test_a_batch_that_was_tried_in_vain_is_left_out_where_it_is_not_whole(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_batch_that_was_tried_in_vain_is_left_out_where_it_is_not_whole(tmp_pa
     read = trained_record.read_record(tmp_path)
     assert found(tmp_path) == [(1, 1, ["1.0"])]
     assert not read.steps[0].left_out
-    assert read.told == ["step 1: batch a, which failed, is left out: 1 of its 2 groups are there"]
+    assert read.warnings == ["step 1: batch a, which failed, is left out: 1 of its 2 groups are there"]
 
 
 def test_what_comes_before_damage_can_be_replayed_and_the_rest_has_a_remedy(tmp_path: Path) -> None:
@@ -152,7 +152,7 @@ def test_what_comes_before_damage_can_be_replayed_and_the_rest_has_a_remedy(tmp_
     data[-last - 1] ^= 0xFF  # of step 2's group
     path.write_bytes(data)
     assert found(tmp_path) == [(1, 1, ["0.0"])]
-    (told,) = trained_record.read_record(tmp_path).told
+    (told,) = trained_record.read_record(tmp_path).warnings
     assert re.fullmatch(
         rf"{path}: damaged at byte \d+: the checksum of 1.0 does not fit; what it holds up to step 1 can be replayed; "
         rf"put an intact copy of that file there, if you have one; a later part can be replayed by itself, as RECORD: "
@@ -168,4 +168,4 @@ def test_of_a_record_of_an_earlier_release_the_step_at_the_damage_may_lack_group
     path.write_bytes(path.read_bytes()[: -last + 40] + b"?" * (last - 40))
     read = trained_record.read_record(tmp_path)
     assert [of.step for of in read.steps] == [1]
-    assert read.told[0].startswith("step 2 is left out: nothing says whether all of its groups are there")
+    assert read.warnings[0].startswith("step 2 is left out: nothing says whether all of its groups are there")

@@ -39,7 +39,7 @@ def test_the_first_failures_end_the_run_with_the_most_frequent_one() -> None:
     judged.check_not_given_up()
 
 
-def test_a_workers_trouble_tells_more_than_the_tickets_reason() -> None:
+def test_a_workers_notice_tells_more_than_the_tickets_reason() -> None:
     judged = trial(1)
     judged.add_text("reward", "accuracy: ValueError in task.py:12")
     judged.failed(ticket(0), reasons.failed(reasons.NO_REWARD), "no rollout has a reward", [])
@@ -130,7 +130,7 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
     async with serving(config(rollout={"give_up_after": 2})) as queue, QueueClient(queue.url) as client:
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)
-        await client.heartbeat(WorkerReport("w", [], troubles=[Notice("reward", "accuracy: boom in task.py:3")]))
+        await client.heartbeat(WorkerReport("w", [], notices=[Notice("reward", "accuracy: boom in task.py:3")]))
         tickets = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
         await client.fail_ticket(tickets[0].id, TicketFailure("w", reasons.REWARD, "boom"))
         await client.tickets(TicketRequest("w", 100, wait_s=0.0))

@@ -202,12 +202,12 @@ async def test_five_median_steps_of_the_learner_are_waited_for() -> None:
             assert line in metrics
 
 
-async def test_troubles_of_workers_and_failing_servers_are_told_once() -> None:
+async def test_notices_of_workers_and_failing_servers_are_told_once() -> None:
     async with serving(config()) as queue, QueueClient(queue.url) as client:
         await begin(client)
         for row in range(3):
-            trouble = Notice("reward", f"accuracy: ValueError on row {row} in task.py:12")
-            await client.heartbeat(WorkerReport(f"w{row}", [], troubles=[trouble]))
+            notice = Notice("reward", f"accuracy: ValueError on row {row} in task.py:12")
+            await client.heartbeat(WorkerReport(f"w{row}", [], notices=[notice]))
         url = (await client.servers())[0].url
         await client.put_server(Server(SERVER, url, ServerState.DOWN, reason="connection refused"))
         status = await client.status()

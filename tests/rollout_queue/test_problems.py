@@ -70,8 +70,8 @@ def test_only_the_api_knows_http() -> None:
 
 @pytest.mark.parametrize("reason", sorted(requests.HTTP_STATUS))
 def test_every_refusal_becomes_a_problem(reason: str) -> None:
-    answer = requests.error_response(Refusal(reason, "what and how to mend it", retry_after_s=2.5))
+    answer = requests.error_response(Refusal(reason, "what and how to fix it", retry_after_s=2.5))
     assert answer.status_code == requests.HTTP_STATUS[reason]
-    assert codec.decode_json(bytes(answer.body), ErrorBody) == ErrorBody(reason, "what and how to mend it")
+    assert codec.decode_json(bytes(answer.body), ErrorBody) == ErrorBody(reason, "what and how to fix it")
     assert answer.headers["retry-after"] == "2.5"
     assert ("www-authenticate" in answer.headers) == (reason == reasons.UNAUTHORIZED)

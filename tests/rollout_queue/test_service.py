@@ -596,8 +596,8 @@ async def test_a_heartbeat_s_figures_are_finite_and_its_share_at_most_one() -> N
 async def test_what_is_kept_of_workers_is_bounded() -> None:
     async with running() as (queue, client):
         failures = {f"{number:03}" + "f" * 100: number for number in range(1000)}
-        troubles = [Notice("tool", "t" * 1000)] * 100
-        reports = [WorkerReport(f"w{number}", [], failures=failures, troubles=troubles) for number in range(2)]
+        notices = [Notice("tool", "t" * 1000)] * 100
+        reports = [WorkerReport(f"w{number}", [], failures=failures, notices=notices) for number in range(2)]
         for report in reports:
             await client.heartbeat(report)
         kept = queue.broker.observations.workers(0.0)

@@ -65,7 +65,7 @@ async def test_a_worker_is_told_the_adapter_once_and_asks_for_it_from_then_on():
         # The base was asked for and refused, which is no failure of the server.
         assert models(s.fakes[0]) == ["policy", SEVEN, SEVEN, SEVEN]
         assert s.sampler.retries == 0
-        assert s.troubles == []
+        assert s.notices == []
 
 
 async def test_the_newest_adapter_is_learnt_from_an_answer_without_the_registry():
@@ -93,7 +93,7 @@ async def test_an_adapter_that_is_gone_leads_to_the_newest_at_once():
         serve(s.fakes[0], NINE)
         assert (await s.turn()).spans[0].version == 9
         assert s.sampler.retries == 0
-        assert s.troubles == []
+        assert s.notices == []
 
 
 async def test_a_first_turn_is_one_request_under_one_adapter():

@@ -117,9 +117,9 @@ async def test_a_server_that_is_gone_is_tried_again_and_then_fails_the_reward():
     [
         ({"answers": [400, 400]}, "answers 400"),
         ({"model": "org/another"}, "answers 404.*The model `org/reward-model` does not exist"),
-        ({"score": lambda messages: [0.1, 0.9]}, r"gives 2 figures for a completion.*one label \(num_labels = 1\)"),
+        ({"score": lambda messages: [0.1, 0.9]}, r"gives 2 scores for a completion.*one label \(num_labels = 1\)"),
         ({"raw": "[]"}, "does not look like vLLM's"),
-        ({"raw": '{"data": []}'}, "gave 0 figures for 2 completions"),
+        ({"raw": '{"data": []}'}, "gave 0 scores for 2 completions"),
     ],
 )
 async def test_what_another_try_would_not_mend_is_not_tried_again(change, says):

@@ -37,7 +37,7 @@ def test_rows_that_differ_are_refused_with_their_number(rows: list[Any], message
         check(rows)
 
 
-SURROGATE = "its prompt has '\\ud800', half a character, which no tokenizer takes: mend the text"
+SURROGATE = "its prompt has '\\ud800', half a character, which no tokenizer takes: fix the text"
 RING: list[Any] = []
 RING.append(RING)
 

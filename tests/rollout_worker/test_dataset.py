@@ -238,8 +238,8 @@ def test_a_wrong_path_is_one_message_that_names_what_is_near(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("rows.csv", "prompt,a\nx,1\ny,1,2,3\n", "ParserError: .* Expected 2 fields in line 3, saw 4; mend it"),
-        ("rows.csv", "", "EmptyDataError: No columns to parse from file; mend it"),
+        ("rows.csv", "prompt,a\nx,1\ny,1,2,3\n", "ParserError: .* Expected 2 fields in line 3, saw 4; fix it"),
+        ("rows.csv", "", "EmptyDataError: No columns to parse from file; fix it"),
         ("rows.jsonl", "", "is empty; give at least one row"),
         ("rows.jsonl", "\n  \n", "is empty"),
         ("rows.jsonl", '{"prompt": "a"\n', "rows.jsonl line 1 is not JSON"),

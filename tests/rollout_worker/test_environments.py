@@ -99,7 +99,7 @@ def worker_of(**settings: Any) -> Any:
 
 
 def notices(run: Any) -> list[tuple[str, str]]:
-    return [(notice.kind, notice.text) for notice in run.worker.report().troubles]
+    return [(notice.kind, notice.text) for notice in run.worker.report().notices]
 
 
 async def test_instances_are_pooled_reset_and_closed_and_the_environment_rewards():

@@ -26,7 +26,7 @@ from rollout_worker.user_code import UserCode
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm import serving as serving_vllm
 from tests.kit.queue import Served, serve_version, serving
-from tests.kit.worker import TOKENIZER, built_by, chat_format, fake, row, task, until
+from tests.kit.worker import TOKENIZER, fake, row, task, until
 
 EVALS = [row(10 + number, 3) for number in range(8)]
 SECTIONS: dict[str, dict[str, Any]] = {"worker": {"episodes": 8}, "eval": {"every": 5, "at_start": True, "share": 0.5}}
@@ -56,7 +56,7 @@ async def worker(run_config: RunConfig, the_task: Task, client: QueueClient, nam
     async with AsyncExitStack() as stack:
         inference = await stack.enter_async_context(InferenceClient(run_config.worker.request_timeout_s))
         code = await stack.enter_async_context(UserCode(run_config.worker.user_threads))
-        context = SourceContext(run_config, the_task, code, build_chat=built_by(chat_format))
+        context = SourceContext(run_config, the_task, code, TOKENIZER)
         source = await stack.enter_async_context(source_of(the_task).open(context))
         made = Worker(run_config, the_task, client, name, source, inference, code, FailureNotices())
         stop = asyncio.Event()

@@ -92,7 +92,7 @@ async def test_i9_an_async_tool_that_is_interrupted_ends_no_worker(tool, monkeyp
     monkeypatch.setattr(tool, "__name__", "multiply")
     run = await roll(task(tools=[tool]), fake(), tickets=3)
     assert [rollout.tool_failures for rollout in run.rollouts] == [1] * 6
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert "KeyboardInterrupt" in notice.text
 
 
@@ -164,7 +164,7 @@ async def test_i9_a_blocking_async_tool_stops_neither_the_worker_nor_the_groups_
     assert all(rollout.tool_failures <= 1 for rollout in run.rollouts[:2])
     assert [(rollout.tool_failures, rollout.reward) for rollout in run.rollouts[2:]] == [(0, 1.0)] * 4
     assert run.queue.failures == {}
-    (notice,) = (notice for notice in run.worker.report().troubles if "event loop" in notice.text)
+    (notice,) = (notice for notice in run.worker.report().notices if "event loop" in notice.text)
     assert "blocks_once blocks the event loop of async code" in notice.text
     assert f"{__file__}:" in notice.text
 
@@ -187,7 +187,7 @@ async def test_i9_hung_calls_are_reported():
     run = await roll(task(tools=[hang]), fake(), tickets=4, config=run_config)
     report = run.worker.report()
     assert report.hung_calls == 8
-    texts = [notice.text for notice in report.troubles if notice.kind == "code"]
+    texts = [notice.text for notice in report.notices if notice.kind == "code"]
     assert texts[0].startswith("1 call of tools has not come back")
     release.set()
     await until(lambda: run.worker.report().hung_calls == 0)
@@ -315,7 +315,7 @@ async def test_i9_a_tool_that_is_not_hostile_is_as_before():
     run = await roll(task(tools=[multiply]), fake(), tickets=2)
     assert [rollout.reward for rollout in run.rollouts] == [1.0] * 4
     assert run.worker.report().hung_calls == 0
-    assert run.worker.report().troubles == []
+    assert run.worker.report().notices == []
 
 
 async def test_i9_an_error_with_a_lone_surrogate_ends_no_worker():

@@ -20,10 +20,10 @@ from tests.kit.worker import TOKENIZER, ReadableOnce, accuracy, fake, roll, row,
 PATIENT = config(WORKER, queue={"ticket_timeout_s": 3000.0})
 
 
-async def troubles_of(the_task, *servers, **options):
+async def notices_of(the_task, *servers, **options):
     """What a worker has told of when it is done with its tickets."""
     run = await roll(the_task, *(servers or [fake()]), **options)
-    return [(notice.kind, notice.text) for notice in run.worker.report().troubles]
+    return [(notice.kind, notice.text) for notice in run.worker.report().notices]
 
 
 def line_of(function, below=0):
@@ -125,12 +125,12 @@ class Judge:
 )
 async def test_a_reward_that_fails_is_told_once_with_its_row_and_line(function, said, line):
     run_config = config(WORKER, worker={"reward_timeout_s": 0.2})
-    told = await troubles_of(task(rewards=[accuracy, function]), tickets=2, config=run_config)
+    told = await notices_of(task(rewards=[accuracy, function]), tickets=2, config=run_config)
     assert told == [("reward", f"reward {said}; at row 0 {line}")]
 
 
 async def test_no_reward_at_all_is_told():
-    ((kind, text),) = await troubles_of(task(rewards=[nothing]))
+    ((kind, text),) = await notices_of(task(rewards=[nothing]))
     assert kind == "reward"
     assert text == "every reward function gave None for 2 of 2 episodes; at row 0"
 
@@ -148,7 +148,7 @@ def half(a: int, b: int) -> int:
 async def test_a_tool_that_raises_is_told_with_its_line_and_the_episode_goes_on():
     half.__name__ = "multiply"
     the_task = task(tools=[half], dataset=[row(number=number) for number in range(3)])
-    ((kind, text),) = await troubles_of(the_task, tickets=3)
+    ((kind, text),) = await notices_of(the_task, tickets=3)
     assert kind == "tool"
     assert text == f"tool multiply: ZeroDivisionError: integer division or modulo by zero {line_of(half, 7)}"
 
@@ -163,7 +163,7 @@ CALL = '<tool_call>{{"name": "{}", "arguments": {}}}</tool_call>'
 )
 async def test_what_the_policy_does_wrong_is_counted_and_not_told(said):
     run = await roll(task(), fake(scripted(TOKENIZER, in_turn([said, "408"]))))
-    assert run.worker.report().troubles == []
+    assert run.worker.report().notices == []
     assert {rollout.tool_failures for rollout in run.rollouts} == {1}
 
 
@@ -181,7 +181,7 @@ async def test_what_the_policy_does_wrong_is_counted_and_not_told(said):
     ],
 )
 async def test_a_row_or_prompt_that_cannot_be_used_is_told_with_its_number(rows, kind, text):
-    ((told_kind, told),) = await troubles_of(task(dataset=rows), tickets=4)
+    ((told_kind, told),) = await notices_of(task(dataset=rows), tickets=4)
     assert told_kind == kind
     assert told.startswith(text)
 
@@ -199,7 +199,7 @@ async def test_a_failure_in_the_task_file_is_told_with_its_line(tmp_path):
         'task = Task(dataset=Rows([{"prompt": "a"}, {"prompt": "b"}]), rewards=[good])\n'
     )
     path = f"{file}:task"
-    ((_, text),) = await troubles_of(
+    ((_, text),) = await notices_of(
         load_task(TaskSection(path=path)), tickets=2, config=config(WORKER, task={"path": path})
     )
     assert text == f"row 1 of the data set: AttributeError: 'Rows' object has no attribute 'gone' ({file}:4)"
@@ -207,7 +207,7 @@ async def test_a_failure_in_the_task_file_is_told_with_its_line(tmp_path):
 
 async def test_an_episode_that_vllm_refuses_is_told():
     server = fake(faults=[Fault("status", status=400, times=None)])
-    ((kind, text),) = await troubles_of(task(), server, tickets=3)
+    ((kind, text),) = await notices_of(task(), server, tickets=3)
     assert kind == "episode"
     assert re.match(r"an episode failed \(rejected\): server vllm-0 at http://\S+: HTTP 400", text)
 
@@ -221,12 +221,12 @@ async def test_a_group_that_the_queue_refuses_is_told():
         queue=queue,
         stop_when=lambda worker: worker.counters.failures["refused:logprob_positive"] == 2,
     )
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert notice.kind == "ticket"
     assert "rollout 0: a log-prob is 3, above 0" in notice.text
 
 
-async def test_a_new_trouble_is_reported_at_once(monkeypatch):
+async def test_a_new_notice_is_reported_at_once(monkeypatch):
     """The next heartbeat would come in 1000 s."""
     monkeypatch.setattr("rollout_worker.ticket_loop._HEARTBEAT_S", 1000.0)
     queue = StandInQueue(tickets_for(1, 2), keep_open=True)
@@ -235,12 +235,12 @@ async def test_a_new_trouble_is_reported_at_once(monkeypatch):
         fake(),
         queue=queue,
         config=PATIENT,
-        stop_when=lambda worker: any(report.troubles for report in queue.reports),
+        stop_when=lambda worker: any(report.notices for report in queue.reports),
     )
-    assert [notice.kind for notice in queue.reports[-1].troubles] == ["reward"]
+    assert [notice.kind for notice in queue.reports[-1].notices] == ["reward"]
 
 
-def test_i9_a_trouble_can_be_sent_whatever_its_text_is():
+def test_i9_a_notice_can_be_sent_whatever_its_text_is():
     notices = FailureNotices()
     notices.add("tool", "a", "caf\udce9", "/caf\udce9/task.py:3")
     assert notices.found[0].text.encode() == b"caf? (/caf?/task.py:3)"

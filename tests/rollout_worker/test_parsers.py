@@ -14,7 +14,7 @@ from rollout_worker.chat.parsers.custom import ResponseTemplate, load_own
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 
 NOTHING = Before()
-TOLD = Thought(told=True)
+SEPARATE = Thought(separate=True)
 # By notation: a call of `f` with a = 1 and s = "x", and what the notation makes of the arguments.
 CALLS = {
     "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1, "s": "x"}}\n</tool_call>',
@@ -106,7 +106,7 @@ VALUES = [
 ]
 
 
-def parse(name, text, thought=TOLD, before=NOTHING):
+def parse(name, text, thought=SEPARATE, before=NOTHING):
     return by_name(name, thought)(text, before)
 
 

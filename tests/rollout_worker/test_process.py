@@ -239,8 +239,8 @@ async def test_i9_a_task_that_closes_stderr_and_keeps_a_thread_at_work_lets_its_
         async with worker(values, queue_url, tmp_path) as process:
             await until(lambda: queue.groups or process.returncode is not None, timeout_s=60)
             assert process.returncode is None
-            await until(lambda: any(report.troubles for report in queue.reports))
+            await until(lambda: any(report.notices for report in queue.reports))
             process.send_signal(signal.SIGTERM)
             await asyncio.wait_for(process.communicate(), 20)
     assert process.returncode == 128 + signal.SIGTERM
-    assert "KeyError: 'first'" in queue.reports[-1].troubles[0].text
+    assert "KeyError: 'first'" in queue.reports[-1].notices[0].text

@@ -133,7 +133,7 @@ async def test_a_hiccup_costs_no_generation_and_is_counted_and_told():
     assert len(run.queue.groups) == 1
     assert run.queue.failures == {}
     assert run.worker.report().failures == {reasons.REWARD_RETRIED: 1}
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert notice.text.startswith("reward failing: OSError: hiccup; at row 0")
     requests = len(server.requests)
     run = await roll(task(rewards=[accuracy]), alone := fake(), config=run_config)

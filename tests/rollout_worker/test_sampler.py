@@ -33,13 +33,13 @@ class Setup:
         self.stale = []
         self.told = asyncio.Event()
         self.slept = []
-        self.troubles = []
+        self.notices = []
         self.asked = 0
         self.pauses = []
         self.pool = ServerPool(
             self._report,
             client.abort,
-            lambda name, text: self.troubles.append((name, text)),
+            lambda name, text: self.notices.append((name, text)),
             self._ask,
             lambda seconds, over: self.pauses.append((seconds, over)),
             abort_grace_s=abort_grace_s,
@@ -169,7 +169,7 @@ async def test_a_lone_server_is_given_time_that_grows_then_a_pause():
     assert s.sampler.retries == 3
     assert len(s.slept) == 2, "the pause is time enough"
     assert all(base / 2 <= slept <= base for base, slept in zip([0.5, 1.0], s.slept, strict=True))
-    assert [text.partition(";")[0] for _, text in s.troubles] == [
+    assert [text.partition(";")[0] for _, text in s.notices] == [
         f"server vllm-0 at {s.urls[0]} is left alone for 1 s and longer, after 3 failures in a row"
     ]
 
@@ -184,7 +184,7 @@ async def test_a_connection_that_broke_in_the_pool_is_asked_again_at_once():
 async def test_a_busy_server_is_no_wrong_request(status):
     async with setup(Fault("status", status=status), servers=2) as s:
         assert (await s.turn()).spans == [SampledSpan(7, 0, 5, "vllm-1")]
-    assert (s.troubles, s.pauses) == ([], [])
+    assert (s.notices, s.pauses) == ([], [])
 
 
 @pytest.mark.parametrize("status", [401, 403, 404, 405])
@@ -194,7 +194,7 @@ async def test_a_server_that_refuses_whatever_is_asked_is_left_alone_and_told(st
         turns = [await s.turn() for _ in range(3)]
     assert [turn.token_ids for turn in turns] == [TURN] * 3
     assert len(s.fakes[0].calls) == 1
-    ((name, text),) = s.troubles
+    ((name, text),) = s.notices
     assert name == "vllm-0"
     assert f"{s.urls[0]} is left alone" in text
     assert f"HTTP {status}" in text
@@ -255,7 +255,7 @@ async def test_d2_a_4xx_is_the_requests_fault_where_two_servers_or_a_lone_one_sa
     assert (caught.value.reason, caught.value.retryable) == ("rejected", False)
     assert sum(len(one.calls) for one in s.fakes) == 4 * min(servers, 2)
     assert str(caught.value).count("server vllm-") == min(servers, 2)
-    assert (s.troubles, s.pauses) == ([], []), "the servers are well"
+    assert (s.notices, s.pauses) == ([], []), "the servers are well"
 
 
 async def test_d2_a_refusal_that_another_server_does_not_share_is_the_servers_failure():
@@ -265,7 +265,7 @@ async def test_d2_a_refusal_that_another_server_does_not_share_is_the_servers_fa
         turns = [await s.turn() for _ in range(6)]
     assert [turn.token_ids for turn in turns] == [TURN] * 6
     assert len(s.fakes[0].calls) == 3
-    ((name, text),) = s.troubles
+    ((name, text),) = s.notices
     assert (name, s.slept) == ("vllm-0", [])
     assert "is left alone for 1 s and longer, after 3 failures in a row; the last: HTTP 400" in text
 
@@ -299,7 +299,7 @@ async def test_d2_a_first_turn_that_one_server_refuses_is_counted_once_and_sampl
     async with setup(Fault("status", status=400), servers=2, stream_first_turn=stream) as s:
         turns = await s.first_turns([Affinity() for _ in range(4)])
     assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 4
-    assert s.troubles == []
+    assert s.notices == []
 
 
 async def test_attempts_are_bounded():
@@ -332,7 +332,7 @@ async def test_a_sample_that_cannot_be_trained_on_is_sampled_again_on_another_se
         turns = [await s.turn() for _ in range(6)]
     assert [turn.token_ids for turn in turns] == [TURN] * 6
     assert len(s.fakes[0].requests) == 3
-    ((_, text),) = s.troubles
+    ((_, text),) = s.notices
     assert "after 3 failures in a row; the last: a log-prob is -9999.0" in text
 
 
@@ -351,7 +351,7 @@ async def test_a_group_whose_first_turn_is_spoiled_is_one_failure_and_goes_on_el
     async with setup(Fault("nan_logprobs"), servers=2, stream_first_turn=stream) as s:
         turns = await s.first_turns([Affinity() for _ in range(4)])
     assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 4
-    assert (s.troubles, s.sampler.retries) == ([], 4)
+    assert (s.notices, s.sampler.retries) == ([], 4)
 
 
 async def test_i5_a_restarted_server_is_reported_and_left_alone():
@@ -404,7 +404,7 @@ async def test_versions_far_ahead_of_the_registry_are_the_servers_failure():
         s.fakes[0].engine.weight_version = str(2**40)
         turns = [await s.turn() for _ in range(5)]
     assert [turn.spans for turn in turns] == [[SampledSpan(7, 0, 5, "vllm-1")]] * 5
-    ((_, text),) = s.troubles
+    ((_, text),) = s.notices
     assert "tokens of version 1099511627776, while the registry knows of none above 7" in text
 
 
@@ -485,7 +485,7 @@ async def test_requests_move_at_once_when_their_server_leaves(state):
         s.registry(state, version=None if state is ServerState.JOINING else 8)
         assert (await turn).spans == [SampledSpan(7, 0, 5, "vllm-1")]
     assert (affinity.moves, s.sampler.retries) == (1, 1)
-    assert (s.slept, s.troubles) == ([], []), "it did not fail"
+    assert (s.slept, s.notices) == ([], []), "it did not fail"
     assert "/inference/v1/abort_requests" not in s.fakes[0].calls
 
 

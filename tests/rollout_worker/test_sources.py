@@ -32,7 +32,7 @@ from tests.kit import WORKER, config
 from tests.kit.agent import MULTIPLY, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault, serving
 from tests.kit.stand_in_queue import serving_at
-from tests.kit.worker import TOKENIZER, built_by, chat_format, fake, row, task
+from tests.kit.worker import TOKENIZER, fake, row, task
 
 CONFIG = config(WORKER)
 COUNT = 3
@@ -89,7 +89,7 @@ async def opened(kind: type[EpisodeSource], *faults: Fault) -> AsyncIterator[tup
         serving(fake(faults=faults)) as url,
         InferenceClient(10.0) as client,
         UserCode(4) as code,
-        kind.open(SourceContext(CONFIG, the_task, code, build_chat=built_by(chat_format))) as source,
+        kind.open(SourceContext(CONFIG, the_task, code, TOKENIZER)) as source,
     ):
         pool = ServerPool(_ignore)
         pool.update(serving_at(url, version=7))
@@ -186,8 +186,8 @@ async def test_a_good_task_passes_the_check_with_findings_for_each_data_set(kind
     the_task = make()
     sample = RowSample(the_task.rows, the_task.rows.sample, "task.path = t.py", "", "will be dropped")
     async with UserCode(4) as code:
-        context = SourceContext(CONFIG, the_task, code, build_chat=built_by(chat_format))
-        found = await kind.check(context, [sample, sample])
+        context = SourceContext(CONFIG, the_task, code, TOKENIZER)
+        found = await kind.check_samples(context, [sample, sample])
     assert [each.warnings for each in found] == [[], []]
     for each in found:
         if each.chat_of is not None:

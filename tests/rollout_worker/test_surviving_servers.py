@@ -179,7 +179,7 @@ async def test_a_server_with_the_wrong_model_is_told_once_and_costs_nothing():
     fleet.fakes[0].faults.append(Fault("status", status=404, times=None))
     run = await roll(fleet.task, *fleet.fakes, config=CONFIG, queue=fleet.queue)
     check_nothing_lost(fleet, run)
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert notice.kind == "server"
     assert "HTTP 404" in notice.text
     assert run.worker.counters.episodes_failed == 0

@@ -1,10 +1,10 @@
 import asyncio
 import json
 import re
+import sys
 import time
 
 import pytest
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
@@ -113,7 +113,7 @@ def test_a_template_that_cannot_be_used_with_tools_is_refused_by_name(template, 
 
 @pytest.mark.parametrize("tools", [[], SCHEMAS])
 def test_i7_a_syntax_error_in_a_template_is_named_with_its_line(tools):
-    told = "^the chat template of my-model has a syntax error, line 2: Expected an expression.*; mend it there"
+    told = "^the chat template of my-model has a syntax error, line 2: Expected an expression.*; fix it there"
     with pytest.raises(ConfigError, match=told):
         with_template("{% for m in messages %}{{ m.content }}\n{{ }}{% endfor %}", tools)
 
@@ -237,7 +237,7 @@ def test_a_tokenizer_that_is_the_models_own_code_is_loaded_only_where_that_is_al
                 raise ImportError("no such module")
             return TOKENIZER
 
-    monkeypatch.setitem(vars(transformers), "AutoTokenizer", AutoTokenizer)
+    monkeypatch.setitem(vars(sys.modules["transformers"]), "AutoTokenizer", AutoTokenizer)
     with pytest.raises(ConfigError, match=r"no tokenizer.json"):
         load_tokenizer(model(tmp_path))
     assert not asked

@@ -8,7 +8,6 @@ import pytest
 
 from protocol.client import QueueRefused, Unreachable
 from protocol.messages import ErrorBody, Server, ServerState, TicketReply
-from rollout_worker.chat.build import WithSystemPrompt
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.task.task import Task
 from rollout_worker.worker import work
@@ -18,7 +17,7 @@ from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.fake_vllm.policies import in_turn, multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
 from tests.kit.stand_in_queue import StandInQueue, serving_at, tickets_for
-from tests.kit.worker import TOKENIZER, ReadableOnce, accuracy, chat_format, fake, multiply, roll, row, task, until
+from tests.kit.worker import TOKENIZER, ReadableOnce, accuracy, fake, multiply, roll, row, task, until
 
 LONG = config(WORKER, rollout={"max_turn_tokens": 600, "max_episode_tokens": 2000}, vllm={"max_model_len": 4000})
 
@@ -88,8 +87,13 @@ def brief(completions, **columns):
 
 
 async def test_a_refused_suffix_becomes_a_second_segment_of_the_rollout(monkeypatch):
+    append = TemplateFormat.suffix_ids
+
     async def refused(chat, prompt_ids, turn_ids, messages):
-        return None
+        """None for the row's conversation. The format check before the run has others."""
+        if "Multiply 12 by 34." in TOKENIZER.decode(prompt_ids):
+            return None
+        return await append(chat, prompt_ids, turn_ids, messages)
 
     monkeypatch.setattr(TemplateFormat, "suffix_ids", refused)
     run = await roll(task(), fake(), fake())
@@ -117,7 +121,7 @@ async def test_the_conversation_is_kept_with_its_prompt():
 
 async def test_the_conversation_that_is_kept_begins_with_the_run_files_system_prompt():
     """As the policy read it; the rewards get the row's own prompt."""
-    run = await roll(task(), fake(), chat=lambda tools: WithSystemPrompt(chat_format(tools), "Be brief."))
+    run = await roll(task(), fake(), config=config(WORKER, chat={"system_prompt": "Be brief."}))
     messages = json.loads(run.rollouts[0].messages.decode("utf-8"))
     assert messages[0] == {"role": "system", "content": "Be brief."}
     assert [message["role"] for message in messages[1:]] == ["user", "assistant", "tool", "assistant"]
@@ -604,9 +608,8 @@ async def test_a_success_ends_the_pauses():
     assert slept == [0.25, 0.5, 0.25, 0.5]
 
 
-async def test_a_model_without_a_chat_template_does_not_drop_row_after_row(monkeypatch):
+async def test_a_model_without_a_chat_template_does_not_drop_row_after_row():
     """12,302 rows went in 16 s."""
-    monkeypatch.setattr("tests.kit.worker.TOKENIZER", build_tokenizer(None))
     slept = []
 
     async def sleep(seconds):
@@ -622,11 +625,12 @@ async def test_a_model_without_a_chat_template_does_not_drop_row_after_row(monke
         fake(),
         queue=queue,
         config=config(WORKER, worker={"episodes": 32}),
+        tokenizer=build_tokenizer(None),
         sleep=sleep,
         stop_when=lambda worker: bool(stopping),
     )
     assert 0 < len(queue.failures) <= 16 * 9
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert "the tokenizer has no chat template" in notice.text
 
 

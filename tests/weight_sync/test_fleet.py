@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from protocol.messages import ServerState
 from tests.kit.sync import probe
 from weight_sync.fleet.decisions import Standing, find_lag, retry_pause_s
-from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 
 SE, ST = ServerState.SERVING, ServerState.STALE
-FIGURES = ServerFigures(0.1, 0.01, 0.2, 1e-6)
+FIGURES = ServerMetrics(0.1, 0.01, 0.2, 1e-6)
 
 
 def weights(value: float) -> list[tuple[str, torch.Tensor]]:

@@ -18,7 +18,7 @@ from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooReceiverEnd
 from tests.weight_sync.test_delta import changed, flat_of
-from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
@@ -177,7 +177,7 @@ async def test_a_delta_that_says_it_is_larger_than_everything_is_refused() -> No
 def test_a_publication_s_record_adds_up_what_was_sent_to_each_server() -> None:
     publications = Publications(1)
     publications.handed(3, 0.0)
-    figures = [ServerFigures(0.1, 0.0, 0.2, 0.0, sent, 1000, share) for sent, share in ((1000, None), (20, 0.01))]
+    figures = [ServerMetrics(0.1, 0.0, 0.2, 0.0, sent, 1000, share) for sent, share in ((1000, None), (20, 0.01))]
     served: dict[str, int | None] = {}
     for name, of in (("a", figures[0]), ("b", figures[1]), ("b", figures[1])):  # one that is proven twice counts once
         publications.proven(name, 3, of, served)

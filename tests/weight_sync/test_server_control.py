@@ -73,19 +73,18 @@ async def test_an_unknown_host_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 async def test_an_answer_of_another_kind_of_server_is_an_error() -> None:
     from aiohttp import web
 
-    async def page(request: web.Request) -> web.Response:
-        return web.Response(text="{", content_type="application/json")
+    answers = ["{", "{}"]
 
-    async def empty(request: web.Request) -> web.Response:
-        return web.json_response({})
+    async def page(request: web.Request) -> web.Response:
+        return web.Response(text=answers.pop(0), content_type="application/json")
 
     fake = FakeVllm(dev_mode=False)
-    fake.app.add_routes([web.get("/weight_info", page), web.get("/get_world_size", empty)])
+    fake.app.add_routes([web.get("/weight_info", page)])
     async with serving(fake) as url, ServerControl(url, 5) as control:
         with pytest.raises(ControlError, match="/weight_info: Expecting"):
             await control.weight_label()
-        with pytest.raises(ControlError, match=r"/get_world_size: the answer \{\} holds no world_size"):
-            await control.world_size()
+        with pytest.raises(ControlError, match=r"/weight_info: the answer \{\} holds no weight_version"):
+            await control.weight_label()
 
 
 @pytest.mark.parametrize("updating", [False, True])

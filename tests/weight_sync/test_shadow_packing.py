@@ -103,3 +103,24 @@ def test_a_layer_that_could_not_be_packed_is_named_and_no_other_model_is_blamed(
     assert "model.dtype" in str(error.value)
     assert "another model" not in str(error.value)
     assert torch.equal(served(torch.eye(COLUMNS)), before)
+
+
+@pytest.mark.parametrize(
+    ("says", "blames"),
+    [("not enough memory", False), ("The size of tensor a (4) must match the size of tensor b (8)", True)],
+)
+def test_a_loader_that_fails_blames_another_model_only_where_shapes_differ(says: str, blames: bool) -> None:
+    class Failing(Served):
+        def load_weights(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+            super().load_weights(named)
+            if not self.first:
+                raise RuntimeError(says)
+            self.first = False
+
+        first = True
+
+    served = Failing(torch.float32)
+    with pytest.raises((RuntimeError, ValueError), match=r"^up\.weight .* could not be loaded") as error:
+        publish(served, weights(torch.float32, seed=2), torch.float32)
+    assert says in str(error.value)
+    assert ("another model" in str(error.value)) == blames

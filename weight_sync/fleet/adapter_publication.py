@@ -20,7 +20,7 @@ from blake3 import blake3
 from protocol.config import RunConfig
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ControlError, ServerControl
-from weight_sync.server.proof import ProofFigures, ServerProof
+from weight_sync.server.proof import ProofMetrics, ServerProof
 from weight_sync.server.proof_rule import Floats
 from weight_sync.transports.base import TransferError
 from weight_sync.weights.snapshot import AdapterPayload, Snapshot
@@ -59,7 +59,7 @@ class AdapterOutcome:
 
     name: str
     transfer_s: float
-    proof: ProofFigures
+    proof: ProofMetrics
 
 
 async def publish_adapter(
@@ -85,9 +85,9 @@ async def publish_adapter(
         began = time.monotonic()
     await have_loaded(control, payload, state)
     transfer_s = time.monotonic() - began
-    figures = await proof.prove(AdapterTarget(control, payload.name), snapshot)
+    metrics = await proof.prove(AdapterTarget(control, payload.name), snapshot)
     await control.serve_adapter(payload.name)
-    return AdapterOutcome(payload.name, transfer_s, figures)
+    return AdapterOutcome(payload.name, transfer_s, metrics)
 
 
 async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:

@@ -21,7 +21,7 @@ from protocol.messages import Server, ServerState
 from weight_sync.fleet.decisions import Lag, Standing, find_lag
 from weight_sync.fleet.eligibility import Wanted
 from weight_sync.fleet.member import Member
-from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.server.control import ServerControl
@@ -183,9 +183,9 @@ class Fleet:
         self._boots[boot] = name
         return None
 
-    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
+    def proven(self, member: Member, version: int, metrics: ServerMetrics) -> None:
         served = {name: of.server.version for name, of in self.members.items()}
-        if self.publications.proven(member.name, version, figures, served):
+        if self.publications.proven(member.name, version, metrics, served):
             logger.debug("version %d counts: %s have it", version, self.publications.reached(version))
         self._notify()
         self._read.set()

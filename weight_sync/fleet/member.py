@@ -22,7 +22,7 @@ from protocol.client import QueueRefused
 from protocol.messages import Server, ServerState
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
-from weight_sync.fleet.publications import Publications, ServerFigures
+from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.queue_status import Put, QueueReporter, UserPause, transport_to
 from weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
 from weight_sync.fleet.snapshots import Snapshots
@@ -45,7 +45,7 @@ class FleetView(Protocol):
     def claim(self, boot: str, name: str) -> str | None:
         """Claims `name` for the server process `boot`. Returns why not, where it is in the fleet under another name."""
 
-    def proven(self, member: Member, version: int, figures: ServerFigures) -> None:
+    def proven(self, member: Member, version: int, metrics: ServerMetrics) -> None:
         """Notes that a server computes with `version`, and what the publication took."""
 
     def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
@@ -257,7 +257,7 @@ class Member:
             outcome = await self.attempt.run(partial(self._sync.publish, snapshot))
             whole = True
             took_s = time.monotonic() - began
-            await self._note_proven(snapshot, ServerFigures.of(outcome, took_s, self.reporter.transport))
+            await self._note_proven(snapshot, ServerMetrics.of(outcome, took_s, self.reporter.transport))
         except (*PUBLISH_ERRORS, TimeoutError) as error:
             await self._failed(snapshot, state, error)
         except QueueRefused as refusal:
@@ -281,16 +281,16 @@ class Member:
         else:
             await self._note_silence(why, asked)
 
-    async def _note_proven(self, snapshot: Snapshot, figures: ServerFigures) -> None:
+    async def _note_proven(self, snapshot: Snapshot, metrics: ServerMetrics) -> None:
         # A version that took long is old by now: serving it would hold up admission until the newest is there.
-        told = self.server.state in (_S.SERVING, _S.DRAINING)
-        if told or not self._fleet.would_be_stale(self, snapshot.version, figures.took_s):
-            if not told and self.server.state is not _S.SYNCING:
+        known = self.server.state in (_S.SERVING, _S.DRAINING)
+        if known or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s):
+            if not known and self.server.state is not _S.SYNCING:
                 await self.reporter.tell(_S.SYNCING)
             await self.reporter.tell(_S.SERVING, snapshot.version)
-        self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, figures.took_s
+        self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, metrics.took_s
         self.behind_since, self._labels = None, {snapshot.label}
-        self._fleet.proven(self, snapshot.version, figures)
+        self._fleet.proven(self, snapshot.version, metrics)
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
         reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"

@@ -13,7 +13,7 @@ _KEPT = 16
 
 
 @dataclass(frozen=True)
-class ServerFigures:
+class ServerMetrics:
     """One server's part in a publication.
 
     Attributes:
@@ -37,7 +37,7 @@ class ServerFigures:
     transport: str | None = None
 
     @classmethod
-    def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerFigures:
+    def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerMetrics:
         """Takes them from a publication's outcome."""
         sent = outcome.sent or Sent(0, 0)
         return cls(
@@ -59,7 +59,7 @@ class PublishRecord:
         probe_max_abs_diff: Largest of all servers, in nats.
         servers_ok: Names of the servers that have it, sorted.
         servers_failed: Newest reason by server name.
-        servers: Figures by server name.
+        servers: Metrics by server name.
         lag: Versions by which each other server was behind when it counted.
         skipped: Versions before it that were overtaken and reached no quorum.
         sent_bytes: Bytes sent to all servers.
@@ -75,28 +75,28 @@ class PublishRecord:
     probe_max_abs_diff: float = 0.0
     servers_ok: list[str] = field(default_factory=list)
     servers_failed: dict[str, str] = field(default_factory=dict)
-    servers: dict[str, ServerFigures] = field(default_factory=dict)
+    servers: dict[str, ServerMetrics] = field(default_factory=dict)
     lag: dict[str, int] = field(default_factory=dict)
     skipped: int = 0
     sent_bytes: int = 0
     whole_bytes: int = 0
     share_changed: float | None = None
 
-    def add(self, name: str, figures: ServerFigures) -> None:
-        """Adds a server that has the version, or replaces its figures."""
+    def add(self, name: str, metrics: ServerMetrics) -> None:
+        """Adds a server that has the version, or replaces its metrics."""
         before = self.servers.get(name)
-        self.servers[name] = figures
-        self.sent_bytes += figures.sent_bytes - (before.sent_bytes if before else 0)
-        self.whole_bytes += figures.whole_bytes - (before.whole_bytes if before else 0)
+        self.servers[name] = metrics
+        self.sent_bytes += metrics.sent_bytes - (before.sent_bytes if before else 0)
+        self.whole_bytes += metrics.whole_bytes - (before.whole_bytes if before else 0)
         shares = [of.share_changed for of in self.servers.values() if of.share_changed is not None]
         self.share_changed = max(shares, default=None)
         self.servers_failed.pop(name, None)
         if name not in self.servers_ok:
             self.servers_ok.append(name)
             self.servers_ok.sort()
-        self.transfer_s = max(self.transfer_s, figures.transfer_s)
-        self.pause_s = max(self.pause_s, figures.pause_s)
-        self.probe_max_abs_diff = max(self.probe_max_abs_diff, figures.probe_max_abs_diff)
+        self.transfer_s = max(self.transfer_s, metrics.transfer_s)
+        self.pause_s = max(self.pause_s, metrics.pause_s)
+        self.probe_max_abs_diff = max(self.probe_max_abs_diff, metrics.probe_max_abs_diff)
 
 
 class Publications:
@@ -131,7 +131,7 @@ class Publications:
         if (record := self._known.get(version)) is not None and name not in record.servers:
             record.servers_failed[name] = reason
 
-    def proven(self, name: str, version: int, figures: ServerFigures, served: Mapping[str, int | None]) -> bool:
+    def proven(self, name: str, version: int, metrics: ServerMetrics, served: Mapping[str, int | None]) -> bool:
         """Adds a server to a version's record. Returns whether the publication counts from now on.
 
         Args:
@@ -140,7 +140,7 @@ class Publications:
         record = self._known.get(version)
         if record is None:
             return False
-        record.add(name, figures)
+        record.add(name, metrics)
         over = self.counted is not None and version <= self.counted
         if over or len(record.servers_ok) < self.quorum:
             return False

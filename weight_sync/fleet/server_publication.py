@@ -18,7 +18,7 @@ from weight_sync.server.answers import EngineState, serves_another_run
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.server.proof import ProofFailed, ProofFigures, ServerProof
+from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof
 from weight_sync.transports.base import Sent, TransferError, Transport
 from weight_sync.weights.snapshot import Snapshot
 
@@ -41,7 +41,7 @@ class Outcome:
 
     transfer_s: float
     pause_s: float
-    proof: ProofFigures
+    proof: ProofMetrics
     sent: Sent | None = None
 
     @property
@@ -118,9 +118,9 @@ class ServerSync:
         finally:
             self.left_paused = pause.left_paused
         transfer_s = time.monotonic() - began - pause.seconds
-        figures = await self.proof.prove(self.control, snapshot)
+        metrics = await self.proof.prove(self.control, snapshot)
         self._proven = snapshot.label
-        return Outcome(transfer_s, pause.seconds, figures, transport.sent)
+        return Outcome(transfer_s, pause.seconds, metrics, transport.sent)
 
     async def _look(self, snapshot: Snapshot, looked: asyncio.Event) -> None:
         if not self.left_paused:

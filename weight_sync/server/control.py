@@ -147,19 +147,6 @@ class ServerControl(AdapterRoutes):
             why = last.unconnected or last if last is not None else NO_ANSWER
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
-    async def is_up(self) -> bool:
-        """Returns whether the engine answers now, not only the API process in front of it."""
-        try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
-                state = await self.state()
-        except (ControlError, TimeoutError):
-            return False
-        return state.alive and not state.reason
-
-    async def world_size(self) -> int:
-        """Returns the number of the server's workers, over all kinds of parallelism."""
-        return int(await self._read("/get_world_size", "world_size"))
-
     async def facts(self) -> ServerFacts:
         """Returns the flags that the server was started with."""
         return ServerFacts.from_route(await self._call("GET", "/slipstream/facts"))

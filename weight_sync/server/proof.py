@@ -73,7 +73,7 @@ class ProofTarget(Scoring, Protocol):
 
 
 @dataclass(frozen=True)
-class ProofFigures:
+class ProofMetrics:
     """Findings of a proof that holds. Differences are of log-probs of the probe, in nats.
 
     Attributes:
@@ -142,7 +142,7 @@ class ServerProof:
         served = await self._scorer(control, snapshot.probe.token_ids)
         self._before = _Earlier(snapshot.version, served, self._proven if known else None)
 
-    async def prove(self, control: ProofTarget, snapshot: Snapshot) -> ProofFigures:
+    async def prove(self, control: ProofTarget, snapshot: Snapshot) -> ProofMetrics:
         """Proves, after the swap, that the server computes with `snapshot`.
 
         Raises:
@@ -166,7 +166,7 @@ class ServerProof:
             raise ProofFailed(f"{control.url}: after version {snapshot.version} {judgement.fault}{self._remedy()}")
         self._baseline.learn(judgement.difference)
         self._proven = snapshot.words
-        return ProofFigures(
+        return ProofMetrics(
             max_abs_diff=judgement.max_abs_diff,
             difference=judgement.difference,
             moved=judgement.moved,

@@ -124,8 +124,8 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
     """Returns `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
-            said: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
-            return said
+            engine_state: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
+            return engine_state
     except TimeoutError:
         return None
     except Exception as error:
@@ -138,18 +138,18 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
 async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     """Returns the fields of `weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
-    said = await ask_engine(engine) if status.broken is None else None
-    reason = status.broken or (None if said else NO_ANSWER)
+    engine_state = await ask_engine(engine) if status.broken is None else None
+    reason = status.broken or (None if engine_state else NO_ANSWER)
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
     owner, now = status.owner, time.monotonic()
     return {
-        "boot": f"{status.boot}-{said['boot']}" if said else status.boot,
-        "label": (status.adapter or said["label"]) if said else "",
-        "paused": said["paused"] if said else True,
+        "boot": f"{status.boot}-{engine_state['boot']}" if engine_state else status.boot,
+        "label": (status.adapter or engine_state["label"]) if engine_state else "",
+        "paused": engine_state["paused"] if engine_state else True,
         "whole": status.whole,
-        "alive": said is not None,
-        "pause_owner": status.pause_owner if said is None or said["paused"] else "none",
+        "alive": engine_state is not None,
+        "pause_owner": status.pause_owner if engine_state is None or engine_state["paused"] else "none",
         "workers": parallel.world_size_across_dp,
         "transport": transfer.backend if transfer is not None else "none",
         "reason": reason,

@@ -214,7 +214,7 @@ class ObjectiveSection(Section):
 
         def has_its_part(name: str) -> bool:
             parts = {part: preset.get(part, cls.model_fields[part].default) for part in TIED_TO.get(name, ())}
-            return all(values.get(part, whose) == whose for part, whose in parts.items())
+            return all(values.get(part, variant) == variant for part, variant in parts.items())
 
         return {name: value for name, value in preset.items() if has_its_part(name)}
 

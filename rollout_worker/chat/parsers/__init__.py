@@ -23,8 +23,8 @@ NOTATIONS: dict[str, Notation] = {
     "llama3_json": json_calls.LLAMA3_JSON,
 }
 _THOUGHTS = {
-    "gemma4": Thought("<|channel>thought", "<channel|>", told=True),
-    "cohere": Thought("<|START_THINKING|>", "<|END_THINKING|>", told=True),
+    "gemma4": Thought("<|channel>thought", "<channel|>", separate=True),
+    "cohere": Thought("<|START_THINKING|>", "<|END_THINKING|>", separate=True),
 }
 WHOLE_TURNS: dict[str, Parser] = {"harmony": tagged_calls.parse_harmony, "atem": tagged_calls.parse_atem}
 NAMES = (*NOTATIONS, *WHOLE_TURNS)
@@ -46,7 +46,7 @@ def by_name(name: str, thought: Thought) -> Parser:
     """
     if name in WHOLE_TURNS:
         return WHOLE_TURNS[name]
-    return Scan(NOTATIONS[name], thought if thought.told else _THOUGHTS.get(name, thought))
+    return Scan(NOTATIONS[name], thought if thought.separate else _THOUGHTS.get(name, thought))
 
 
 __all__ = ["NAMES", "NOTATIONS", "WHOLE_TURNS", "Before", "Notation", "Parser", "Scan", "Thought", "by_name"]

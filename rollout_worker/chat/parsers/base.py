@@ -99,11 +99,11 @@ class Before:
 
     Attributes:
         tail: The end of the prompt.
-        said: The part of the turn that the prompt already contains, such as the opening of a thought.
+        begun: The part of the turn that the prompt already contains, such as the opening of a thought.
     """
 
     tail: str = ""
-    said: str = ""
+    begun: str = ""
 
 
 class Parser(Protocol):
@@ -270,16 +270,16 @@ class Thought:
     Attributes:
         opening: The opening tag.
         closing: The closing tag.
-        told: Reasoning is separated from the content. Otherwise it stays in it.
+        separate: Whether reasoning is separated from the content. Otherwise it stays there.
     """
 
     opening: str = OPENS_THOUGHT
     closing: str = CLOSES_THOUGHT
-    told: bool = False
+    separate: bool = False
 
-    def is_open(self, said: str) -> bool:
-        """Return whether the text `said` ends inside a thought."""
-        return said.rfind(self.opening) > said.rfind(self.closing)
+    def is_open(self, text: str) -> bool:
+        """Return whether the text ends inside a thought."""
+        return text.rfind(self.opening) > text.rfind(self.closing)
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,12 +310,12 @@ class Scan:
             if end < 0:
                 calls.extend(self._unclosed(source, inside))
             thoughts.append(text[inside : end if end >= 0 else len(text)])
-            if not thought.told:
+            if not thought.separate:
                 content.append(text[start:closed])
             return closed
 
         reads = 0
-        at = think(0, 0) if thought.is_open(before.said) else 0
+        at = think(0, 0) if thought.is_open(before.begun) else 0
         while at < len(text):
             opened = self._either.search(text, at)
             if opened is None:
@@ -334,9 +334,9 @@ class Scan:
             if not found or any(isinstance(call, MalformedCall) for call in found):
                 content.append(text[opened.start() : at])
         content.append(text[at:])
-        if not calls and not (thought.told and thoughts):
+        if not calls and not (thought.separate and thoughts):
             return ParsedTurn(text, text, [])
-        reasoning = "\n\n".join(stripped for part in thoughts if (stripped := part.strip())) if thought.told else ""
+        reasoning = "\n\n".join(stripped for part in thoughts if (stripped := part.strip())) if thought.separate else ""
         return ParsedTurn(text, "".join(content).strip(), no_more(calls), reasoning or None)
 
     def _unclosed(self, source: CallFinder, at: int) -> Calls:

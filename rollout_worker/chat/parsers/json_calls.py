@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from rollout_worker.chat.parsers.base import (
     Call,
@@ -84,72 +85,61 @@ class TaggedJson:
 
 COHERE = TaggedJson("<|START_ACTION|>", "<|END_ACTION|>", arguments=("parameters",), name="tool_name")
 
-_DEEPSEEK_CLOSES = "<｜tool▁call▁end｜>"
 
-_DEEPSEEK_NEXT = re.compile("<｜tool▁call▁begin｜>|(?P<close><｜tool▁call▁end｜>)")
+@dataclass(frozen=True, slots=True)
+class NamedJson:
+    """Reads calls that write the tool's name before an object with the arguments alone.
 
-_DEEPSEEK_NAMED = re.compile(r"(?:function<｜tool▁sep｜>)?\s*([\w.-]{1,256})\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json)?")
+    Attributes:
+        opening: Matches the tags before the name.
+        named: Matches all between `opening` and the object, with a group `name`, and `id` where the policy writes one.
+        closing: Matches all that follows the object.
+        following: Matches the next opening tag, or the closing tag as a group `close`.
+        closes: The closing tag as messages to the policy show it.
+    """
 
-_FENCE = re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?")
-
-
-class _DeepSeek:
-    opening = re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*")
-
-    def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
-        named = _DEEPSEEK_NAMED.match(source.text, opened.end())
-        if named is None:
-            return malformed(source, _DEEPSEEK_NEXT, opened.end(), "the tool call names no function")
-        try:
-            value, end = read_json(source.text, skip_space(source.text, named.end()))
-        except Unreadable as error:
-            return malformed(source, _DEEPSEEK_NEXT, error.at, f"the tool call's arguments are not valid JSON: {error}")
-        closed = _FENCE.match(source.text, end)
-        if closed is None:
-            return malformed(
-                source, _DEEPSEEK_NEXT, end, f"{_DEEPSEEK_CLOSES} does not follow the tool call's arguments"
-            )
-        if not isinstance(value, dict | str):
-            return [MalformedCall("the tool call's arguments must be a JSON object")], closed.end()
-        return [ToolCall(named[1], value)], closed.end()
-
-
-DEEPSEEK = _DeepSeek()
-
-HERMES = TaggedJson("<tool_call>", "</tool_call>")
-
-_KIMI_CLOSES = "<|tool_call_end|>"
-
-_KIMI_NEXT = re.compile(r"<\|tool_call_begin\|>|(?P<close><\|tool_call_end\|>)")
-
-_KIMI_NAMED = re.compile(r"\s*((?:functions\.)?([\w.-]{1,256})(?::\d{1,9})?)\s*<\|tool_call_argument_begin\|>")
-
-_END_OF_SECTION = re.compile(r"\s*<\|tool_calls_section_end\|>")
-
-
-class _Kimi:
-    opening = re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>")
+    opening: re.Pattern[str]
+    named: re.Pattern[str]
+    closing: re.Pattern[str]
+    following: re.Pattern[str]
+    closes: str
 
     def read(self, source: CallFinder, opened: re.Match[str]) -> tuple[Calls, int]:
-        named = _KIMI_NAMED.match(source.text, opened.end())
+        named = self.named.match(source.text, opened.end())
         if named is None:
-            return malformed(source, _KIMI_NEXT, opened.end(), "the tool call names no function")
+            return malformed(source, self.following, opened.end(), "the tool call names no function")
         try:
             value, end = read_json(source.text, named.end())
         except Unreadable as error:
-            return malformed(source, _KIMI_NEXT, error.at, f"the tool call's arguments are not valid JSON: {error}")
-        end = skip_space(source.text, end)
-        if not source.text.startswith(_KIMI_CLOSES, end):
-            return malformed(source, _KIMI_NEXT, end, f"{_KIMI_CLOSES} does not follow the tool call's arguments")
-        end += len(_KIMI_CLOSES)
-        if (section := _END_OF_SECTION.match(source.text, end)) is not None:
-            end = section.end()
+            return malformed(source, self.following, error.at, f"the tool call's arguments are not valid JSON: {error}")
+        closed = self.closing.match(source.text, end)
+        if closed is None:
+            why = f"{self.closes} does not follow the tool call's arguments"
+            return malformed(source, self.following, end, why)
         if not isinstance(value, dict | str):
-            return [MalformedCall("the tool call's arguments must be a JSON object")], end
-        return [ToolCall(named[2], value, named[1])], end
+            return [MalformedCall("the tool call's arguments must be a JSON object")], closed.end()
+        return [ToolCall(named["name"], value, named.groupdict().get("id"))], closed.end()
 
 
-KIMI = _Kimi()
+DEEPSEEK = NamedJson(
+    opening=re.compile(r"(?:<｜tool▁calls▁begin｜>\s*)?<｜tool▁call▁begin｜>\s*"),
+    named=re.compile(r"(?:function<｜tool▁sep｜>)?\s*(?P<name>[\w.-]{1,256})\s*(?:<｜tool▁sep｜>|\n)\s*(?:```json)?"),
+    closing=re.compile(r"\s*(?:```)?\s*<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?"),
+    following=re.compile("<｜tool▁call▁begin｜>|(?P<close><｜tool▁call▁end｜>)"),
+    closes="<｜tool▁call▁end｜>",
+)
+
+HERMES = TaggedJson("<tool_call>", "</tool_call>")
+
+KIMI = NamedJson(
+    opening=re.compile(r"(?:<\|tool_calls_section_begin\|>\s*)?<\|tool_call_begin\|>"),
+    named=re.compile(
+        r"\s*(?P<id>(?:functions\.)?(?P<name>[\w.-]{1,256})(?::\d{1,9})?)\s*<\|tool_call_argument_begin\|>"
+    ),
+    closing=re.compile(r"\s*<\|tool_call_end\|>(?:\s*<\|tool_calls_section_end\|>)?"),
+    following=re.compile(r"<\|tool_call_begin\|>|(?P<close><\|tool_call_end\|>)"),
+    closes="<|tool_call_end|>",
+)
 
 _KEYS = frozenset({"name", "parameters", "arguments", "type", "id"})
 

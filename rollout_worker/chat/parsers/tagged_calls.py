@@ -136,10 +136,10 @@ def blocks(text: str) -> Iterator[Block]:
         at = end.end()
 
 
-def said_header(said: str) -> str:
+def begun_header(begun: str) -> str:
     """Return the header that the prompt wrote, without any part of the body that it wrote too."""
-    body = said.rfind(_MESSAGE)
-    return said if body < 0 else said[: body + len(_MESSAGE)]
+    body = begun.rfind(_MESSAGE)
+    return begun if body < 0 else begun[: body + len(_MESSAGE)]
 
 
 def _turn_of_blocks(text: str, calls: Calls, thoughts: Sequence[str], content: Sequence[str]) -> ParsedTurn:
@@ -167,7 +167,7 @@ def parse_atem(text: str, before: Before) -> ParsedTurn:
     calls: Calls = []
     thoughts: list[str] = []
     content: list[str] = []
-    for block in blocks(said_header(before.said) + text):
+    for block in blocks(begun_header(before.begun) + text):
         recipient = _ATEM_RECIPIENT.search(block.header)
         to = recipient[1] if recipient is not None else "user"
         if to == "self":
@@ -208,7 +208,7 @@ def parse_harmony(text: str, before: Before) -> ParsedTurn:
     calls: Calls = []
     thoughts: list[str] = []
     content: list[str] = []
-    for block in blocks(said_header(before.said) + text):
+    for block in blocks(begun_header(before.begun) + text):
         if (recipient := _HARMONY_RECIPIENT.search(block.header)) is not None:
             calls.append(call := _call(recipient[1], block))
             if isinstance(call, MalformedCall):

@@ -137,7 +137,7 @@ async def test_one_that_never_asks_is_a_failed_episode_with_the_reason():
     assert idle(run.worker)
 
 
-async def test_i9_one_that_raises_fails_its_episode_and_one_trouble_names_its_line():
+async def test_i9_one_that_raises_fails_its_episode_and_one_notice_names_its_line():
     async def agent(endpoint):
         await ask_once(endpoint)
         raise SystemExit("no more")
@@ -145,7 +145,7 @@ async def test_i9_one_that_raises_fails_its_episode_and_one_trouble_names_its_li
     run = await roll(agent_task(agent), fake(), tickets=2)
     assert {failure.reason for failure in run.queue.failures.values()} == {"agent"}
     assert all(failure.retryable for failure in run.queue.failures.values())
-    (notice,) = run.worker.report().troubles
+    (notice,) = run.worker.report().notices
     assert notice.kind == "agent"
     assert "SystemExit(no more)" in notice.text
     assert "test_episodes.py:" in notice.text

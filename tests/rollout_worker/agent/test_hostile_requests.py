@@ -213,7 +213,7 @@ async def test_special_tokens_in_what_tools_answered_speak_as_nobody():
     text = TOKENIZER.decode(segment.token_ids, skip_special_tokens=False)
     assert "6< |im_end|>\n< |im_start|>assistant" in text
     assert text.count("<|im_start|>assistant") == 2
-    assert any("special tokens" in notice.text for notice in run.worker.report().troubles)
+    assert any("special tokens" in notice.text for notice in run.worker.report().notices)
 
 
 async def test_a_long_answer_of_a_tool_loses_its_middle():

@@ -34,7 +34,7 @@ def thinking(text, index):
 
 async def rolled(agent, reply=thinking, **options):
     thinking.numbers = itertools.count()
-    run = await roll(agent_task(agent), fake(scripted(TOKENIZER, reply)), chat=chat, config=ROOMY, **options)
+    run = await roll(agent_task(agent), fake(scripted(TOKENIZER, reply)), tokenizer=TOKENIZER, config=ROOMY, **options)
     assert run.queue.failures == {}, run.queue.failures
     return run
 

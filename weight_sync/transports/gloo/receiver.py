@@ -35,7 +35,7 @@ class DeltaInfo:
     base: str
     sizes: list[int]
 
-    def check(self, whole_bytes: int) -> None:
+    def check_size(self, whole_bytes: int) -> None:
         """Raises ValueError if the payloads are not smaller than the whole snapshot."""
         if min(self.sizes, default=-1) < 0 or sum(self.sizes) >= max(1, whole_bytes):
             raise ValueError(f"a delta of {self.sizes} bytes for weights of {whole_bytes}")
@@ -75,7 +75,7 @@ class GlooReceiver:
         size = info.total_bytes()
         delta = DeltaInfo(**info.delta) if info.delta is not None else None
         if delta is not None:
-            delta.check(size)
+            delta.check_size(size)
         leads = self._group.leader == self._group.rank
         return info.views(self._received(info, size, delta) if leads else self._mapped(size))
 

@@ -101,8 +101,8 @@ class GlooTransport(StagedTransport):
                 self._send_bytes(group, snapshot, snapshot.flat)
             else:
                 self._send_bytes(group, snapshot, path.joined)
-                said = [group.hear(rank)[0] for rank in group.receivers]
-                fits = set(said) == {OK}
+                answers = [group.hear(rank)[0] for rank in group.receivers]
+                fits = set(answers) == {OK}
                 for rank in group.receivers:
                     group.tell(rank, int(not fits))
                 if not fits:

@@ -132,15 +132,15 @@ async def admit(listener: Listener, open_socket: socket.socket) -> None:
     """Accepts connections until cancelled, one in each turn of the loop: a server's request must be read before the
     next hundred strangers replace its connection."""
     loop = asyncio.get_running_loop()
-    told = False
+    logged = False
     while True:
         try:
             connection, _ = await loop.sock_accept(open_socket)
             await loop.connect_accepted_socket(listener, connection)
         except OSError as error:
-            if not told:
+            if not logged:
                 logger.warning("a connection to the weights' port could not be taken: %s", error)
-            told = True
+            logged = True
             await asyncio.sleep(ACCEPT_AGAIN_S)
         await asyncio.sleep(0)
 

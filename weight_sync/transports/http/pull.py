@@ -263,7 +263,7 @@ class Pull:
             self._left.appendleft(index)
             now = self._world.clock()
             pause_s = self._sources.failed(attempt, error, now)
-            logger.info("chunk %d from %s broke off: %s", index, attempt.source.url, attempt.source.trouble)
+            logger.info("chunk %d from %s broke off: %s", index, attempt.source.url, attempt.source.last_error)
             if attempt.source is not self._sources.last:
                 return pause_s
             if isinstance(error, GoneError):

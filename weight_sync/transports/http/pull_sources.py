@@ -57,7 +57,7 @@ class PullSource:
         down: Whether its last attempt brought next to nothing, and not by being slow.
         distrusted: Whether its bytes were wrong.
         refused_since: Since when its port has been closed, None if it is open.
-        trouble: Its last error.
+        last_error: Why its newest attempt failed; empty before the first failure.
     """
 
     url: str
@@ -68,7 +68,7 @@ class PullSource:
     down: bool = False
     distrusted: bool = False
     refused_since: float | None = None
-    trouble: str = ""
+    last_error: str = ""
 
 
 @dataclass(eq=False)
@@ -136,7 +136,7 @@ class Sources:
     def failed(self, attempt: Attempt, error: Exception, now: float) -> float:
         """Notes that the attempt failed. Returns the seconds to wait before the next one."""
         source = attempt.source
-        source.trouble = attempt.slow or f"{type(error).__name__}: {error}"
+        source.last_error = attempt.slow or f"{type(error).__name__}: {error}"
         if not isinstance(error, ConnectionRefusedError):
             source.refused_since = None
         elif source.refused_since is None:
@@ -165,11 +165,11 @@ class Sources:
         """Notes that the source's bytes were wrong. It is not asked again, unless it is the last."""
         source.distrusted = source is not self.last
         source.faults += 1
-        source.trouble = "its bytes were wrong"
+        source.last_error = "its bytes were wrong"
 
     def describe_failures(self) -> str:
         """Describes what went wrong, by source; "" for nothing."""
-        return "; ".join(f"{source.url}: {source.trouble}" for source in self.all if source.trouble)
+        return "; ".join(f"{source.url}: {source.last_error}" for source in self.all if source.last_error)
 
     def _usable(self) -> list[PullSource]:
         return [source for source in self.all if not source.distrusted]

@@ -7,6 +7,7 @@ the live modules generate. In the pause the live modules take its tensors. Until
 from __future__ import annotations
 
 import logging
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -174,10 +175,14 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
     reading = Reading(weights)
     try:
         shadow.load_weights(reading)
-    except (AssertionError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{reading.place(pairs)} could not be loaded ({_words(error)}): {_another(of)}") from error
-    except PackingError as error:  # the model is the right one
+    except PackingError as error:
         raise PackingError(f"{reading.place(pairs)} was loaded, but not packed: {error}") from error
+    except (AssertionError, KeyError, RuntimeError) as error:
+        failed = f"{reading.place(pairs)} could not be loaded"
+        # Loaders assert shapes and look names up. Other errors, such as too little memory, say nothing of the model.
+        if isinstance(error, RuntimeError) and not _OF_SHAPES.search(str(error)):
+            raise RuntimeError(f"{failed}: {_words(error)}; the server's log has the traceback") from error
+        raise ValueError(f"{failed} ({_words(error)}): {_another(of)}") from error
     placed = sum(
         size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
     )
@@ -216,6 +221,10 @@ class Reading:
         wanted = shapes.get(self._at)
         there = f" into {list(wanted)}" if wanted is not None else ""
         return f"{self._at} {list(self._weights[self._at].shape)}{there}"
+
+
+# Torch's messages for tensors that do not fit each other.
+_OF_SHAPES = re.compile(r"must match|size mismatch|invalid for input of size|expanded size|broadcast")
 
 
 def _words(error: Exception) -> str:

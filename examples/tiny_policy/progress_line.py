@@ -12,7 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 LINE_EVERY_S = 10.0
 
 
-class Told:
+class ProgressLine:
     """Shows progress while its context is open."""
 
     def __init__(self) -> None:

@@ -20,7 +20,10 @@ from tests.kit import config
         ({"renderer": ""}, 'chat.renderer = "": names nothing; leave it out'),
         ({"parser": ""}, 'chat.parser = "": names nothing'),
         ({"template": ""}, 'chat.template = "": names nothing'),
-        ({"parser": "p.py:"}, "chat.parser = p.py:: the file is named without a function; write it as path/to/file.py:function"),
+        (
+            {"parser": "p.py:"},
+            "chat.parser = p.py:: the file is named without a function; write it as path/to/file.py:function",
+        ),
         ({"renderer": "qwen3", "template": "a.jinja"}, "chat.template = a.jinja: .*chat.renderer = 'qwen3'"),
         ({"renderer": "qwen3", "parser": "hermes"}, "chat.parser = hermes: .*leave one of them out"),
         ({"format": "renderer", "parser": "hermes"}, 'chat.parser = hermes: .*chat.format = "renderer" uses none'),

@@ -127,7 +127,7 @@ def worker(
     from rollout_worker.worker import run
 
     config = load(run_file, context.args, needs=["task", "tokenizer", "chat"])
-    access.hide_token()  # from programs that the task's code starts
+    access.hide_token()  # Programs that the task's code starts must not read it.
     with ending_at_once():
         raise typer.Exit(run(config, queue, name))
 
@@ -160,7 +160,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     from learner.run import run
     from weight_sync.publisher import PublishError
 
-    access.hide_token()  # from the callbacks and the programs that they start
+    access.hide_token()  # Callbacks, and programs that they start, must not read it.
     if config.learner.epochs is not None:
         config = _with_steps(load(run_file, context.args, needs=EVERYTHING))
     devices.forbid_peers(config)

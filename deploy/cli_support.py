@@ -1,4 +1,4 @@
-"""Shared by all commands: settings among their arguments, settings in their help, and how they end.
+"""Helps all commands: reads settings among their arguments, shows settings in their help, and ends them.
 
 A wrong command line or setting is one message with exit code 2.
 """

@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
         return 2
     try:
         config = load(rest[0], rest[1:], needs=["model", "chat", "callbacks"])
-        access.hide_token()  # from the callbacks, and from what they start
+        access.hide_token()  # Callbacks, and programs that they start, must not read the token.
         run(config, resume=resume)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The user's callbacks, by transformers' interface: how they are loaded, what they see, and when they are called.
+"""Loads the user's callbacks, which have transformers' interface, and calls them.
 
 They run in the learner's main thread, between steps. The run waits for them, and the status page says so. A callback
 that raises ends the run as a failure, also by sys.exit. What a callback sees as `args` are the run's settings by the
@@ -36,7 +36,7 @@ _STANDARD = f"{sysconfig.get_path('stdlib')}{os.sep}"
 
 
 class CallbackFailed(LearnerFailed):
-    """A callback raised; the text says which, where and what."""
+    """A callback raised an exception. The text names the callback, the line and the exception."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Callbacks:
 
     Args:
         step: The step after which the session begins.
-        tokenizer: What callbacks get as `processing_class`.
+        tokenizer: Passed to callbacks as `processing_class`.
         waiting: Wraps each call, with the call's name; the learner waits for it meanwhile.
     """
 
@@ -150,7 +150,7 @@ class Callbacks:
             try:
                 with self._waiting(f"callback {name}"):
                     answer = method(self._args, self._state, self._control, **self._given, **more)
-            except Stopped:  # a signal came, and the callback has no part in it
+            except Stopped:  # A signal ends the run, so this is no failure of the callback.
                 raise
             except (Exception, SystemExit) as error:
                 raise CallbackFailed(_describe_failure(name, error)) from error
@@ -210,7 +210,7 @@ class Arguments:
 
 
 def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
-    """Makes what callbacks see as `args`.
+    """Makes the object that callbacks get as `args`.
 
     Args:
         settings: The content of `args.settings`.

@@ -33,7 +33,7 @@ MARGIN = 1.5
 
 REPORT_TIMEOUT_S = 5.0
 
-# What any disk writes in a second; used until a checkpoint was timed.
+# Bytes that any disk writes in a second. Estimates the first checkpoint; later ones are timed.
 DISK_BYTES_PER_S = 50e6
 
 
@@ -41,9 +41,9 @@ class CheckpointKeeper:
     """One session's checkpoints.
 
     Args:
-        checkpointed: Step of the newest checkpoint; None where there is none.
-        evaluator: Needed where the best by evaluation is to be kept.
-        report: Called with the text where a checkpoint could not be written.
+        checkpointed: Step of the newest checkpoint; None before the first.
+        evaluator: Needed to keep the checkpoint with the best evaluation.
+        report: Called with the error text of a checkpoint that could not be written.
         on_saved: Called with each complete checkpoint, except one that a signal asked for.
     """
 
@@ -161,8 +161,8 @@ class CheckpointKeeper:
             )
 
     def _newer_session(self, position: RunPosition) -> int | None:
-        """Returns the session of a learner that has begun since, if one has. A queue that does not answer costs no
-        checkpoint: a resume finds out whose it is (`resuming.astray`)."""
+        """Returns the session of a learner that has begun since; None if there is none, or if the queue does not
+        answer: a resume compares the checkpoint with the queue's history anyway (`resuming.astray`)."""
         try:
             session = self._client.call(lambda queue: asyncio.wait_for(queue.position(), REPORT_TIMEOUT_S)).session
         except (QueueError, TimeoutError):

@@ -27,7 +27,7 @@ class Evaluator:
     """One session's evaluations.
 
     Args:
-        journal: Has those that have ended; None where the run has no evaluations.
+        journal: Holds evaluations that have ended; None if the run has no evaluations.
         clock: Seconds, monotonic.
     """
 
@@ -52,7 +52,7 @@ class Evaluator:
 
     @property
     def records(self) -> Sequence[EvaluationRecord]:
-        """In the order in which they ended."""
+        """The evaluations that have ended, in that order."""
         return self._journal.records if self._journal is not None else ()
 
     @property
@@ -99,14 +99,14 @@ class Evaluator:
             self._progress.warn(f"there is no evaluation of step {step}: {refusal}")
 
     def fresh(self) -> list[dict[str, float]]:
-        """Returns the metrics of each that has ended since the last call, by step. Each is in the journal."""
+        """Returns the metrics of each evaluation that ended since the last call, by step. Each is in the journal."""
         if self._journal is not None and self._open:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
         fresh, self._fresh = self._fresh, []
         return [evaluation_metrics(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
     def wait(self) -> None:
-        """Waits for those that are open. The queue ends each at its time-out at the latest."""
+        """Waits for open evaluations. The queue ends each at its time-out at the latest."""
         if self._journal is None or not self._open:
             return
         deadline = self._clock() + self._config.eval.timeout_s + _MARGIN_S

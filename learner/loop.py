@@ -126,7 +126,8 @@ def begin_session(
     def rank_is_silent(who: str | None) -> None:
         """Tells the queue, from a thread: the main one may be in a collective with that rank."""
         what = who and f"a sign of life of {who}"
-        with suppress(QueueError, TimeoutError):  # the terminal shows it too
+        # The terminal shows the same text, so a queue that does not answer costs nothing.
+        with suppress(QueueError, TimeoutError):
             client.call(lambda queue: asyncio.wait_for(queue.waiting(session, what), TOLD_WITHIN_S))
 
     trainer.team.on_silent(rank_is_silent)
@@ -196,7 +197,7 @@ class Loop:
         self._position = session.position
         # The newest version handed to the publisher: the session publishes its first one before it trains.
         self._published = session.position.version
-        # How many of the publisher's records the reports have.
+        # Number of the publisher's records that were reported.
         self._recorded = 0
         # Whether an adapter is published by itself; None: not decided yet.
         self._alone: bool | None = None

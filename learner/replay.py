@@ -66,7 +66,7 @@ class Outcome(msgspec.Struct):
     """The content of `replay.json`.
 
     Attributes:
-        weights_sha256: Of all weights after the last step, by name.
+        weights_sha256: SHA-256 over all weights after the last step, in the order of their names.
         compared: Steps that the run's own metrics.jsonl has too.
         first_difference: The first of them with another metric; None where all are the same to the bit.
         largest_difference: By metric.
@@ -272,7 +272,7 @@ class _Replay:
 
 
 class _NothingWrong(Exception):
-    """Raised where weights would change."""
+    """Raised in place of the optimiser step, when a batch that the run left out can be trained here."""
 
 
 @contextmanager

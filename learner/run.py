@@ -1,4 +1,4 @@
-"""Runs a learner from its first line to its last: what is checked and loaded before the loop, and who may stop it."""
+"""Runs a learner: checks the settings, loads the model, runs the loop, and ends on a signal."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 def follow(place: RankInfo) -> None:
     """Runs a rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises
     `RankLost`."""
-    for number in SIGNALS:  # they are meant for the learner as a whole; rank 0 decides what follows
+    for number in SIGNALS:  # Signals go to all ranks; rank 0 decides what follows.
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     team, config = launch.join_team(place)

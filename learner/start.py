@@ -1,4 +1,4 @@
-"""Where a run starts (the initial model, a checkpoint, or not at all), and what the learner declares to the queue."""
+"""Finds where a run starts (at the initial model or a checkpoint), and declares the session to the queue."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def is_over(config: RunConfig, checkpoint: Checkpoint, position: RunPosition) ->
 
 
 def algorithm(learner: LearnerSection) -> str:
-    """Says what the run learns by: the preset, and what the run file has in place of the preset's values."""
+    """Describes the run's algorithm: the preset, and the run file's own values."""
     beside = [f"{name} = {toml_value(value)}" for name, value in learner.beside_preset().items()]
     return f"algorithm {learner.algorithm}{', but with ' if beside else ''}{', '.join(beside)}"
 
@@ -108,7 +108,7 @@ def settings(config: RunConfig) -> dict[str, str]:
 
 
 def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int) -> BeginSession:
-    """Makes what the learner tells the queue: where it starts, and what it expects of the workers' rollouts.
+    """Makes the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
 
     Args:
         vocabulary: Token ids that the model knows.

@@ -1,4 +1,5 @@
-"""Roles, tokens and routes: who may do what. A run has one secret, from which each role's token is derived (I8).
+"""Roles, tokens and routes: decides which process may use which route. A run has one secret, from which each role's
+token is derived (I8).
 
 Whoever starts a queue or a vLLM server has the secret, in SLIPSTREAM_TOKEN or in a file that SLIPSTREAM_TOKEN_FILE
 names. Every other process sends the token of its role: HMAC-SHA256 of the role under the secret. So the secret crosses
@@ -35,7 +36,7 @@ TOKEN_FILE_VARIABLE = "SLIPSTREAM_TOKEN_FILE"
 # A role's token shows its role, so that one in the wrong place is recognised.
 _PREFIXES: dict[Role, str] = {"worker": "slw-", "learner": "sll-", "viewer": "slv-"}
 
-# Minimum for `slipstream token`: whoever holds a role's token could guess a shorter secret.
+# Minimum for `slipstream token`: a shorter secret could be guessed from a role's token.
 MIN_TOKEN_CHARACTERS = 16
 
 _MAX_BYTES = 4096
@@ -120,15 +121,15 @@ def secret_of(token: str) -> str:
     """Return `token` if it is a run's secret. Raises `TokenError` for a role's token."""
     if (role := role_of(token)) is not None:
         raise TokenError(
-            f"{TOKEN_VARIABLE} holds a {role}'s token, and what checks the tokens of others (queue, vLLM servers, "
-            f"slipstream up, slipstream token) needs the run's secret: set {TOKEN_VARIABLE} to that"
+            f"{TOKEN_VARIABLE} holds a {role}'s token, but a process that checks the tokens of others (queue, vLLM "
+            f"servers, slipstream up, slipstream token) needs the run's secret: set {TOKEN_VARIABLE} to that"
         )
     return token
 
 
 @dataclass(frozen=True)
 class AccessDenied:
-    """Why a request is refused. `status`: 401, no token of this run; 403, another role's token."""
+    """The refusal of a request. `status`: 401, no token of this run; 403, another role's token."""
 
     status: int
     message: str
@@ -144,7 +145,8 @@ class AccessTokens:
         self._held = {holder: f"Bearer {token}".encode() for holder, token in held.items()}
 
     def holder(self, authorization: bytes) -> Holder | None:
-        """Return whose token an `Authorization` header carries; "all" for the secret, None for no token of the run.
+        """Return the role whose token an `Authorization` header carries; "all" for the secret, None for no token of the
+        run.
 
         Every token is compared, each in constant time.
         """
@@ -160,7 +162,7 @@ class AccessTokens:
         Args:
             authorization: Value of the `Authorization` header.
             roles: Roles that may ask.
-            asked: What was asked for, and `receiver`: who was asked ("queue"); for the message.
+            asked: The route, for the message. receiver: The process that was asked, such as "queue", for the message.
 
         Returns:
             None if the header holds the token of one of `roles`, or the secret.

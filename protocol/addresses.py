@@ -29,7 +29,7 @@ def mcp_command(address: str) -> list[str]:
     except ValueError as error:
         raise ValueError(f"{address!r} is not a command line: {error}; close the quotes") from None
     if "://" in words[0]:
-        raise ValueError(f"{address!r}: only http:// and https:// are spoken; give such a URL")
+        raise ValueError(f"{address!r}: only http:// and https:// are supported; give such a URL")
     if not words[0]:
         raise ValueError(f"{address!r} is not a command line: it names no program; write that first")
     return words

@@ -106,7 +106,7 @@ class QueueRefused(QueueError):
 
     def __init__(self, status: int, problem: ErrorBody, retry_after_s: float | None = None, url: str = "") -> None:
         asked = f" [{url}]" if url else ""
-        # A person reads what differs from the run, and did not ask for this URL.
+        # A person reads these reasons, and did not ask for the request's URL.
         alone = problem.reason in (reasons.FINGERPRINT, reasons.SESSION_AWAITED)
         super().__init__(problem.message if alone else f"{problem.message} ({problem.reason}){asked}")
         self.status = status
@@ -193,7 +193,7 @@ class QueueClient:
         return await self._ask(WorkerReply, "POST", access.WORKER_OF.format(id=report.worker_id), report)
 
     async def sign_off(self, worker_id: str) -> None:
-        """Sign a worker off that ends and has no request on any server."""
+        """Sign off a worker that ends and has no request on any server."""
         await self.call("DELETE", access.WORKER_OF.format(id=quote(worker_id, safe="")))
 
     async def submit(self, group: Group) -> bool:

@@ -188,8 +188,8 @@ class Ticket(msgspec.Struct):
 
     Attributes:
         index: Running index, which every worker maps to the same row; of kind eval, the number of the row itself.
-        seed: The run's, by which every worker shuffles the data set alike.
-        version, step: The learner's at issue.
+        seed: The run's seed, by which every worker shuffles the data set alike.
+        version, step: The learner's position when the ticket was issued.
         expires_in_s: Time-out from the issue or the last heartbeat, seconds.
         temperature: Replaces the run's in an evaluation; None keeps it.
     """
@@ -262,7 +262,7 @@ class TicketRequest(msgspec.Struct):
 
 
 class TicketReply(msgspec.Struct):
-    """`run`: the run's id, which the labels of its weights begin with."""
+    """Answers a request for tickets. `run`: the run's id, with which the labels of its weights begin."""
 
     tickets: list[Ticket]
     servers: list[Server]
@@ -270,7 +270,7 @@ class TicketReply(msgspec.Struct):
 
 
 class TicketFailure(msgspec.Struct):
-    """Says why a worker gives a ticket back. `retryable`: false if another attempt would fail in the same way."""
+    """Gives a ticket back with a reason. `retryable`: false if another attempt would fail in the same way."""
 
     worker_id: str
     reason: str
@@ -445,7 +445,8 @@ class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
 
 
 class Waiting(msgspec.Struct, tag="waiting", tag_field="do"):
-    """Says what the learner waits for; None ends the wait. While it begins with "loading", the stall alarm pauses."""
+    """Tells the queue what the learner waits for; None ends the wait. While it begins with "loading", the stall alarm
+    pauses."""
 
     session: int
     what: str | None

@@ -1,4 +1,4 @@
-"""Every reason code of Slipstream: why something was refused, rejected, dropped, masked or failed.
+"""Defines every reason code: for refusals, rejections, drops, masks and failures.
 
 Codes are stable: metrics use them as labels, counters as keys, and clients branch on them. Each stands only here.
 """

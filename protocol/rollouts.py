@@ -103,7 +103,7 @@ ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S = "env/reset_s", "env/respond_s", "env/
 
 _OURS = (NEW_SEGMENTS, SERVER_MOVES, ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S)
 
-# Why a tool's call failed.
+# Reasons for which a tool's call failed.
 WHY_FAILED = (
     reasons.TOOL_UNKNOWN,
     reasons.TOOL_MALFORMED,

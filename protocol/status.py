@@ -11,7 +11,7 @@ import msgspec
 
 from protocol.messages import Natural, Seconds, Server
 
-# How an evaluation ended: all of its rows ended; its time-out; the end of the run.
+# Ends of an evaluation: all of its rows ended; its time-out; the end of the run.
 Ended = Literal["complete", "deadline", "run_over"]
 
 
@@ -19,7 +19,7 @@ class EvaluationRequest(msgspec.Struct):
     """Asks for an evaluation of `step`. Asking again for the same step changes nothing.
 
     Attributes:
-        version: Only servers that serve this version or a newer one sample for it.
+        version: Oldest version that may sample for it.
         rows: First rows of the data set; None for all.
         temperature: None for the run's.
         timeout_s: Time after which it ends as it is, seconds.

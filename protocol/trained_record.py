@@ -30,7 +30,7 @@ RECORD_MAGIC = b"slipstream record 1\n"
 
 _FRAME = struct.Struct("<II")
 
-# Bytes; far above any head.
+# Maximum bytes of a head, far above any that is written.
 _MAX_HEAD = 64 * 1024
 
 
@@ -61,7 +61,7 @@ class Head(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RecordPosition:
-    """Place of a group's bytes."""
+    """The place of a group's bytes in a record."""
 
     file: Path
     offset: int
@@ -202,7 +202,7 @@ def _entries(path: Path) -> Iterator[RecordPosition]:
         with path.open("rb") as file:
             if (magic := file.read(len(RECORD_MAGIC))) != RECORD_MAGIC:
                 if RECORD_MAGIC.startswith(magic):
-                    return  # killed as it was begun
+                    return  # The queue was killed when it began the part.
                 raise _Damage(f"{path}: not a record of groups, or one of another release of Slipstream")
             while len(frame := file.read(_FRAME.size)) == _FRAME.size:
                 at = file.tell()

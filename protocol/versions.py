@@ -22,7 +22,7 @@ RUN_ID = r"[A-Za-z0-9_-]{1,40}"
 
 _NAME_CHARACTERS = 24
 
-# We write no longer numbers, and they would not fit where versions are stored.
+# Maximum digits of a version. A longer number is not one of ours, and would not fit the store.
 _LABEL = re.compile(rf"(?:({RUN_ID}):)?([0-9]{{1,18}})")
 
 

@@ -34,7 +34,7 @@ from rollout_worker.user_code.values import without_middle
 
 logger = logging.getLogger(__name__)
 
-# An advantage compares the rollouts of a group.
+# Minimum rollouts of a group for training: an advantage compares them.
 MIN_ROLLOUTS = 2
 
 KINDS = get_args(TicketKind)

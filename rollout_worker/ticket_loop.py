@@ -45,7 +45,7 @@ _FAILURES_BEFORE_PAUSE = 8
 
 
 class UserCodeShutOff(RuntimeError):
-    """So many calls of user code hang that this process can start no more. The text names them and the remedy."""
+    """Too many calls of user code hang, so this process can start no more. The text names them and the remedy."""
 
 
 class Worker:
@@ -163,7 +163,7 @@ class Worker:
             raise UserCodeShutOff(self._why_shut_off)
 
     def report(self) -> WorkerReport:
-        """Return what a heartbeat says now."""
+        """Return the report for a heartbeat."""
         return msgspec.structs.replace(
             self.counters,
             ticket_ids=list(self._running),

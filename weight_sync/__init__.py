@@ -1,2 +1,2 @@
-"""New weights into running vLLM servers: a snapshot of the learner's, its way to each server, and the proof that the
-server computes with them."""
+"""Brings new weights into running vLLM servers: takes a snapshot at the learner, sends it to each server, and proves
+that the server computes with it."""

@@ -37,11 +37,11 @@ T = TypeVar("T")
 
 # Failures of every server that end the first publication before its time is over.
 ATTEMPTS = 3
-# How often a wait reports again what it waits for.
+# Seconds between reports of a wait to the queue.
 TELL_EVERY_S = 5.0
-# Enough to resume a server that is paused.
+# Seconds for the fleet's end, in which paused servers are resumed.
 CLOSE_TIMEOUT_S = 40.0
-# Only a bug keeps our own thread from answering within this; it is there so that every wait ends.
+# Seconds for an answer of our own thread, which only a bug can exceed. Every wait has a bound.
 THREAD_TIMEOUT_S = 60.0
 
 
@@ -64,7 +64,7 @@ class Publisher:
     def __init__(
         self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
     ) -> None:
-        """Takes where to publish to.
+        """Prepares to publish.
 
         Args:
             make_transport: Makes a transport for each connection to a server; by default the one that
@@ -228,7 +228,8 @@ class Publisher:
         return f"version {version} on {quorum} servers, {has} have it: {self.fleet.describe_waits()}"
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
-        """Tells the queue what the learner waits for, for the status (I7). The wait goes on if the queue is silent."""
+        """Reports to the queue what the learner waits for, for the status (I7). The wait goes on if the queue is
+        silent."""
         if what is not None:
             logger.info("waiting for %s", what)
         if self.session is None:

@@ -1,8 +1,8 @@
 """Checks a run before its first process starts: packages, run directory, ports, servers, task, model and learner.
 
-What would stop the run is a `ConfigError`, one message with its remedy. What would not is a `Finding`. Nothing is
-printed here. Torch is imported late, so that a mistake in the task is told at once: for the check of the model, or
-before that where the run file asks for more than the defaults.
+A fault that would stop the run is raised as a `ConfigError`, one message with its remedy; others are returned as
+findings. Nothing is printed here. Torch is imported late, so that a mistake in the task is reported at once: for the
+check of the model, or before that where the run file asks for more than the defaults.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RunCheck:
 
     Attributes:
         rows: Rows of the data set; None if their number is not known.
-        findings: What works, but hardly as it was meant.
+        findings: Faults that do not stop the run.
     """
 
     rows: int | None
@@ -158,7 +158,7 @@ def check_servers(config: RunConfig) -> dict[str, ServerFacts]:
     """Asks each server of `vllm.servers` for its flags, since the probe of weight sync is blind to some of them.
 
     Returns:
-        What each server says of itself, by URL.
+        Each server's description of itself, by URL.
 
     Raises:
         ConfigError: With all mismatches of the first server that has any.
@@ -186,7 +186,7 @@ def find_untried_versions(servers: Mapping[str, ServerFacts]) -> list[Finding]:
 
 
 def fetch(url: str, token: str | None) -> ServerFacts:
-    """Returns what the vLLM server at `url` says of itself.
+    """Returns the description that the vLLM server at `url` gives of itself.
 
     Raises:
         ConfigError: No vLLM server answers, or one without the routes of weight sync.

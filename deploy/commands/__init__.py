@@ -1,1 +1,1 @@
-"""The commands of `slipstream` that are more than a call, one module each."""
+"""The larger commands of `slipstream`, one module each."""

@@ -35,7 +35,7 @@ MAX_VALUE = 40
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which rollouts to show.
+    """A choice of rollouts to show.
 
     Attributes:
         limit: Maximum number.

@@ -69,7 +69,7 @@ def _software() -> Iterator[tuple[str, str]]:
 
 
 def _devices() -> Iterator[tuple[str, str]]:
-    # In a container, a process may use fewer cores than the machine has.
+    # In a container, a process may use fewer cores than the machine has, so both numbers are shown.
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     yield "CPU cores", f"{allowed} of {os.cpu_count()}"
     memory = psutil.virtual_memory()
@@ -78,7 +78,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Says which process of the run would get which GPU."""
+    """Prints the GPUs that each process of the run would get."""
     try:
         planned = devices.here(config, on_cpu())
     except ConfigError as error:
@@ -106,7 +106,7 @@ def _gpus() -> list[str]:
 
 
 def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Says of each port that the run would listen on whether it is free."""
+    """Prints whether each port that the run would listen on is free."""
     listeners = {f"queue.port {config.queue.port}": config.queue.port}
     if not config.vllm.servers:
         ports = range(config.vllm.port, config.vllm.port + config.vllm.count)

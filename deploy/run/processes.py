@@ -1,4 +1,4 @@
-"""The processes of a run on one machine: what is started and how, and what their logs say went wrong first.
+"""Starts and ends the processes of a run on one machine, and finds the first error in their logs.
 
 Each child has a process group of its own and its output in a log file. None is left behind: if this process is killed,
 a guard process ends them.
@@ -40,7 +40,7 @@ class Program:
 
     Attributes:
         name: Name in messages, and of the log file.
-        role: What it does.
+        role: Its part in the run, such as learner.
         command: Command line.
         env: Variables added to this process's environment.
         cores: CPU cores it may use; empty for all.
@@ -70,7 +70,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
         config: The run file as read.
         run_file: The resolved run file that all processes read.
         resume: Whether the learner goes on from its newest checkpoint.
-        devices: Which process gets which GPU; None without GPUs.
+        devices: Plan of the GPUs; None without GPUs.
     """
     placement = _placement(config)
     servers = {} if config.vllm.servers else config.server_names
@@ -253,7 +253,7 @@ class Children:
         self.guard.replace_if_ended()
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
-        """Ends the children and all that they started; of a child that has ended, what it left running."""
+        """Ends the children and all processes that they started, even those of a child that has ended itself."""
         for child in children:
             child.signal(signal.SIGTERM)
         if not await _gone(children, self._grace_s if grace_s is None else grace_s):
@@ -318,7 +318,7 @@ _MAX_DETAILS = 2
 
 
 def first_error(lines: Sequence[str]) -> str | None:
-    """Finds what went wrong first: everything after it in a log usually only follows from it.
+    """Finds the first error of a log: later ones usually only follow from it.
 
     Returns:
         The first line that reports an error; of a traceback the exception at its end, of a chain of tracebacks the

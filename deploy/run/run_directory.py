@@ -16,7 +16,7 @@ from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
 from rollout_queue.store import base, open_for_reading
 
-# Prefix of the folders that hold what a start without a step left behind.
+# Prefix of the folders for files of a start that made no step.
 FAILED = "failed-start-"
 
 # Another launcher holds the first, a queue the second.
@@ -81,7 +81,7 @@ def finished(config: RunConfig) -> int | None:
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Moves what a start that made no step left behind into a folder beside it.
+    """Moves the files of a start that made no step into a folder of their own.
 
     Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
 

@@ -152,7 +152,7 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
         Rows of the data set; None if they need not or cannot be counted.
 
     Raises:
-        ConfigError: What the checks found.
+        ConfigError: The checks found a fault that stops the run.
         RunFailed: The process of the checks failed.
     """
     with _scratch_file(resolved(config)) as run_file:

@@ -34,7 +34,7 @@ _READ_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Wait:
-    """The supervisor waits for `who` since `since`, seconds on the terminal's clock. `log`: where to look meanwhile."""
+    """A wait of the supervisor for `who` since `since`, seconds on the terminal's clock. `log`: log file to look at."""
 
     who: str
     since: float
@@ -181,7 +181,7 @@ class Terminal:
 
 
 def line(waits: list[Wait], up: list[str], now: float, logs: bool = False) -> str:
-    """Describes who is waited for, for how long, and who is up; with `logs`, names the log files."""
+    """Describes the open waits with their seconds, and the processes that are up. `logs`: whether to name log files."""
     waiting = [
         f"{wait.who} for {now - wait.since:.0f} s{f' (its log: {wait.log})' if logs and wait.log else ''}"
         for wait in waits

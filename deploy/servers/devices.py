@@ -1,4 +1,4 @@
-"""Plans devices: which GPUs learner and servers get, how much of their memory, and how weights travel between them.
+"""Plans the GPUs of learner and servers, the share of memory that each takes, and the transport between them.
 
 1. The learner's ranks take the first GPUs, one each; each server takes as many of the others as its parallelism needs.
 2. If too few are left, servers of one GPU each share them evenly.
@@ -23,7 +23,7 @@ from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, RunConfig
 from weight_sync.transports.registry import choice
 
-# Share of a GPU's memory that its servers take together, without and with a learner on it.
+# Shares of a GPU's memory that its servers take together, without and with a learner on it.
 ALONE, BESIDE_LEARNER = 0.9, 0.35
 
 # Room for arriving weights and for the model built from them, in sizes of the weights.
@@ -32,7 +32,7 @@ _ARRIVING = 2
 # Share of the memory left free if the size of the model is not known before it is loaded.
 _ROOM_UNKNOWN = 0.2
 
-# Environment variable with the share of a server that the supervisor starts.
+# Environment variable that passes its share of memory to a server that the supervisor starts.
 SHARE = "SLIPSTREAM_GPU_SHARE"
 
 _NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}

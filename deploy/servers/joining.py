@@ -133,7 +133,7 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
         if ended.done():
             stop.cancel()
             code = ended.result()
-            # Its engine may have outlived it, and would keep its memory.
+            # The engine may have outlived its server, and would keep its memory.
             signal_group(child.pid, signal.SIGKILL)
             await _report_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
             return code if code >= 0 else 128 - code
@@ -223,7 +223,7 @@ async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> N
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
     done, _ = await asyncio.wait([ended], timeout=GRACE_S)
-    signal_group(child.pid, signal.SIGKILL)  # and processes that it has left
+    signal_group(child.pid, signal.SIGKILL)  # This also ends processes that it has left behind.
     if not done:
         await ended
 

@@ -46,7 +46,7 @@ def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str 
                     f"it or choose another port"
                 ) from None
             at, remedy = f"{of_host or setting.replace('port', 'host')} = {host}", "name an address of this machine"
-            if port:  # with 0, any port will do
+            if port:  # With port 0, only the host can be wrong.
                 at, remedy = f"{at}, {setting} = {port}", f"{remedy}, and a port that this user may have"
             raise ConfigError(f"{at}: cannot listen there: {error.strerror or error}; {remedy}") from None
 

@@ -175,7 +175,7 @@ async def _check_owner(client: QueueClient, url: str, token: str | None) -> None
         try:
             state = await control.state()
         except ControlError:
-            return  # the learner looks again, and reports what it finds
+            return  # The learner looks again, and reports its findings.
     if (why := of_another_run(url, state, run_id)) is not None:
         raise ConfigError(why)
 

@@ -207,7 +207,7 @@ def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple
     line = command(with_cache_size(config), index, seat, replica)
     if faults := judge(ServerFacts.of_command(line), Wanted.of(config)):
         raise ConfigError(
-            f"vllm.args: this server would not suit the run: {'; '.join(fault.what for fault in faults)}; take out of "
-            f"vllm.args what changes it, or give there: {' '.join(fault.flag for fault in faults)}"
+            f"vllm.args: this server would not suit the run: {'; '.join(fault.what for fault in faults)}; remove the "
+            f"flag from vllm.args, or set there: {' '.join(fault.flag for fault in faults)}"
         )
     return line, environment(config, seat)

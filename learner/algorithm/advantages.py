@@ -54,8 +54,8 @@ class Advantage(ABC):
     def is_flat(self, group: StepRollouts) -> bool:
         """Says whether nothing can be learnt from the rollouts of one group.
 
-        Both readers of it agree by that: `learner.zero_variance`, which drops such groups, and the gradient, which they
-        do not enter.
+        `learner.zero_variance`, which drops such groups, and the advantages, which give them no gradient, must agree on
+        it.
 
         Args:
             group: At least one rollout.

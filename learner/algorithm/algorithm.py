@@ -20,7 +20,7 @@ class Algorithm:
 
     Args:
         section: `[learner]` of the run file.
-        longest: The most tokens that a rollout may sample.
+        longest: Maximum number of tokens that a rollout may sample.
 
     Attributes:
         by_rollout: Whether losses depend on what `Tokens` has of whole rollouts.

@@ -1,4 +1,4 @@
-"""Corrections: what is done about tokens that an older version of the policy sampled.
+"""Corrections of tokens that an older version of the policy sampled.
 
 A correction is a pure function of tokens, applied before the objective. Most weigh or mask by the ratio of the proximal
 policy, which lies between sampler and learner, to the policy that sampled.
@@ -24,8 +24,8 @@ class Corrected:
 
     Attributes:
         tokens: With the weights, the `old` and the `old_drift` that the objective uses.
-        sums: As in `TokenLosses`, over the tokens that had weight before.
-        peaks: Likewise.
+        sums: Sums for metrics, as in `TokenLosses`, over the tokens that had weight before.
+        peaks: Greatest values for metrics, as in `TokenLosses`.
     """
 
     tokens: Tokens
@@ -60,7 +60,7 @@ class Correction(ABC):
 
 
 class NoCorrection(Correction):
-    """Nothing is corrected: p / p_behaviour is in the objective, which bounds it.
+    """Corrects nothing: the objective has p / p_behaviour in it, and bounds it.
 
     Choose it for staleness of 0 or 1, and with objectives that bound their ratio.
     """
@@ -338,7 +338,7 @@ def interpolated(inputs: ProximalInputs) -> torch.Tensor:
     return torch.lerp(inputs.behaviour, inputs.logprobs, 1 - alpha)
 
 
-# By `learner.proximal`: a function that returns the log-probs under the proximal policy, float32 [N].
+# Maps each value of `learner.proximal` to a function that returns log-probs under the proximal policy, float32 [N].
 PROXIMALS: dict[str, Callable[[ProximalInputs], torch.Tensor]] = {
     "recomputed": recomputed,
     "last_step": last_step,

@@ -30,7 +30,7 @@ PERCENTILES = (1, 50, 99)
 
 DISTANCE, DISTANCE_TOKENS = "sampler/distance/", "sampler/distance_tokens/"
 
-# Servers beyond so many have no metrics of their own.
+# Only this many servers have metrics by name, so that the sums keep their size.
 MAX_SERVERS = 64
 
 
@@ -74,7 +74,7 @@ def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: tor
 
 
 def zero_sums(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns the sums of no row."""
+    """Returns sums of zero, the start of a step."""
     none, whole = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     return {**drift_sums(none, whole), **server_drift_sums(none, whole.bool(), whole)}
 

@@ -36,7 +36,7 @@ class Mask(ABC):
     @staticmethod
     @abstractmethod
     def is_set(section: LearnerSection) -> bool:
-        """Says whether the run file wants it."""
+        """Returns whether the run file sets this mask."""
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
@@ -114,7 +114,7 @@ MASKS: dict[str, type[Mask]] = {
 
 
 def build_masks(section: LearnerSection) -> dict[str, Mask]:
-    """Makes the masks that the run file sets, by what they mask."""
+    """Makes the masks that the run file sets. Keys are their names in metrics."""
     return {name: mask(section) for name, mask in MASKS.items() if mask.is_set(section)}
 
 
@@ -243,7 +243,7 @@ class EntropyBonus(Regulariser):
 
 
 def build_regularisers(section: LearnerSection) -> list[Regulariser]:
-    """Makes those whose coefficient is above 0."""
+    """Makes the regularisers with a coefficient above 0."""
     found: list[Regulariser] = []
     if section.kl_coef:
         found.append(KlInReward(section) if section.kl_in_reward else KlInLoss(section))
@@ -272,7 +272,7 @@ class Routing:
         """Sums the routing of a row.
 
         Args:
-            logits: Those of each layer's router, [T, E].
+            logits: Logits of each layer's router, [T, E].
             top_k: Experts per token.
             copies: [T], how many sequences have each token.
         """
@@ -309,7 +309,7 @@ class RouterLoss:
         """Takes the routing of a step.
 
         Args:
-            coefficient: What the loss is multiplied by.
+            coefficient: Factor of the loss.
             rows: The routing of all rows of the step, without a gradient; of this rank's rows where there are several
                 ranks.
             add_up: Returns the sum over the ranks.

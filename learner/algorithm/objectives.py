@@ -16,7 +16,7 @@ import torch
 from learner.algorithm.step_data import Tokens
 from protocol.config import LearnerSection
 
-# The exponential of more overflows a float32 sum of squares; no useful ratio is near it.
+# Beyond this the exponential overflows a float32 sum of squares; no useful ratio is near it.
 MAX_LOG_RATIO = 20.0
 
 
@@ -260,7 +260,7 @@ class Cispo(RatioObjective):
         return Terms(losses, {"cispo_clip_ratio": (ratio > highest) & (tokens.advantages > 0)})
 
 
-# For `dppo_threshold = "auto"`: the authors' own value for each divergence (verl, examples/dppo_trainer).
+# Values of `dppo_threshold = "auto"`, which the authors use for each divergence (verl, examples/dppo_trainer).
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
 

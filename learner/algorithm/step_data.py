@@ -123,8 +123,8 @@ class Tokens:
 
 
 def tokens(rollouts: StepRollouts, longest: int) -> Floats:
-    """One over the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8; TRL's `dapo`, and its `bnpo`
-    where the whole step is one batch).
+    """Weighs by one over the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8; TRL's `dapo`, and
+    its `bnpo` where the whole step is one batch).
 
     Choose it first.
     """
@@ -132,7 +132,7 @@ def tokens(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def sequences(rollouts: StepRollouts, longest: int) -> Floats:
-    """The mean over each rollout's tokens, then the mean over the rollouts (GRPO, arXiv:2402.03300, eq. 3; TRL's
+    """Takes the mean over each rollout's tokens, then the mean over the rollouts (GRPO, arXiv:2402.03300, eq. 3; TRL's
     `grpo`).
 
     Choose it where long answers must not outweigh short ones, and with `gspo`.
@@ -141,8 +141,8 @@ def sequences(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def constant(rollouts: StepRollouts, longest: int) -> Floats:
-    """One over the number of rollouts times the greatest length: no length is favoured (Dr. GRPO, arXiv:2503.20783,
-    section 3.2; TRL's `dr_grpo`).
+    """Weighs by one over the number of rollouts times the greatest length: no length is favoured (Dr. GRPO,
+    arXiv:2503.20783, section 3.2; TRL's `dr_grpo`).
 
     Choose it with `dr_grpo`, where answers grow longer without growing better.
     """
@@ -150,16 +150,16 @@ def constant(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def rollouts(rollouts: StepRollouts, longest: int) -> Floats:
-    """The sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261; TRL's `luspo`, and
-    its RLOOTrainer).
+    """Takes the sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261; TRL's
+    `luspo`, and its RLOOTrainer).
 
     Choose it with `sequence_clip`, whose losses are of whole rollouts.
     """
     return np.full(len(rollouts), 1 / len(rollouts))
 
 
-# By `learner.normaliser`: a function of the step's rollouts and of the most tokens that one may sample. It returns, for
-# each rollout, the weight of one of its tokens in the step's loss, float64 [S].
+# Maps `learner.normaliser` to a function of the step's rollouts and of the maximum tokens that one may sample. It
+# returns, for each rollout, the weight of one of its tokens in the step's loss, float64 [S].
 NORMALISERS: dict[str, Callable[[StepRollouts, int], Floats]] = {
     "tokens": tokens,
     "sequences": sequences,

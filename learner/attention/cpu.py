@@ -112,7 +112,7 @@ def _add_spans(
     layout: TrieLayout,
     scale: float,
 ) -> None:
-    """In place: out [T + 1, H, D] and log_sum [T + 1, H] become those over the tokens' own keys and the spans'."""
+    """Adds the spans' keys to the output, [T + 1, H, D], and to the log-sums, [T + 1, H], in place."""
     for span in layout.spans:
         inside, keys = slice(span.end, span.reach), slice(span.start, span.end)
         q, k, v = (_batched(tensor, 1) for tensor in (query[inside], key[keys], value[keys]))
@@ -142,7 +142,7 @@ def _add_span_gradients(
     layout: TrieLayout,
     scale: float,
 ) -> None:
-    """In place: totals, of query, key and value, gain what the spans add."""
+    """Adds the spans' gradients to `totals` (of query, key and value), in place."""
     to_query, to_key, to_value = totals
     for span in layout.spans:
         inside, keys = slice(span.end, span.reach), slice(span.start, span.end)

@@ -35,10 +35,10 @@ SPAN_QUERY_COST = 36.0
 
 SPAN_PAIR_COST = 0.75
 
-# Above this a mask is large and never pays.
+# Tokens above which a block never gets a mask: the mask would be larger than what it saves.
 MAX_MASKED_TOKENS = 256
 
-# Above this copies are never tried, which bounds the search.
+# Tokens above which a path is never copied, which bounds the search.
 MAX_COPIED_TOKENS = 32
 
 Range = tuple[int, int]
@@ -154,7 +154,7 @@ class _Costs:
         return self._copying(node, 0) < self._apart[node]
 
     def _together(self, node: int, copied: int) -> float:
-        """Cost without a span, where `copied` tokens of the path stand in front."""
+        """Returns the cost without a span, where `copied` tokens of the path stand in front."""
         if not self.children[node]:
             return _block(self._sizes[node], copied)
         return min(self._whole(node, copied), self._copying(node, copied))
@@ -285,7 +285,7 @@ def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
 
 
 def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
-    """Groups small spans by size, so that none of a group stands within another."""
+    """Groups small spans by size. No span of a group lies within another of the group."""
     found: dict[tuple[int, int, int], list[RowSpan]] = {}
     around: list[tuple[int, int, int]] = []  # (reach, sizes) of the spans that the next one stands in
     for span in spans:

@@ -32,7 +32,7 @@ from protocol.config import ConfigError, ModelSection
 
 TOKENIZER_FILES = (
     "tokenizer*",
-    "tokenization*",  # code of a tokenizer's own
+    "tokenization*",  # Some tokenizers come with code.
     "*.model",
     "chat_template*",
     "special_tokens_map.json",
@@ -49,7 +49,7 @@ _UNFINISHED, _DISCARDED = ".unfinished-", ".discarded-"
 
 
 class CheckpointError(LearnerFailed):
-    """A checkpoint could not be written; those before it are complete."""
+    """A checkpoint could not be written. Earlier ones are still complete."""
 
 
 class CheckpointInfo(msgspec.Struct):
@@ -68,11 +68,11 @@ class CheckpointInfo(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Sources:
-    """Where the files beside the weights come from.
+    """Names the sources of the files beside the weights.
 
     Attributes:
         model: Names the tokenizer that the run uses.
-        chat_template: A file in place of the tokenizer's chat template.
+        chat_template: File that replaces the tokenizer's chat template; None to keep that.
     """
 
     model: ModelSection

@@ -63,8 +63,8 @@ def choose(
 
 
 def damage(path: Path) -> str | None:
-    """Says what of a checkpoint cannot be read; None where all of it can. It reads the beginnings and ends of its
-    files, which shows that one is cut short or missing."""
+    """Names the part of a checkpoint that cannot be read; None if all of it can. Reads only the beginnings and ends of
+    its files, which is enough to find one that is cut short or missing."""
     for name, check in (
         (places.STATE, _check_state),
         ("trainer.pt", _check_trainer),
@@ -80,7 +80,7 @@ def damage(path: Path) -> str | None:
 
 
 def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
-    """Says why a checkpoint is not of the time line that the queue knows; None where it is, or nobody knows."""
+    """Says why the queue's history does not contain a checkpoint; None if it does, or if the queue has no history."""
     if position.session == 0:  # the queue has lost its store
         return None
     cause = "a learner wrote it that another had taken the place of, or it is another run's"

@@ -22,9 +22,9 @@ class Request(msgspec.Struct, frozen=True):
     """One upload.
 
     Attributes:
-        folder: Of the model.
-        repo: owner/name, or a name of the account's own.
-        private: None for the account's default.
+        folder: Folder of the model.
+        repo: `owner/name`, or `name` for the account's own.
+        private: Whether the repository is private; None for the account's default.
     """
 
     folder: str
@@ -60,7 +60,7 @@ class Sender(Protocol):
 
 
 class Child:
-    """Sends by a child process that ends with this one, in whatever way this one ends."""
+    """Sends in a child process, which ends when this one ends, even by a kill."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None

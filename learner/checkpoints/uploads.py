@@ -29,7 +29,7 @@ _STAGE = ".hub"
 
 
 def require(hub: HubSection) -> None:
-    """Raises `ConfigError` where nothing could be sent; the hub itself is not asked."""
+    """Raises `ConfigError` if uploads are forbidden or no token is there. Does not connect to the hub."""
     if not hub.push_to_hub:
         return
     if constants.HF_HUB_OFFLINE:

@@ -1,1 +1,1 @@
-"""From leased groups to packed rows: what a step trains on, kept ready ahead of it."""
+"""Leases groups ahead of the step that trains on them, and packs them into rows."""

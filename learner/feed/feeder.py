@@ -110,7 +110,7 @@ class Feeder:
             LeaseLost: The queue took a lease back.
             RunFinished: The run was finished before the learner's last step.
             QueueError: The queue refuses, or cannot be reached.
-            BaseException: What `fail` was given.
+            BaseException: The error that `fail` was called with.
         """
         self._waiting_since = self._clock()
         self._client.loop.call_soon_threadsafe(self._permits.release)

@@ -206,7 +206,7 @@ class JudgedGroup:
         )
 
     def at(self, younger: int) -> Self:
-        """Returns the same, trained so many versions earlier."""
+        """Returns a copy for training that many versions earlier."""
         return self if self.in_queue is None else replace(self, in_queue=self.in_queue - younger)
 
 

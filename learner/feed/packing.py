@@ -110,15 +110,15 @@ class PackedRow:
 
     @property
     def is_padding(self) -> bool:
-        """Whether it only fills up the number of rows (`padding_row`)."""
+        """Whether the row has no sample and only fills up a rank's share (`padding_row`)."""
         return self.raw_tokens == 0
 
     def to(self, device: torch.device) -> Self:
-        """Copies it to a device; if the row is pinned, without waiting."""
+        """Copies the row to a device. If the row is pinned, nothing waits for the copy."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Self:
-        """Copies it to page-locked memory, from which a GPU copies by itself."""
+        """Copies the row to page-locked memory, from which a GPU copies by itself."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -159,7 +159,7 @@ class _Unit:
     """Samples that stand in one row.
 
     Attributes:
-        tokens: What they need in the row.
+        tokens: Number of tokens that they take in the row.
         cost: In tokens without attention.
     """
 

@@ -1,4 +1,4 @@
-"""Drafts what one optimiser step trains on: which groups stand, with which tokens and advantages. No I/O.
+"""Collects the groups of one optimiser step, with their tokens and advantages. No I/O.
 
 Every group that arrives either stands or is dropped for a reason (I1). Every token of it is trained, masked or dropped,
 and counted as such (I4).
@@ -155,7 +155,7 @@ class Draft:
         return dropped
 
     def finish(self) -> Batch:
-        """Rows within the token budget, the step's counts, and rollouts to read."""
+        """Makes the batch: rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
         standing = self._in_order()
         rollouts = self._rollouts(standing)
@@ -175,7 +175,8 @@ class Draft:
         return _Standing(item.group, weights, item.version_at_arrival)
 
     def _in_order(self) -> list[_Standing]:
-        """By row: sums of floats hang on their order, and a batch is to be the same in whichever its groups came."""
+        """Sorts groups by row. Sums of floats depend on their order, and a batch must be the same whatever order its
+        groups arrive in."""
         return sorted(self._standing.values(), key=lambda of: of.group.index)
 
     def _rollouts(self, standing: Sequence[_Standing]) -> StepRollouts:

@@ -103,7 +103,8 @@ class Adapter:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Makes the network the base inside the `with`. What is computed there must not need a gradient."""
+        """Switches the adapter off inside the `with`, so that the network is the base. Compute nothing there that needs
+        a gradient."""
         self._peft.base_model.disable_adapter_layers()
         try:
             yield
@@ -263,10 +264,9 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
 
 
 def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
-    """Returns the target modules as peft wants them.
-
-    In a model with vision they are those of its text tower alone. In a mixture, all-linear is attention: by the other
-    names peft understands its experts, whose matrices transformers has in one tensor.
+    """Returns the target modules in peft's form. In a model with vision they are those of its text tower alone. In a
+    mixture, all-linear leaves out names such as up_proj: transformers has the matrices of all experts in one tensor,
+    and peft takes such a name for that tensor.
     """
     wanted = lora.target_modules
     if wanted == "auto":

@@ -47,7 +47,7 @@ class Policy(torch.nn.Module):
         implementation: `model.attention`.
 
     Attributes:
-        adapter: What trains, where it is not the model's own weights.
+        adapter: The adapter that trains; None if the model's own weights train.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class Policy(torch.nn.Module):
             )
 
     def check_compiled(self) -> None:
-        """Compiles what a step runs, by a step without consequences. Raises `ConfigError` where that fails."""
+        """Compiles the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]

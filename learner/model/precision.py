@@ -26,9 +26,9 @@ class Precision:
     """Types of a run's weights.
 
     Attributes:
-        weights: What the optimiser steps on.
-        compute: What products are computed in.
-        servers: What is published.
+        weights: Type that the optimiser steps on.
+        compute: Type of matrix products.
+        servers: Type that is published.
     """
 
     weights: torch.dtype = torch.float32
@@ -44,7 +44,7 @@ class Precision:
         return cls(compute if learner.weights_dtype == "model" else torch.float32, compute, servers)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Wraps what computes with the weights."""
+        """Returns a context in which products are computed in `compute`."""
         if self.weights is self.compute:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)

@@ -88,7 +88,7 @@ class AdapterOff(Reference):
         self._policy, self._adapter = policy, adapter
 
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
-        """Does nothing: it is where the policy is."""
+        """Does nothing: the reference is the policy's own network."""
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow) -> torch.Tensor:
@@ -97,7 +97,7 @@ class AdapterOff(Reference):
         return scores.logprobs
 
     def follow(self, policy: Policy, mixup: float) -> None:
-        """Raises `ValueError`: there is nothing that could move."""
+        """Raises `ValueError`: the base has no weights of its own that could move."""
         raise ValueError("learner.reference_sync_steps: the base beneath an adapter cannot follow it; set it to 0")
 
     def state(self) -> None:

@@ -177,7 +177,7 @@ def check_sharded(config: RunConfig) -> None:
 
 
 def accelerator(*handlers: KwargsHandler) -> Accelerator:
-    """Makes accelerate as the learner uses it: what it computes does not depend on the environment."""
+    """Makes the learner's `Accelerator`. The environment does not change what it computes."""
     clear(os.environ)
     return Accelerator(
         mixed_precision="no",

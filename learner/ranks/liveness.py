@@ -54,12 +54,12 @@ class RankLost(LearnerFailed):
 
 @dataclass(frozen=True)
 class Silence:
-    """How long a rank has been silent.
+    """The silence of one rank.
 
     Attributes:
-        rank: None where the store itself does not answer.
+        rank: The rank; None if the store itself does not answer.
         seconds: Since its last sign of life, or since the start.
-        who: Its process and machine; empty where it has not come yet.
+        who: The rank's process and machine; empty if it has not come yet.
     """
 
     rank: int | None

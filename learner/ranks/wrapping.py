@@ -122,5 +122,5 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what this rank holds of a tensor."""
+    """Returns this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
 
 import msgspec
 
-# Bytes; far above any line.
+# Maximum bytes of a line, far above any that is written.
 _MAX_LINE = 4 * 1024**2
 
 
@@ -71,7 +71,7 @@ class Journal(Generic[R]):
     """A file of JSON lines on one time line: opened at step c, it forgets what was written after c.
 
     Attributes:
-        records: Those of the lines.
+        records: One record for each line.
     """
 
     def __init__(self, path: Path, kind: type[R], step: int) -> None:
@@ -117,7 +117,7 @@ def newest_version(path: Path) -> int:
 
 
 def newest_step(path: Path) -> int:
-    """Returns the greatest step in a journal, likewise."""
+    """Returns the greatest step in a journal, given-up time lines included; 0 where there is none."""
     return max((line.step for line in _versioned(path)), default=0)
 
 

@@ -31,7 +31,7 @@ from protocol.messages import ServerState
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status
 
-# Seconds; three heartbeats of a worker.
+# Seconds between printed lines of a wait: three heartbeats of a worker.
 SILENT_AFTER_S = 30.0
 
 # Waits that the line does not repeat: the learner says its own, and servers and workers stand there already.
@@ -125,7 +125,7 @@ class TerminalProgress:
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Wraps what the learner waits for or loads."""
+        """Shows `what` as the thing that the learner waits for or loads, inside the `with`."""
         self._phase = _Phase(what, self._clock())
         try:
             yield
@@ -236,8 +236,8 @@ def line(
 
 
 def waits_of(status: Status, groups_per_step: int) -> str:
-    """Says whom the learner waits for, by the queue's status: servers that do not serve, groups that are there or in
-    work, and workers' waits. Empty if all is well."""
+    """Describes a wait for groups from the queue's status: servers that do not serve, groups that are ready or in work,
+    and waits of workers. Empty if all is well."""
     waits = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
     if not status.servers:
         waits.append("no server has registered")

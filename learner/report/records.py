@@ -1,6 +1,4 @@
-"""The lines of the run's journals: `metrics.jsonl`, `publications.jsonl` and `evaluations.jsonl`, and how people read
-them.
-"""
+"""Defines the lines of the run's journals: `metrics.jsonl`, `publications.jsonl` and `evaluations.jsonl`."""
 
 from __future__ import annotations
 
@@ -99,7 +97,7 @@ class StepRecord(Record):
         }
 
     def report(self, publishing: int | None) -> LearnerReport:
-        """Makes what the status page shows of the step.
+        """Makes the report of the step for the status page.
 
         Args:
             publishing: The version on its way to the servers.

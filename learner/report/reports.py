@@ -19,7 +19,8 @@ from weight_sync.fleet.publications import PublishRecord
 
 
 class Reports:
-    """Reports of one session of a run that has made `step` steps; what was written after them is forgotten."""
+    """Writes and shows the reports of one session. Lines of steps after `step`, where the session begins, are
+    forgotten."""
 
     def __init__(self, config: RunConfig, step: int, progress: TerminalProgress) -> None:
         self._config = config

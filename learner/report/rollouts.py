@@ -29,7 +29,6 @@ MAX_ARGUMENT = 60
 
 MAX_RESULT = 200
 
-# Characters and sequences that act on a terminal.
 # Escape sequences of a terminal; control characters; surrogates, which cannot be written; marks that reverse text.
 _UNSAFE = re.compile(
     r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\u200e\u200f\u2028-\u202e\u2066-\u2069]"
@@ -142,7 +141,7 @@ def _conversation(view: RolloutView) -> Text:
 
 
 def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
-    """A line for each message that says something, and one for each call with its result."""
+    """Yields a line for each message with text, and one for each call with its result."""
     calls: list[tuple[object, str]] = []
     for message in messages:
         role, content = printable(str(message.get("role", "?"))), _text(message.get("content"))
@@ -159,7 +158,7 @@ def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
 
 
 def _call(call: Any) -> tuple[object, str]:
-    """Its id, None where it has none, and how it looks."""
+    """Returns a call's id (None if it has none), and its text."""
     if not isinstance(call, dict):
         return None, _cut(str(call), MAX_RESULT)
     function = call.get("function")

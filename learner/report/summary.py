@@ -76,7 +76,7 @@ def summarise(
     """Summarises a run.
 
     Args:
-        status: Gives what only the queue knows: drops of every cause, tokens sampled, the workers' metrics.
+        status: The queue's status, for drops of every cause, sampled tokens and the workers' metrics.
     """
     counts, times = [step.counts for step in steps], [step.times for step in steps]
     rewards = [of.reward_mean for of in counts]
@@ -216,7 +216,7 @@ def draw_rewards(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Returns, for each step, the mean of it and of up to nine before."""
+    """Returns for each step the mean of its value and of up to nine before it."""
     return [float(np.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1])) for i in range(len(values))]
 
 

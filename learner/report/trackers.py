@@ -1,4 +1,4 @@
-"""The trackers of `tracking.report_to`: what each needs installed, how it starts, how a resumed run continues there.
+"""Defines the trackers of `tracking.report_to`: their packages, their start, and how a resumed run continues.
 
 Nothing here imports a tracker, or accelerate, before `start`: the checks before a run list trackers without them.
 """
@@ -91,7 +91,7 @@ class Tracker:
         return None
 
     def arguments(self, start: Start) -> dict[str, Any]:
-        """The arguments of accelerate's class."""
+        """Returns the arguments of accelerate's class."""
         raise NotImplementedError
 
     def start(self, start: Start) -> GeneralTracker:
@@ -108,15 +108,15 @@ class Tracker:
         return made
 
     def run_id(self, made: GeneralTracker) -> str | None:
-        """The id that the tracker itself chose for the run; None where it chooses none."""
+        """Returns the id that the tracker chose for the run; None if it chooses none."""
         return None
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The metrics under names that the tracker accepts."""
+        """Returns the metrics under names that the tracker accepts."""
         return dict(metrics)
 
     def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
-        """Shows rollouts of a step, if the tracker can."""
+        """Sends rollouts of a step, if the tracker can show texts or tables."""
 
 
 class _TableTracker(Tracker):
@@ -204,7 +204,7 @@ class Mlflow(_TableTracker):
         return str(made.tracker.info.run_id)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """MLflow refuses all metrics of a step if one name has an @."""
+        """Replaces @ in names: MLflow refuses all metrics of a step if one name has it."""
         return {re.sub(r"[^\w./ -]", "_", name): value for name, value in metrics.items()}
 
 
@@ -300,7 +300,7 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
 
 
 def _rows(views: Sequence[RolloutView]) -> list[list[Any]]:
-    """One row for each rollout, in the order of `COLUMNS`."""
+    """Returns a row for each rollout, in the order of `COLUMNS`."""
     return [
         [view.step, *_texts(view), view.reward, view.advantage, view.finish_reason, view.staleness] for view in views
     ]

@@ -276,7 +276,7 @@ def sent_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _sends(name: str, metrics: Mapping[str, float], samples: Sequence[RolloutView], step: int) -> Job:
-    """A job that sends a step's metrics, and some of its rollouts, to the tracker `name`."""
+    """Makes a job that sends a step's metrics, and some of its rollouts, to the tracker `name`."""
 
     def job(made: GeneralTracker) -> None:
         tracker = TRACKERS[name]

@@ -1,4 +1,4 @@
-"""Forward passes without a gradient: what must be known of all rows of a step before the first backward pass.
+"""Runs forward passes without a gradient over all rows of a step, before its first backward pass.
 
 The policy, the policy before the last step and the reference may each score all rows; only those that the algorithm
 needs are run.

@@ -45,7 +45,7 @@ class StepMetrics:
 
     Attributes:
         entropy: Mean entropy of the sampling distribution over the tokens that train, in nats.
-        grad_norm: Before clipping.
+        grad_norm: Norm of the gradient before clipping.
         train_s: Seconds of the step.
         objective: The algorithm's own metrics.
         log_ratio_max: The greatest distance of a token's log-prob from the sampler's, in nats.
@@ -339,6 +339,6 @@ def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> No
 
 
 def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Keeps the greatest scalar by name, likewise."""
+    """Keeps the greatest scalar by name on its device, so no row waits for another's."""
     for name, value in more.items():
         peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

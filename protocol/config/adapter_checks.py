@@ -17,7 +17,7 @@ _KINDS = ("all-linear", "auto")
 
 AdapterOnly = bool | Literal["auto"]
 
-# vLLM's for `--max-lora-rank` (vllm 0.32, `MaxLoRARanks`).
+# Ranks that vLLM accepts for `--max-lora-rank` (vllm 0.32, `MaxLoRARanks`).
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 _WITH_FOUR_BITS = ("bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
@@ -125,7 +125,7 @@ def is_adapter_published_alone(adapter_only: AdapterOnly, model: ModelSection, l
 
 
 def merged_adapter_message(adapter_only: AdapterOnly, model: ModelSection, lora: LoraSection, on_gpu: bool) -> str:
-    """Say why an adapter is published merged; "" if there is nothing to say."""
+    """Explain why an adapter is published merged; "" if it is not."""
     reason = unservable(model, lora)
     if not lora.r or adapter_only != "auto" or not on_gpu or reason is None:
         return ""
@@ -146,8 +146,8 @@ def _check_published_alone(weight_sync: WeightSyncSection, model: ModelSection, 
         )
     if weight_sync.delta:
         raise ValueError(
-            "weight_sync.delta = true with weight_sync.adapter_only = true: an adapter is sent whole, which is little, "
-            "and delta would do nothing; leave weight_sync.delta out"
+            "weight_sync.delta = true with weight_sync.adapter_only = true: an adapter is small and always sent "
+            "whole, so delta would do nothing; leave weight_sync.delta out"
         )
 
 
@@ -173,6 +173,6 @@ def _check_quantised(model: ModelSection, lora: LoraSection) -> None:
             )
     if (bits := model.quantised_bits) and not lora.r:
         raise ValueError(
-            f"model.load_in_{bits}bit = true without an adapter: weights of {bits} bits cannot train; set lora.r, to "
-            f"16 for example, or leave it out"
+            f"model.load_in_{bits}bit = true without an adapter: weights of {bits} bits cannot be trained; set "
+            f"lora.r, to 16 for example, or leave it out"
         )

@@ -34,7 +34,7 @@ class Finding:
     """Something a check found that does not stop the start. What stops it is a `ConfigError`.
 
     Attributes:
-        severity: "warning" for what works, but hardly as it was meant; "error" for a part that cannot work.
+        severity: "warning" for a part that works, but probably not as intended; "error" for a part that cannot work.
         text: What was found, with the value.
         remedy: What to change; empty if the text says it.
     """
@@ -92,8 +92,8 @@ def check_sharded_optimisation(learner: LearnerSection) -> None:
     """Check that the optimiser can step on sharded weights. Raises `ValueError`."""
     if learner.optim not in SHARDED:
         raise ValueError(
-            f"learner.optim = {learner.optim} with learner.shard_weights = true: it is not known to step on weights "
-            f"that ranks share out; choose one of {', '.join(sorted(SHARDED))}, or leave learner.shard_weights out"
+            f"learner.optim = {learner.optim} with learner.shard_weights = true: it cannot step on weights that are "
+            f"divided among ranks; choose one of {', '.join(sorted(SHARDED))}, or leave learner.shard_weights out"
         )
 
 
@@ -151,7 +151,7 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "proximal": {"correction": _CORRECTED},
 }
 
-# A wide clip for gspo, since the mean ratio of a rollout hardly leaves 1.
+# Bounds above this are wide for gspo, since the mean ratio of a rollout hardly leaves 1.
 _WIDE_FOR_GSPO = 0.05
 
 
@@ -196,7 +196,9 @@ def check_chat(chat: ChatSection) -> None:
     """Check the settings of the chat format. Raises `ValueError` with setting, reason and remedy."""
     _refuse_empty(chat)
     if ".py:" in chat.parser and not _FILE.fullmatch(chat.parser):
-        raise ValueError(f"chat.parser = {chat.parser}: names no function; write it as path/to/file.py:function")
+        raise ValueError(
+            f"chat.parser = {chat.parser}: the file is named without a function; write it as path/to/file.py:function"
+        )
     if taken := sorted(RESERVED & chat.chat_template_kwargs.keys()):
         raise ValueError(
             f"chat.chat_template_kwargs: {', '.join(taken)} cannot be set by the run file, rendering does it; leave "

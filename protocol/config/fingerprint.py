@@ -1,4 +1,5 @@
-"""The fingerprint by which a worker's rollouts fit the learner: same tokenizer, chat format and rollout settings.
+"""Computes the fingerprint that shows whether a worker's rollouts fit the learner: tokenizer, chat format and rollout
+settings.
 
 Both ends compute it here, each from its own files, so that even a tokenizer with two digits swapped is noticed.
 """

@@ -35,7 +35,7 @@ Need = Literal["task", "tokenizer", "model", "chat", "callbacks"]
 
 OPTION = re.compile(r"--([a-z_]+)\.([a-z_]+)(?:=(.*))?", re.DOTALL)
 
-# Settings of [learner] of which one is given: an override of one replaces the run file's other.
+# Settings of [learner] that exclude each other: an override of one removes the run file's other.
 _WHEN_IT_ENDS = ("steps", "epochs")
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
@@ -214,7 +214,7 @@ def _absolute(path: str, folder: Path) -> Path:
     return (folder / Path(path).expanduser()).absolute()
 
 
-# Modules of imported files are called this with the file's name behind it.
+# Prefix of the names of imported modules; the file's name follows.
 TASK_MODULE_PREFIX = "slipstream_task_"
 
 

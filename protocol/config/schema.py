@@ -44,7 +44,8 @@ _TOO_FEW_OPEN = {
     "worker.episodes": "some of its slots could never be used",
 }
 
-# Settings that many know by TRL's name. slipstream/trl/fields.py has all of them, but may not be imported here.
+# Settings that users may look for under TRL's name. slipstream/trl/fields.py has all of them, but may not be imported
+# here.
 TRL_NAMES = {
     "beta": "learner.kl_coef",
     "epsilon": "learner.clip_low",
@@ -158,7 +159,7 @@ class RunConfig(Section):
             )
         checks.check_patience(queue, self.worker, learner)
         if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
-            raise ValueError(f"queue.depth = {queue.depth} allows no group at all; raise it to 1 or write 'auto'")
+            raise ValueError(f"queue.depth = {queue.depth} allows no group at all; set it to 1 or more, or to 'auto'")
         if self.weight_sync.every > queue.max_staleness + 1:
             raise ValueError(
                 f"weight_sync.every = {self.weight_sync.every} with queue.max_staleness = "
@@ -248,8 +249,8 @@ class RunConfig(Section):
             )
         if vllm.port <= queue.port <= last:
             raise ValueError(
-                f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: whoever "
-                f"starts second would find it taken; change queue.port or vllm.port"
+                f"queue.port = {queue.port} is one of the ports {vllm.port} to {last} of the vLLM servers: the "
+                f"process that starts second would find it taken; change queue.port or vllm.port"
             )
 
     def _check_http_port(self) -> None:
@@ -265,7 +266,7 @@ class RunConfig(Section):
             if port in ports:
                 others = f" and the {len(ports) - 1} that follow" if len(ports) > 1 else ""
                 raise ValueError(
-                    f"weight_sync.http_port = {port} is taken by {setting} = {ports.start}{others}: whoever starts "
-                    f"second would find it in use; change one of them, or leave weight_sync.http_port at 0, for any "
-                    f"that is free"
+                    f"weight_sync.http_port = {port} is taken by {setting} = {ports.start}{others}: the process that "
+                    f"starts second would find it in use; change one of them, or leave weight_sync.http_port at 0, "
+                    f"for any that is free"
                 )

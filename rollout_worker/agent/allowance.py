@@ -1,4 +1,4 @@
-"""Counts what an episode of an agent may still sample over all its requests: answers, tokens and segments."""
+"""Counts the answers, tokens and segments that an agent's episode may still sample, over all its requests."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Allowance:
         self._changed = asyncio.Event()
 
     async def budget(self, size: int, most: int | None, recorded: int, segments: int, appends: bool) -> TurnBudget:
-        """Return what an answer may sample. Waits for other answers in flight where they may use it up.
+        """Return the tokens that an answer may sample. Waits for other answers in flight where they may use it up.
 
         Args:
             size: Tokens of the answer's prompt.
@@ -48,7 +48,7 @@ class Allowance:
                 self.ended_as = "turn_limit"
                 text = f"the episode has had its {limits.max_turns} answers (rollout.max_turns)"
                 raise ApiError(400, text, TURNS)
-            on_their_way = self._turns - recorded + self.in_flight  # each may begin a segment
+            on_their_way = self._turns - recorded + self.in_flight  # Each answer in flight may begin a segment.
             if segments + on_their_way >= MAX_SEGMENTS and (on_their_way or not appends):
                 self.ended_as = "turn_limit"
                 text = f"the episode has {MAX_SEGMENTS} conversations, the most that are kept; go on from an answer"

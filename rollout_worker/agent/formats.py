@@ -73,7 +73,7 @@ class ChatFormats:
         self._plain = plain
         self._build = build
         self._one_at_a_time = asyncio.Lock()
-        # A set of tools that no format can be built for is kept as the text that says why.
+        # If no format can be built for a set of tools, the text of the error is kept in its place.
         self._kept: OrderedDict[bytes, Proven | str] = OrderedDict()
 
     async def of(self, tools: Sequence[dict[str, Any]], key: bytes | None = None) -> Proven:

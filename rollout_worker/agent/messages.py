@@ -34,7 +34,7 @@ class ApiErrorKind:
 
 
 class ApiError(Exception):
-    """A request that is not answered. Clients should not retry it: what could help was tried here.
+    """A request that is not answered. Clients should not retry it, since the worker has retried already.
 
     Attributes:
         status: HTTP status.

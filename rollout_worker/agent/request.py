@@ -1,4 +1,4 @@
-"""Reads a request's parameters and tools, and refuses what cannot be honoured; nothing that matters is ignored.
+"""Reads a request's parameters and tools. Refuses those that cannot be honoured, and ignores none that matters.
 
 The learner trains on log-probs that were sampled at the run's temperature from the whole distribution. So a parameter
 that would change the distribution is refused; one that only ends an answer sooner, or does not change it, is accepted.
@@ -18,7 +18,7 @@ from protocol.config.text import nearest
 from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
 from rollout_worker.tools.base import NAME
 
-# OpenAI's bound.
+# OpenAI's bound on the number of tools.
 MAX_TOOLS = 128
 
 _MAX_BYTES = 256 * 1024
@@ -206,10 +206,10 @@ def _check_distribution(
         own = temperature if name == "temperature" else getattr(rollout, name)
         if value is None or (_is_number(value) and value == own):
             continue
-        if name == "top_k" and own == 0 and value == -1:  # for vLLM, too, all tokens
+        if name == "top_k" and own == 0 and value == -1:  # vLLM, too, takes -1 and 0 for all tokens.
             continue
         setting, remedy = f"rollout.{name}", "leave it out, or set it in the run file"
-        if name == "temperature":  # the only one that an evaluation can set
+        if name == "temperature":  # The only parameter that an evaluation can set.
             setting = setting if own == rollout.temperature else "eval.temperature"
             remedy = "leave it out, or give endpoint.temperature"
         text = (

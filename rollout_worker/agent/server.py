@@ -42,7 +42,7 @@ _MAX_REMEMBERED = 8192
 _KEY = "sk-slipstream-"
 # The content coding of a body that is not compressed.
 _PLAIN = "identity"
-# Keeps clients from retrying: what could help was tried here.
+# Keeps clients from retrying: the worker has retried already.
 _FINAL = {"x-should-retry": "false"}
 
 SESSION = web.RequestKey("session", Session)
@@ -88,7 +88,7 @@ class AgentServer:
             lingering_time=_LINGER_S,
             shutdown_timeout=_CLOSE_S,
             handler_cancellation=True,
-            auto_decompress=False,  # it would run on the loop, even for refused bodies
+            auto_decompress=False,  # Decompression would run on the loop, even for refused bodies.
             access_log=None,
         )
         await self._runner.setup()

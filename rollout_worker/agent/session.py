@@ -1,6 +1,4 @@
-"""One episode as its agent's requests make it: each request is placed in the tree, sampled within the limits, and
-recorded.
-"""
+"""Serves one episode of an agent: places each request in the tree, samples it within the limits, and records it."""
 
 from __future__ import annotations
 

@@ -94,7 +94,8 @@ class AgentSource:
                     result = await episodes.code.call(
                         self.agent.function,
                         read_result,
-                        self.config.ticket_max_age_s,  # the deadline is what ends it; later, its ticket has gone
+                        # The deadline ends the call. This bound is longer: its ticket is gone by then.
+                        self.config.ticket_max_age_s,
                         user_code.Kind.AGENT,
                         deadline.exclude_waiting(),
                         endpoint=endpoint,

@@ -1,5 +1,5 @@
-"""Opens what a task names as its data sets, for training and for evaluations: rows in memory, an iterable, a file, or
-a name on the hub.
+"""Opens a task's data sets, for training and for evaluations: rows in memory, an iterable, a file, or a name on the
+hub.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def _rows_made_by(function: Callable[[], Any]) -> Rows:
     if isinstance(made, Iterator):
         return Stream(lambda epoch: iter(function()))
     if callable(made):
-        raise ConfigError(f"Task(dataset={_name(function)}) gives a {type(made).__name__}; it is to give rows")
+        raise ConfigError(
+            f"Task(dataset={_name(function)}) returns a {type(made).__name__}; return rows, such as a list of dicts"
+        )
     return _rows_of(made)
 
 
@@ -204,7 +206,7 @@ class RowSample:
         sample: Gives up to a number of rows that a run takes, each with its number, as `Rows.sample`.
         given: How the data set is given, such as `task.path = multiply.py`.
         suffix: Follows "prompts" and "rows" in messages: empty, or " of the eval_dataset".
-        lost: What becomes of a row that cannot be used.
+        lost: Consequence for a row that cannot be used, such as "will be dropped".
         evaluated: Whether it is the eval_dataset.
     """
 

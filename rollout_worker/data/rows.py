@@ -40,7 +40,7 @@ def _without_none(value: Any, deep: bool) -> Any:
 
 _log = logging.getLogger(__name__)
 
-# Rows that a stream keeps: more than the indices of open tickets are apart in the deepest queue.
+# Number of rows that a stream keeps. The indices of open tickets are never so far apart, even in the deepest queue.
 KEPT_ROWS = 4096
 
 # Rows of a table that are read at once where many are needed.
@@ -188,7 +188,7 @@ class Stream:
             yield number, row
 
     def _read(self, place: RowPosition) -> Any:
-        """Raises `_Ended` where the first epoch turns out to end before the row."""
+        """Read one row. Raises `_Ended` if the first epoch ends before it."""
         if place in self._kept:
             return self._kept[place]
         if self._iterator is None or self._next.epoch != place.epoch or self._next > place:
@@ -201,7 +201,7 @@ class Stream:
             try:
                 row = self._advance()
             except _PastTheEnd:
-                self._skip = None  # where the epoch ends is to be found row by row
+                self._skip = None  # The end of the epoch must be found row by row.
                 self._go_to(RowPosition(0, 0))
                 continue
             self._kept[self._next] = row
@@ -224,7 +224,7 @@ class Stream:
             return
         try:
             next(self._iterator)
-        except (Exception, SystemExit):  # the data set is the user's, and this row is not asked for
+        except (Exception, SystemExit):  # The data set is the user's, and no ticket needs this row.
             return
         self._grown = True
         _log.warning(

@@ -1,4 +1,4 @@
-"""A worker's slots: how many episodes generate at once, how many are open, and how much of that was idle.
+"""Counts a worker's slots: bounds the episodes that generate at once and those that are open, and measures idle slots.
 
 An episode holds a slot only while a turn is sampled. While it waits for a tool, a reset or a judge, others use the
 slot. Turns of episodes that have begun come before first turns, and both come before new tickets.
@@ -102,7 +102,7 @@ class Capacity:
         self._new: deque[_Turn | Reservation] = deque()
         self._at: dict[Activity, int] = {"tools": 0, "judgement": 0}
         self._asking = False
-        self._next_size = 0  # episodes of the group that there is to be room for, 0 while none is wanted
+        self._next_size = 0  # Episodes of the group that waits for room; 0 if none waits.
         self._idle_s = self._full_s = 0.0
         self._noted_at = clock()
 
@@ -242,7 +242,7 @@ class Capacity:
             waiting.grant(slots)
 
     def _served_first(self) -> _Turn | Reservation | None:
-        """Return who gets the next slots; forget those that no longer want any."""
+        """Return the turns or the group that get the next slots. Forget those that no longer want any."""
         for line in (self._begun, self._new):
             while line and not line[0].wanted:
                 line.popleft()
@@ -303,7 +303,7 @@ class LoopYield:
         self._left = self._per_round
         while self._waiting and self._left:
             waiting = self._waiting.popleft()
-            if not waiting.done():  # a cancelled one is done
+            if not waiting.done():  # A cancelled task is done.
                 waiting.set_result(None)
                 self._left -= 1
         self._turning = busy or self._left < self._per_round

@@ -1,5 +1,4 @@
-"""Episodes that are each played in an environment of their own, which may add to the row's prompt, answer the policy's
-turns and reward it.
+"""Plays each episode in an environment of its own, which may add to the row's prompt, answer turns and give a reward.
 
 No episode waits for another's reset, answer or reward, and none holds a slot while it waits for its own.
 """
@@ -41,7 +40,7 @@ from rollout_worker.tools.base import ToolResult
 from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import NotCalled, UserCodeError
 
-# Rows whose choice of environment is checked before a run, and resets that are tried of each environment.
+# Maximum number of rows whose environment is checked before a run, and of resets that are tried for each environment.
 MAX_CHECKED_ROWS = 1000
 MAX_TRIED_RESETS = 3
 
@@ -162,7 +161,7 @@ class EnvironmentSource:
     async def _try_reset(
         self, sample: RowSample, kind: EnvironmentKind, number: int, columns: Mapping[str, Any]
     ) -> int | str:
-        """Return the tokens of the prompt that a reset gives, or what went wrong."""
+        """Return the number of tokens of the prompt that a reset gives, or the text of its failure."""
         arguments = self.environments.reset_columns(kind, columns)
         try:
             instance = await self.environments.pool.take(kind.name)

@@ -1,4 +1,4 @@
-"""An episode while it grows: its segments, its conversation, and what it begins with.
+"""Holds an episode while it grows: its setup, segments and conversation.
 
 A segment is a prompt and the turns that were sampled after it. Its ids are never changed, only appended to (I4).
 """
@@ -26,7 +26,8 @@ from rollout_worker.tools.toolbox import ToolBox
 
 @dataclass(frozen=True, slots=True)
 class NoReward:
-    """Why an episode has no reward where the task has no reward functions: a code of `protocol.reasons`, and a text."""
+    """The reason for which an episode without reward functions has no reward: a code of `protocol.reasons`, and a
+    text."""
 
     reason: str = reasons.NO_REWARD
     text: str = "it brings no reward"
@@ -39,7 +40,7 @@ class Episode:
     Attributes:
         drafts: Its segments.
         rollout: Gets its reward, and then its segments, when the group is put together.
-        prompt: What it began with.
+        prompt: The prompt that it began with.
         affinity: The servers that sampled it.
         messages: The conversation after the prompt.
         text: Text of the last turn.

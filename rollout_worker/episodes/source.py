@@ -1,4 +1,4 @@
-"""The one interface of all task kinds: a source makes the episodes of a group.
+"""Defines the interface of all task kinds: a source makes the episodes of a group.
 
 Nothing outside the sources asks which kind a task is. `rollout_worker.sources` lists them.
 """

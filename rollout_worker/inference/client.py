@@ -26,7 +26,7 @@ _ABORT_S = 5.0
 # Attempts of one request: a server names another adapter whenever one was published between two attempts.
 _NAMES_TRIED = 4
 
-# vLLM puts this before the ids of requests to this route.
+# Prefix that vLLM puts before the ids of requests to this route.
 _ID_AT_VLLM = "generate-tokens-"
 
 _decoder = msgspec.json.Decoder(Reply)
@@ -102,7 +102,7 @@ class InferenceClient:
 
     @asynccontextmanager
     async def _sampling(self, url: str, request: GenerateRequest, server: str) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send the request, again if the server names another adapter that it serves, and yield the answer."""
+        """Send the request and yield the answer. Send it again if the server names another adapter."""
         for _ in range(_NAMES_TRIED):
             headers = {HEADER: request.model} if request.model != SERVED_MODEL_NAME else {}
             async with self._post(url + GENERATE, msgspec.json.encode(request), self._timeout, headers) as response:

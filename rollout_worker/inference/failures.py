@@ -42,7 +42,8 @@ class RequestRejected(Doubtful):
 
 
 class ServerFailed(Exception):
-    """A 5xx, a busy server, a lost connection or no answer in time: try again, or on another server."""
+    """A server failed: a 5xx, a busy server, a lost connection or no answer in time. Try again, or on another
+    server."""
 
 
 class ServerUnfit(ServerFailed):
@@ -194,7 +195,7 @@ class FailureNotices:
 
         Args:
             kind: As in `Notice`.
-            key: What failed and how; the same for failures that are alike.
+            key: Identifies the failure; the same for failures that are alike.
             where: file:line of the user's code.
         """
         if (kind, key) in self._keys or len(self.found) == MAX_NOTICES:

@@ -137,7 +137,7 @@ class ServerLoad(NamedTuple):
 
 
 class Leave(Enum):
-    """How requests on a server that has left are ended.
+    """The way in which requests on a server that has left end.
 
     FINISH: they run to their end, as the server drains. ABORT: the server still answers, so it is asked to abort them.
     CUT: it is gone, or its answers cannot be used.

@@ -310,4 +310,4 @@ class Sampler:
 
 def _fail(waiting: PendingChoice, error: Exception) -> None:
     waiting.set_exception(error)
-    waiting.exception()  # retrieved here, as an episode that is over does not look at it
+    waiting.exception()  # Retrieve the error here, as an episode that is over never does.

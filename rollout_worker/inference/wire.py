@@ -16,7 +16,7 @@ from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, typed
 from protocol.versions import Label, parse
 from rollout_worker.inference.failures import BadSample, UnknownWeights
 
-# vLLM puts this in place of a log-prob that is missing, NaN or minus infinity.
+# Value that vLLM sends in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0
 # vLLM's finish reasons, and those of an episode: a turn that vLLM ended for repetition was cut off.
 _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "abort": "abort"}

@@ -29,7 +29,7 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where an agent finds the policy in one episode, as `openai.AsyncOpenAI(base_url=..., api_key=...)` takes it.
+    """The address of the policy in one episode, as `openai.AsyncOpenAI(base_url=..., api_key=...)` takes it.
 
     Attributes:
         base_url: Ends in /v1.
@@ -44,7 +44,7 @@ class Endpoint:
     temperature: float = 1.0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Endpoint:
-        return self  # what it holds cannot be changed
+        return self  # The copy would equal it: its fields cannot be changed.
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,5 +1,4 @@
-"""The environments of a task: what `Task(environment=...)` may be, which environment a row is played in, and all of
-them opened with their tools, chat formats and pool.
+"""Checks and opens the environments of a task, with their tools, chat formats and pool, and finds the one of each row.
 
 An environment is an object of the user's. Each episode has one of its own, which is reset and used again.
 """
@@ -75,7 +74,7 @@ def no_reward(classes: Iterable[str]) -> ConfigError:
 
 
 def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, Any]) -> str | None:
-    """Return what is wrong with a row's choice of environment; None if nothing is. `environment`: as in the task, or
+    """Return the fault of a row's choice of environment; None if there is none. `environment`: as in the task, or
     any mapping with the names of several."""
     if not isinstance(environment, Mapping):
         return None
@@ -189,7 +188,8 @@ async def open_environments(
     if config.worker.tool_isolation == "process":
         raise ConfigError(
             "worker.tool_isolation = process: an environment keeps its state from call to call, and cannot be called "
-            "in another process; set thread, and start what must not be trusted as a process from the environment"
+            "in another process; set worker.tool_isolation = thread, and let the environment start untrusted code as "
+            "a process"
         )
     try:
         checks.check_patience(config.queue, config.worker, config.learner, environments=True)

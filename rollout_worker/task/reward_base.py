@@ -228,6 +228,6 @@ def _name(name: object) -> str:
 
 
 def _text(value: object) -> str:
-    """Called where the function runs, as the text of an object is the user's code too."""
+    """Convert a note to text. Call it where the function runs, as `str` of an object is the user's code too."""
     text = value if isinstance(value, str) else str(value)
     return encodable(text if len(text) <= TEXT_CHARACTERS else f"{text[: TEXT_CHARACTERS - 3]}...")

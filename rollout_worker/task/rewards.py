@@ -52,7 +52,7 @@ class FunctionReward:
         self._takes = _parameters(function)
 
     def check_row(self, row: Mapping[str, Any], besides: Collection[str] = ()) -> None:
-        """Raises `ConfigError` if it cannot be called with the columns of `row`."""
+        """Raise `ConfigError` if it cannot be called with the columns of `row`."""
         arguments = self._arguments(RewardBatch(None, [], [], row), Notes(0))
         arguments |= {name: [] for name in besides if self._takes is None or name in self._takes}
         try:
@@ -81,7 +81,7 @@ class FunctionReward:
                 )
 
     async def values(self, batch: RewardBatch, timeout_s: float) -> Values:
-        """Raises `RewardError`."""
+        """Call the function. Raises `RewardError`."""
         notes = Notes(len(batch.completions))
         plain = partial(_checked, self.name, self._function, len(batch.completions))
         try:
@@ -315,7 +315,7 @@ def build_rewards(
 
 
 def _wrong_weights(weights: Any, rewards: int, own: Sequence[str] | None) -> str:
-    """`own`: as of `RewardFunctions`."""
+    """Return the error text for `reward_weights` that do not fit. `own`: as in `RewardFunctions`."""
     giver = "an environment" if own is None else "the agent"
     fixed = "" if own == () else f"; the reward that {giver} gives itself has the weight 1 and none here"
     if not rewards:

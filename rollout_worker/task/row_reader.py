@@ -1,4 +1,4 @@
-"""Reads a ticket's row behind the boundary around user code, as the data set is the user's, and returns plain data.
+"""Reads a ticket's row as plain data, behind the boundary around user code, because the data set is the user's.
 
 A row belongs to its ticket: no other ticket sees changes to it.
 """

@@ -22,7 +22,7 @@ NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
 
 class Tool(Protocol):
-    """Is one tool, such as a function, a method of an environment or a tool of an MCP server."""
+    """Defines one tool, such as a function, a method of an environment or a tool of an MCP server."""
 
     @property
     def schema(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
 
 class IsolatedCode(Protocol):
-    """Is the part of `UserCode` that runs a tool in a child process, by the tool's name in the task."""
+    """Runs a tool in a child process, by the tool's name in the task. A part of `UserCode`."""
 
     async def call_isolated(self, tool_name: str, arguments: dict[str, Any], timeout_s: float) -> str: ...
 

@@ -7,23 +7,17 @@ loop is pinged each second. After `MAX_UNANSWERED` pings without an answer it co
 names the culprit, and new calls go to another loop until it answers again. Calls that are on a blocked loop stay there.
 A machine that has no time for the loop has none for the caller's either, so a ping does not count while the caller's
 own loop is late. All decisions are made on the caller's loop.
-
-`ThreadExecutor` hands the jobs of `asyncio.to_thread` and `loop.run_in_executor(None, ...)` to `Threads`. asyncio's own
-executor has few threads, never replaces one that hangs, and keeps the process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import contextvars
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -37,7 +31,7 @@ from rollout_worker.user_code.errors import (
     name_of,
     place_in,
 )
-from rollout_worker.user_code.threads import Threads, no_thread
+from rollout_worker.user_code.threads import ThreadExecutor, Threads, no_thread
 from rollout_worker.user_code.values import encodable
 
 MAX_LOOPS = 4
@@ -49,87 +43,6 @@ _PINGS_TO_END = 2
 
 # Seconds that the last coroutines may take to end when a loop is closed.
 _CLOSE_S = 1.0
-
-
-class _Job(Future[Any]):
-    """A job that async code hands to a thread. `on_leave` is called if it is still running when nobody awaits it."""
-
-    def __init__(self, on_leave: Callable[[_Job], None]) -> None:
-        super().__init__()
-        self.call: Call | None = None
-        self._on_leave = on_leave
-
-    def cancel(self) -> bool:
-        """Cancel the job, unless it is running. asyncio calls this when the task that awaits the job is cancelled."""
-        cancelled = super().cancel()
-        if not (cancelled or self.done()):
-            self._on_leave(self)
-        return cancelled
-
-
-class ThreadExecutor(ThreadPoolExecutor):
-    """Hands jobs from any thread to `Threads`. The base class is one that asyncio accepts; its threads never start.
-
-    Args:
-        threads: Runs the jobs.
-        grace_s: Seconds that a job may run on when nobody waits for it any more. Then it counts as hung.
-
-    Attributes:
-        caller: The event loop that decides about `threads`.
-    """
-
-    def __init__(self, threads: Threads, grace_s: float) -> None:
-        super().__init__(1)
-        self.caller = asyncio.get_running_loop()
-        self._pool = threads
-        self._grace_s = grace_s
-        self._pid = os.getpid()
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        job = _Job(self._on_leave)
-        self.caller.call_soon_threadsafe(self._begin, job, partial(function, *arguments, **named))
-        return job
-
-    def _begin(self, job: _Job, work: Callable[[], Any]) -> None:
-        call = job.call = Call(_function_of(work), partial(self._run, job, work), lambda nothing: nothing, None)
-        assert call.future is not None
-        call.future.add_done_callback(partial(_refuse, job))
-        try:
-            self._pool.begin(call)
-        except NotCalled as error:
-            call.finish(error)
-
-    def _run(self, job: _Job, work: Callable[[], Any]) -> None:
-        """Run the job in a thread. Its result or error goes straight to the code that awaits it."""
-        if job.set_running_or_notify_cancel():
-            with Invocation(self._pid, job.set_exception) as invocation:
-                result = work()
-            if not invocation.failed:
-                job.set_result(result)
-            del job, invocation  # An error holds this frame, and they would hold the error.
-
-    def _on_leave(self, job: _Job) -> None:
-        with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
-            self.caller.call_soon_threadsafe(self._give_up_later, job)
-
-    def _give_up_later(self, job: _Job) -> None:
-        if job.call is not None:
-            job.call.start_timer(self._grace_s)
-
-
-def _refuse(job: _Job, ended: asyncio.Future[None]) -> None:
-    """Pass the reason on why a job was not started. A job that runs has its own result."""
-    error = None if ended.cancelled() else ended.exception()
-    if error is not None and not (job.running() or job.done()):
-        job.set_exception(RuntimeError(str(error)))
-
-
-def _function_of(work: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the user's function of a job. `asyncio.to_thread` wraps it in a context's `run`."""
-    while isinstance(work, partial):
-        runs_in_context = isinstance(getattr(work.func, "__self__", None), contextvars.Context)
-        work = work.args[0] if runs_in_context and work.args else work.func
-    return work
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,22 +6,28 @@ A call that was given up counts in `hung` until it returns, and another thread t
 never return take no threads from others. When `HUNG_PER_THREAD` times as many calls hang as there are threads, new
 calls fail at once. A call waits for a thread as long as necessary, because each running call returns or is given up.
 The threads are daemons: none keeps the process from ending.
+
+`ThreadExecutor` hands the jobs of `asyncio.to_thread` and `loop.run_in_executor(None, ...)` to `Threads`. asyncio's own
+executor has few threads, never replaces one that hangs, and keeps the process from ending.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import os
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
 from protocol import reasons
 from rollout_worker.user_code.call import Call
-from rollout_worker.user_code.errors import NotCalled, UserCodeError, defined_at, name_of, place_in
+from rollout_worker.user_code.errors import Invocation, NotCalled, UserCodeError, defined_at, name_of, place_in
 
 HUNG_PER_THREAD = 4
 
@@ -252,3 +258,84 @@ def _start_thread(target: Callable[[Any], None], queue: SimpleQueue[Any]) -> Non
 
 def _as_it_is(result: Any) -> Any:
     return result
+
+
+class _Job(Future[Any]):
+    """A job that async code hands to a thread. `on_leave` is called if it is still running when nobody awaits it."""
+
+    def __init__(self, on_leave: Callable[[_Job], None]) -> None:
+        super().__init__()
+        self.call: Call | None = None
+        self._on_leave = on_leave
+
+    def cancel(self) -> bool:
+        """Cancel the job, unless it is running. asyncio calls this when the task that awaits the job is cancelled."""
+        cancelled = super().cancel()
+        if not (cancelled or self.done()):
+            self._on_leave(self)
+        return cancelled
+
+
+class ThreadExecutor(ThreadPoolExecutor):
+    """Hands jobs from any thread to `Threads`. The base class is one that asyncio accepts; its threads never start.
+
+    Args:
+        threads: Runs the jobs.
+        grace_s: Seconds that a job may run on when nobody waits for it any more. Then it counts as hung.
+
+    Attributes:
+        caller: The event loop that decides about `threads`.
+    """
+
+    def __init__(self, threads: Threads, grace_s: float) -> None:
+        super().__init__(1)
+        self.caller = asyncio.get_running_loop()
+        self._pool = threads
+        self._grace_s = grace_s
+        self._pid = os.getpid()
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        job = _Job(self._on_leave)
+        self.caller.call_soon_threadsafe(self._begin, job, partial(function, *arguments, **named))
+        return job
+
+    def _begin(self, job: _Job, work: Callable[[], Any]) -> None:
+        call = job.call = Call(_function_of(work), partial(self._run, job, work), _as_it_is, None)
+        assert call.future is not None
+        call.future.add_done_callback(partial(_refuse, job))
+        try:
+            self._pool.begin(call)
+        except NotCalled as error:
+            call.finish(error)
+
+    def _run(self, job: _Job, work: Callable[[], Any]) -> None:
+        """Run the job in a thread. Its result or error goes straight to the code that awaits it."""
+        if job.set_running_or_notify_cancel():
+            with Invocation(self._pid, job.set_exception) as invocation:
+                result = work()
+            if not invocation.failed:
+                job.set_result(result)
+            del job, invocation  # An error holds this frame, and they would hold the error.
+
+    def _on_leave(self, job: _Job) -> None:
+        with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
+            self.caller.call_soon_threadsafe(self._give_up_later, job)
+
+    def _give_up_later(self, job: _Job) -> None:
+        if job.call is not None:
+            job.call.start_timer(self._grace_s)
+
+
+def _refuse(job: _Job, ended: asyncio.Future[None]) -> None:
+    """Pass the reason on why a job was not started. A job that runs has its own result."""
+    error = None if ended.cancelled() else ended.exception()
+    if error is not None and not (job.running() or job.done()):
+        job.set_exception(RuntimeError(str(error)))
+
+
+def _function_of(work: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the user's function of a job. `asyncio.to_thread` wraps it in a context's `run`."""
+    while isinstance(work, partial):
+        runs_in_context = isinstance(getattr(work.func, "__self__", None), contextvars.Context)
+        work = work.args[0] if runs_in_context and work.args else work.func
+    return work

@@ -117,7 +117,7 @@ def test_what_can_be_is_taken(sections: dict[str, Any]) -> None:
 
 
 def test_an_adapter_that_is_published_alone_takes_no_delta() -> None:
-    with pytest.raises(ValueError, match=r"an adapter is sent whole.*leave weight_sync\.delta out"):
+    with pytest.raises(ValueError, match=r"an adapter is small and always sent whole.*leave weight_sync\.delta out"):
         made(lora=LORA, weight_sync={"adapter_only": True, "delta": True})
     made(lora=LORA, weight_sync={"adapter_only": False, "delta": True})
 

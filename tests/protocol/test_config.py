@@ -353,7 +353,10 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
         ("queue.capacity_bytes = 2048", "is more than queue.capacity_bytes = 2048: the largest groups would never fit"),
         ("queue.port = 8100", "queue.port = 8100 is one of the ports 8100 to 8100 of the vLLM servers"),
         ("worker = {agent_port = 9000, count = 2}", "worker.agent_port = 9000 with worker.count = 2: only one worker"),
-        ("weight_sync.http_port = 8200", "weight_sync.http_port = 8200 is taken by queue.port = 8200: whoever starts"),
+        (
+            "weight_sync.http_port = 8200",
+            "weight_sync.http_port = 8200 is taken by queue.port = 8200: the process that",
+        ),
         (
             "weight_sync.http_port = 8102\nvllm.count = 3",
             "weight_sync.http_port = 8102 is taken by vllm.port = 8100 and the 2 that follow",

@@ -32,7 +32,7 @@ def test_when_an_evaluation_is_due(settings: Any, due: list[int]) -> None:
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        ({"every": 5, "temperature": 0.001}, "eval.temperature = 0.001: vLLM would take 0.01"),
+        ({"every": 5, "temperature": 0.001}, "eval.temperature = 0.001: vLLM would sample at 0.01"),
         ({"every": 5, "temperature": 0, "group_size": 4}, "all episodes of a row would be the same"),
         ({"rows": 32}, "eval.rows = 32 has no effect, as there is no evaluation: set eval.every"),
         ({"every": 5, "group_size": 0}, "greater than or equal to 1"),

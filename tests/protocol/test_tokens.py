@@ -40,7 +40,7 @@ def test_i8_a_role_s_token_is_stable_told_apart_and_holds_nothing_of_the_secret(
 @pytest.mark.parametrize("role", access.ROLES)
 def test_i8_no_token_can_be_derived_from_a_role_s(role: access.Role) -> None:
     held = access.derive_token(SECRET, role)
-    with pytest.raises(access.TokenError, match=f"holds a {role}'s token, and .* needs the run's secret") as error:
+    with pytest.raises(access.TokenError, match=f"holds a {role}'s token, but .* needs the run's secret") as error:
         access.derive_token(held, "learner")
     assert held not in str(error.value)
     with pytest.raises(access.TokenError):

@@ -106,5 +106,5 @@ async def test_i8_what_another_run_derived_opens_nothing() -> None:
 
 def test_i8_a_queue_that_has_a_role_s_token_only_does_not_start() -> None:
     held = access.derive_token(SECRET, "learner")
-    with pytest.raises(ConfigError, match="holds a learner's token, and what checks the tokens of others"):
+    with pytest.raises(ConfigError, match="holds a learner's token, but a process that checks the tokens of others"):
         service.serve(config(queue={"token": held, "port": 1}))

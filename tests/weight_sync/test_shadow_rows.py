@@ -58,7 +58,7 @@ def test_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_and_
     model = torch.nn.Module()
     model.add_module("embed_tokens", embedding(64, 8))
     check_width(model, "small", {"embed_tokens.weight": torch.zeros(64, 8)})
-    came = rf"embed_tokens\.weight came as \[{shape[0]}, {shape[1]}\], and \[64, 8\] is wanted"
+    came = rf"embed_tokens\.weight came as \[{shape[0]}, {shape[1]}\], and this server's model has \[64, 8\]"
     with pytest.raises(ValueError, match=rf"{came}: this server runs small, and the learner trains another model"):
         check_width(model, "small", {"embed_tokens.weight": torch.zeros(*shape)})
 

@@ -10,13 +10,13 @@ from protocol.messages import ServerState
 RETRY_PAUSE_S = 2.0
 MAX_PAUSE_S = 60.0
 
-# A server that is a version behind may only be a moment slower than the one ahead: for so long it is not stale.
+# Seconds for which a server that is behind is not stale: it may only be a moment slower than the one ahead.
 MIN_GRACE_S = 0.2
 
 
 @dataclass(frozen=True)
 class Standing:
-    """A server, as far as others are compared with it.
+    """The progress of one server, to compare servers by.
 
     Attributes:
         version: The version that it serves, None before the first.

@@ -24,7 +24,7 @@ LOGPROBS_MODE = "processed_logprobs"
 
 @dataclass(frozen=True)
 class Wanted:
-    """A run's requirements of its servers. None: not known, as without a run file.
+    """A run's requirements of its servers. A field is None if it is not known, as without a run file.
 
     Attributes:
         quantised: Whether the proof's tolerance allows for a server that rounds its weights.
@@ -37,7 +37,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Reads them from a run file."""
+        """Reads the requirements from a run file."""
         allows = config.weight_sync.probe_tolerance != "auto" or config.served_quantised
         return cls(config.served_dtype, config.vllm.max_model_len, config.weight_sync.transport, allows)
 
@@ -89,7 +89,7 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
 
 
 def describe_mismatches(mismatches: Sequence[Mismatch]) -> str:
-    """Joins all of them, and the remedy, into one text."""
+    """Joins all mismatches, and the remedy, into one text."""
     return (
         f"{'; '.join(one.what for one in mismatches)}; start it with: slipstream vllm run.toml, or with: "
         f"{' '.join(one.flag for one in mismatches)}"
@@ -97,7 +97,7 @@ def describe_mismatches(mismatches: Sequence[Mismatch]) -> str:
 
 
 def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:
-    """Returns why the server at `url` is another run's, whose learner controls it; None if no other run's does.
+    """Returns a text if the learner of another run controls the server at `url`; None if none does.
 
     Args:
         run_id: This run's id, "" before it is known.

@@ -29,10 +29,10 @@ from weight_sync.transports.base import Transport
 
 logger = logging.getLogger(__name__)
 
-# How often the registry is read, for servers that join, leave or register again.
+# Seconds between reads of the registry, which shows servers that join, leave or register again.
 READ_EVERY_S = 1.0
 
-# How long a server waits for a snapshot while others still publish older ones, and how long these then have to end.
+# Seconds for which a server waits for a snapshot while others publish older ones, and which these then have to end.
 MAX_ROOM_WAIT_S = 1.0
 GIVE_UP_WITHIN_S = 5.0
 
@@ -68,7 +68,7 @@ class Fleet:
         on_failure: Callable[[BaseException], None],
         run_id: Callable[[], str] = lambda: "",
     ) -> None:
-        """Takes what all members share.
+        """Makes a fleet without members.
 
         Args:
             make_transport: Makes a transport for each connection to a server.
@@ -205,7 +205,7 @@ class Fleet:
         self.changed = asyncio.Event()
 
     async def _read_registry(self) -> None:
-        """Adds and removes members as the registry says, and hands them what somebody else changed there."""
+        """Adds and removes members to follow the registry, and hands them the changes that others made there."""
         updates = {name: member.reporter.updates for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
@@ -295,7 +295,7 @@ class Fleet:
             member.wake()
 
     def _next_check_s(self) -> float:
-        """Seconds until the next check: few while a server's grace period runs."""
+        """Returns the seconds until the next check: few while a server's grace period runs."""
         return 0.1 if any(member.behind_since is not None for member in self.members.values()) else READ_EVERY_S
 
     def _note_queue_error(self, error: QueueError) -> None:

@@ -34,7 +34,7 @@ from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# A server that serves and does not answer for so long is down: requests to it would hang.
+# Seconds without an answer after which a server that served counts as down: requests to it would hang.
 DOWN_AFTER_S = 10.0
 _S = ServerState
 
@@ -46,7 +46,7 @@ class FleetView(Protocol):
         """Claims `name` for the server process `boot`. Returns why not, where it is in the fleet under another name."""
 
     def proven(self, member: Member, version: int, metrics: ServerMetrics) -> None:
-        """Notes that a server computes with `version`, and what the publication took."""
+        """Notes that a server computes with `version`, and the costs of the publication."""
 
     def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
         """Returns whether a server would be too far behind with `version`, whose publication took `took_s` seconds."""
@@ -101,7 +101,7 @@ class Member:
 
     @property
     def server(self) -> Server:
-        """As the queue knows it."""
+        """The server as the queue knows it."""
         return self.reporter.server
 
     @property
@@ -128,7 +128,7 @@ class Member:
         self._wake.set()
 
     def take_registration(self, server: Server) -> None:
-        """Takes over what somebody else put into the queue's registry."""
+        """Takes over a change that another process made in the queue's registry."""
         if server.state is _S.JOINING:
             self._forget_process()
         self.reporter.server = server

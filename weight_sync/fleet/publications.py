@@ -1,4 +1,4 @@
-"""Records what became of each version: its publication counts when a quorum of servers has it, or it is overtaken."""
+"""Records the publication of each version: it counts when a quorum of servers has the version, or is overtaken."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from weight_sync.fleet.server_publication import Outcome
 from weight_sync.transports.base import Sent
 
-# Publications that counted to which slower servers are still added: the newest ones.
+# Number of the newest counted publications to which slower servers are still added.
 _KEPT = 16
 
 
@@ -38,7 +38,7 @@ class ServerMetrics:
 
     @classmethod
     def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerMetrics:
-        """Takes them from a publication's outcome."""
+        """Reads the metrics from a publication's outcome."""
         sent = outcome.sent or Sent(0, 0)
         return cls(
             *(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff),
@@ -104,7 +104,7 @@ class Publications:
 
     Attributes:
         quorum: Number of servers that make a publication count.
-        records: Those that counted, in that order.
+        records: Publications that counted, in the order in which they did.
         counted: The newest version that counted, None before the first.
     """
 
@@ -156,5 +156,5 @@ class Publications:
         return True
 
     def give_up(self) -> None:
-        """Forgets the versions that have not counted: nobody waits for them any more."""
+        """Forgets the versions that have not counted. Nothing waits for them any more."""
         self._known = {of: each for of, each in self._known.items() if self.counted is not None and of <= self.counted}

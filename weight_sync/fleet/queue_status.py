@@ -15,10 +15,10 @@ from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# How long a publication that was cancelled tries to take its server out of service.
+# Seconds for which a cancelled publication tries to take its server out of service.
 QUARANTINE_TIMEOUT_S = 5.0
 
-# Stands where a transport's name would.
+# Shown in place of a transport's name for adapters.
 ADAPTER = "adapter"
 _S = ServerState
 
@@ -26,7 +26,7 @@ Put = Callable[[Server], Awaitable[Server]]
 
 
 def transport_to(state: EngineState, newest: Snapshot | None) -> str:
-    """Returns the name of what brings `newest` to a server. An adapter takes its own routes, whatever the transport."""
+    """Returns the name of the transport that brings `newest` to a server. An adapter takes its own routes instead."""
     if newest is not None and newest.adapter_config is not None:
         return ADAPTER
     return of_backend(state.transport) or state.transport

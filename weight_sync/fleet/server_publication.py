@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 PUBLISH_ERRORS = (ControlError, TransferError, ProofFailed)
 
-# How often a server is asked for its state, to notice a restart, and an engine that hangs in a publication.
+# Seconds between looks at a server's state, which show a restart, and an engine that hangs in a publication.
 LOOK_EVERY_S = 2.0
 
 
@@ -66,7 +66,7 @@ class ServerSync:
         dtype: str = "float32",
         rounds_more: bool = False,
     ) -> None:
-        """Takes the server's routes, and what its proof allows.
+        """Prepares to publish to one server.
 
         Args:
             tolerance: Largest `probe_max_abs_diff` that proves a version, in nats.
@@ -113,7 +113,7 @@ class ServerSync:
         pause = Pause(self.control, self._proven is None, transport.stages, looked, self.left_paused)
         began = time.monotonic()
         try:
-            # Beside the transfer it costs no time to ask what the server computes before the swap.
+            # Asking for the server's log-probs before the swap costs no time beside the transfer.
             await gather_two(self._look(snapshot, looked), transport.publish(self.control, snapshot, pause))
         finally:
             self.left_paused = pause.left_paused
@@ -167,7 +167,7 @@ class PublicationAttempt:
     def __init__(
         self, control: ServerControl, on_answer: Callable[[str | None, float], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Takes whom to tell about the engine.
+        """Prepares to run publications.
 
         Args:
             on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was

@@ -76,7 +76,8 @@ class Snapshots:
         return snapshot
 
     def take(self, name: str) -> Snapshot | None:
-        """Returns the newest, which server `name` holds until it gives it back. None while two older ones are held."""
+        """Returns the newest snapshot, which server `name` holds until it gives it back; None while two older ones are
+        held."""
         with self._lock:
             snapshot = self._newest
             if snapshot is None:
@@ -134,7 +135,7 @@ class Snapshots:
             self._keep(snapshot)
 
     def _waits(self) -> bool:
-        """Whether no server has taken the newest."""
+        """Returns whether no server has taken the newest snapshot."""
         return self._newest is not None and self._newest.version not in self._held
 
     def _keep(self, snapshot: Snapshot) -> None:

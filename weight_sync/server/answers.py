@@ -1,4 +1,4 @@
-"""Parses what a vLLM server answers at Slipstream's routes, and vLLM's own description of itself."""
+"""Parses a vLLM server's answers at Slipstream's routes, and vLLM's own description of itself."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from protocol import access
 
 @dataclass(frozen=True)
 class ServerFacts:
-    """The flags of a server that decide whether a run can use it. None: not known.
+    """The flags of a server that decide whether a run can use it. A field is None if it is not known.
 
     Attributes:
         version: vLLM's release.
@@ -101,7 +101,7 @@ class EngineState:
     """The answer of `/slipstream/state`.
 
     Attributes:
-        boot: Another text after each start.
+        boot: Id of this start of the engine; another text after each start.
         label: Label of the weights that serve, "" if the engine does not answer.
         paused: Whether generation stands still.
         whole: Whether the live model is loaded whole.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 S = TypeVar("S")
 T = TypeVar("T")
 
-# How long a cancelled caller waits for its thread to end.
+# Seconds for which a cancelled caller waits for its thread to end.
 GRACE_S = 2.0
 
 
@@ -40,7 +40,7 @@ async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
-    """As `gather`, for two results of different types."""
+    """Runs two pieces of work as `gather` does, whose results have different types."""
     try:
         async with asyncio.TaskGroup() as group:
             one, other = group.create_task(first), group.create_task(second)

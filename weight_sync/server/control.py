@@ -56,7 +56,7 @@ class AdapterRoutes(ABC):
         await self._call("POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
 
     async def serve_adapter(self, name: str) -> None:
-        """Names the adapter to all who sample, as the one to ask for."""
+        """Makes the adapter the one that requests ask for."""
         await self._call("POST", f"{ROOT}/{name}/serve", {})
 
     async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
@@ -100,7 +100,7 @@ class ServerControl(AdapterRoutes):
     def __init__(
         self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
     ) -> None:
-        """Takes how to call the server.
+        """Prepares to call a server.
 
         Args:
             timeout_s: Bound on each call, in seconds.
@@ -174,7 +174,7 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
-        """Hands the workers `update_info`. vLLM answers when its engine's `update_weights` returns."""
+        """Passes `update_info` to the workers. vLLM answers when its engine's `update_weights` returns."""
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
     async def finish_update(self, label: str) -> None:
@@ -186,7 +186,7 @@ class ServerControl(AdapterRoutes):
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
 
     async def goodbye(self) -> None:
-        """Leaves the server to the next run. One that does not answer finds out by the learner's silence."""
+        """Leaves the server to the next run. A server that does not answer finds out by the learner's silence."""
         if self.run_id:
             with contextlib.suppress(ControlError):
                 await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from weight_sync.server.cancellation import shielded
 from weight_sync.server.control import ControlError, ServerControl
 
-# How long a server waits for a learner that disappeared during a pause.
+# Seconds for which a server stays paused after its learner disappeared.
 LEASE_S = 15.0
 
 

@@ -1,4 +1,4 @@
-"""Proves each version on one server: by its log-probs of the probe, and by what its layers hold (I5).
+"""Proves each version on one server, by its log-probs of the probe and by the content of its layers (I5).
 
 The server's own log-probs from before the swap are version v-1's in the server's arithmetic, exactly, so the learner
 need not compute them to tell v from v-1.
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 # 404, 405: a server without our routes; 501: our route cannot compute it for this model.
 CANNOT = frozenset({404, 405, 501})
 
-# How many wrong layers an error names.
+# Maximum number of wrong layers that an error names.
 NAMED = 4
 
 
@@ -82,7 +82,7 @@ class ProofMetrics:
         moved: Median difference between the learner and what the server computed before the swap; None: not asked.
         told_apart: Whether log-probs alone would have shown a swap that was left out.
         layers: Number of tensors compared with what arrived; None if the server's layers cannot be read.
-        seconds: What the proof took.
+        seconds: Time that the proof took.
     """
 
     max_abs_diff: float
@@ -110,7 +110,7 @@ class ServerProof:
     """Proves versions on one server: `look` before each swap, `prove` after it. Outlives connections and restarts."""
 
     def __init__(self, tolerance: float, dtype: str, rounds_more: bool = False) -> None:
-        """Takes what the proof allows.
+        """Prepares to prove versions on one server.
 
         Args:
             tolerance: Largest `max_abs_diff` that proves a version, in nats.
@@ -127,7 +127,7 @@ class ServerProof:
         self._layers_unreadable = self._unread_told = False
 
     async def look(self, control: ProofTarget, snapshot: Snapshot, known: bool) -> None:
-        """Asks, before the swap, what the server computes for the probe of `snapshot`.
+        """Asks the server, before the swap, for its log-probs of the probe of `snapshot`.
 
         A second attempt keeps the first one's answer, which v-1 gave.
 
@@ -208,7 +208,7 @@ class ServerProof:
         return checked
 
     def _tell_unread(self, url: str, unread: Any) -> None:
-        """Logs unreadable layers once for each server: they depend on its build, not on a version."""
+        """Logs unreadable layers, once for each server: they depend on its build, not on a version."""
         if self._unread_told or not isinstance(unread, list) or not unread:
             return
         self._unread_told = True

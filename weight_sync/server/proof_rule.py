@@ -33,8 +33,8 @@ LEARNT = 3
 # Sampled words of the weights (`Snapshot.words`) that must differ before a log-prob is expected to move.
 MIN_CHANGED = 16
 
-# Nats, median over a probe: two correct implementations may differ by so much, by the type that a server computes in,
-# even if they have differed by less so far.
+# By the type that a server computes in: nats, median over a probe, by which two correct implementations may differ even
+# if they have differed by less so far.
 ROUNDING = {"float32": 1e-6, "bfloat16": 2e-3, "float16": 3e-4}
 
 
@@ -113,7 +113,7 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
     largest, difference = float(off.max()), float(np.median(off))
     moved: float | None = None
     must_move = apart = same = False
-    still = 0.0  # how far the server's log-probs are from those before the swap
+    still = 0.0  # Distance of the server's log-probs from those before the swap.
     if before is not None and before.shape == learner.shape and np.isfinite(before).all():
         moved = float(np.median(np.abs(learner - before)))
         apart = moved > APART * baseline.difference

@@ -46,7 +46,7 @@ class Sent:
 
 
 class TransferError(RuntimeError):
-    """Weights did not arrive whole."""
+    """The weights did not arrive whole."""
 
 
 class Transport(Protocol):
@@ -165,7 +165,7 @@ class StagedTransport(ABC):
     async def close(self) -> None: ...
 
     def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Returns what the engines are told before the bytes come."""
+        """Returns the body of `/update_weights`, which the engines get before the bytes."""
         return snapshot.manifest.as_dict()
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:

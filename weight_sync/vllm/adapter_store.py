@@ -29,7 +29,7 @@ MAX_ARRIVING = 2
 
 
 class StoreError(Exception):
-    """An adapter that was sent cannot be taken. `status` is the HTTP status of the answer."""
+    """The server cannot take an adapter that was sent. `status` is the HTTP status of the answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)

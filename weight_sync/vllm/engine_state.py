@@ -42,7 +42,7 @@ TELL_S = 3.0
 EXIT_CODE = 70
 ASK_EVERY_S = 5.0
 
-# That an engine died is known without a question. vLLM ends soon after, without saying why.
+# Seconds between checks for a dead engine, which need no question to it. vLLM ends soon after, without the cause.
 LOOK_EVERY_S = 0.5
 
 # An engine answers between two steps, and the longest prefill is one step.
@@ -93,7 +93,7 @@ class Owner:
 
 
 def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
-    """Checks whose request this is, before anything else is done with it.
+    """Checks that the request comes from the server's owner, before anything else is done with it.
 
     Raises:
         RouteError: 409 for a control call of another run than the owner; 400 for a run id that is none. A request for
@@ -208,7 +208,7 @@ async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], A
             return
         try:
             answered = await ask(engine, ANSWER_WITHIN_S) is not None
-        except Exception as error:  # a question that fails counts as no answer
+        except Exception as error:  # A question that fails counts as no answer.
             logger.warning("the engine could not be asked: %s", error)
             answered = False
         asked_at = time.monotonic()

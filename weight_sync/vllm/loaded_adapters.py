@@ -20,7 +20,7 @@ from weight_sync.vllm.engine_state import RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
-# So many adapters, the last that served, may still be asked for by name.
+# Number of adapters, the last that served, that requests may still name.
 KEPT = 3
 
 
@@ -32,7 +32,7 @@ class LoadedAdapters:
     """
 
     def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
-        """Takes the engine's client and what knows its adapters.
+        """Prepares to load adapters into an engine.
 
         Args:
             models: vLLM's `OpenAIServingModels`, which knows adapters by name.
@@ -90,7 +90,7 @@ class LoadedAdapters:
             return {"removed": len(gone)}
 
     async def clear(self) -> None:
-        """Unloads all adapters, before the base changes: what was proven over it is not proven any more."""
+        """Unloads all adapters before the base changes, as their proofs hold for the old base only."""
         async with self._lock:
             self._name(None)
             self._order = []
@@ -102,7 +102,7 @@ class LoadedAdapters:
         return self._models.lora_requests.get(name)
 
     def _name(self, served: str | None) -> None:
-        """Sets what workers are told, and the label of what this server holds."""
+        """Sets the adapter that workers are told of, and this server's label."""
         self.served = served
         status_of(self.engine).adapter = None if served is None else str(label_in(served))
 

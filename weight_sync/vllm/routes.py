@@ -14,10 +14,10 @@ from weight_sync.server.control import NO_ANSWER
 from weight_sync.vllm import control_rules
 from weight_sync.vllm.engine_state import Handler, RouteError, status_of
 
-# Far more than a probe has.
+# Maximum sequences of a request, far more than a probe has.
 MAX_SEQUENCES = 64
 
-# How often to ask whether the layers are read: 38 M parameters take 10 ms.
+# Seconds between questions whether the layers are read: 38 M parameters take 10 ms.
 PROOF_POLL_S = 0.02
 LAYERS_TIMEOUT_S = 120.0
 
@@ -68,7 +68,7 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
-    """Waits for what the workers find in their layers.
+    """Waits for the workers' findings about their layers.
 
     Args:
         begun: The workers' answers when they began to read.
@@ -129,7 +129,7 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
     except TimeoutError:
         return None
     except Exception as error:
-        # vLLM's own text for a dead engine is no text of ours.
+        # A dead engine raises vLLM's own error, which is no answer.
         if getattr(engine, "errored", False):
             return None
         raise RouteError(500, f"the engine cannot say its state: {error}") from error

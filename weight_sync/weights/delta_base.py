@@ -1,4 +1,4 @@
-"""Remembers what deltas need: the newest bytes and the steps that led there, and what each connection brought last."""
+"""Remembers the newest bytes, the deltas that led there, and the version that each connection brought last."""
 
 from __future__ import annotations
 

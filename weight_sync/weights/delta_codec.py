@@ -32,7 +32,7 @@ PIECE_BYTES = 4 * 1024**2
 FIELDS = 4
 GAP_IN_FULL = 255
 
-# In place of the number of gaps in full: the piece has a step for every element.
+# Stands in place of the number of gaps if the piece has a step for every element.
 EVERY = -1
 
 # Threads that encode. numpy lets the interpreter go meanwhile; the learner's own work needs most of the cores.

@@ -51,7 +51,7 @@ class Staging:
     """A buffer that is made at first use, and again only for another size."""
 
     def __init__(self, shared: bool = False) -> None:
-        """Takes who may use it.
+        """Makes a buffer without memory.
 
         Args:
             shared: Whether other processes of this user on this host can map it by its `place`. Nothing of it stays in
@@ -70,7 +70,7 @@ class Staging:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Process id and file descriptor of a shared buffer, for `mapped`."""
+        """Returns process id and file descriptor of a shared buffer, for `mapped`."""
         if self._fd is None:
             raise ValueError("the buffer is not shared, or not taken yet")
         return os.getpid(), self._fd
@@ -117,7 +117,7 @@ class Reserve:
     """Prepares buffers on a thread, so that filling them does not wait for their pages."""
 
     def __init__(self, most: int) -> None:
-        """Takes a bound.
+        """Makes a reserve without buffers.
 
         Args:
             most: Number of buffers to prepare in all for one size. `take` makes any more itself.

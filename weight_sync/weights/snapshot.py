@@ -1,4 +1,4 @@
-"""Copies one version of the weights out of the learner's way, with the probe that proves it.
+"""Copies one version of the weights, with the probe that proves it, so that the learner can go on.
 
 A digest proves that the bytes arrived. Only log-probs prove that the server computes with them: on a CPU vLLM computes
 with packed copies, which a reload may miss. A probe shows only those rows of embedding and head that its tokens touch,

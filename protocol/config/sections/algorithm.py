@@ -1,4 +1,4 @@
-"""Settings of the algorithm: what an optimiser step makes of rewards and log-probs."""
+"""Settings of the algorithm: advantage, objective, corrections, masks and regularisers."""
 
 from __future__ import annotations
 
@@ -315,19 +315,19 @@ class AlgorithmSection(ObjectiveSection):
         return getattr(self, name) not in (default, PRESETS[self.algorithm].get(name, default))
 
     def beside_preset(self) -> dict[str, Any]:
-        """The settings of the algorithm that are not what they would be if the run file left them out."""
+        """The algorithm's settings whose values differ from those without the run file's own."""
         preset = self.preset_beside(dict(self))
         unsaid = {name: preset.get(name, field.default) for name, field in AlgorithmSection.model_fields.items()}
         del unsaid["algorithm"]
         return {name: getattr(self, name) for name, value in unsaid.items() if getattr(self, name) != value}
 
     def left_to_preset(self) -> frozenset[str]:
-        """The settings that a preset may set, and that are as this one has them."""
+        """The settings that a preset may set and that have this preset's values."""
         return SET_BY_PRESETS - self.beside_preset().keys()
 
     @model_validator(mode="after")
     def _reference_is_used(self) -> Self:
-        """The reference's settings do something; those of a preset wait for `kl_coef`."""
+        """Check that the reference's settings have an effect; those of a preset may wait for `kl_coef`."""
         set_here = [
             f"{name} = {toml_value(getattr(self, name))}"
             for name in ("kl_in_reward", "kl_bias_correction", "reference_sync_steps", "reference_mixup")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-WILDCARDS = ("0.0.0.0", "::")  # all addresses of a machine: for listening, not for connecting
+WILDCARDS = ("0.0.0.0", "::")  # Hosts that stand for all addresses of a machine: for listening, not for connecting.
 
 Count = Annotated[int, Field(ge=1, le=10**9)]
 CountOrZero = Annotated[int, Field(ge=0, le=10**9)]

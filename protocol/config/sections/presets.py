@@ -52,7 +52,8 @@ TIED_TO: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Text about a preset: `source`, its paper; `trl`, TRL's name for it; `choose`, what follows "choose it where"."""
+    """Text about a preset: `source`, its paper; `trl`, TRL's name for it; `choose`, the end of "choose it where
+    ..."."""
 
     source: str
     trl: str

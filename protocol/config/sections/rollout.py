@@ -159,7 +159,7 @@ class EvalSection(Section):
 
     @property
     def is_on(self) -> bool:
-        """Whether there is any evaluation."""
+        """Whether the run makes evaluations."""
         return self.every > 0 or self.at_start or self.at_end
 
     def is_due(self, step: int, steps: int) -> bool:
@@ -171,7 +171,7 @@ class EvalSection(Section):
     @field_validator("rows", mode="before")
     @classmethod
     def _are_some(cls, rows: Any) -> Any:
-        """Report a fault once: pydantic reports it for each part of a union."""
+        """Check the value here, since pydantic would report a fault once for each part of a union."""
         if rows != "all" and (isinstance(rows, bool) or not isinstance(rows, int) or rows < 1):
             raise ValueError('must be a whole number of at least 1, or "all"')
         return rows
@@ -181,8 +181,8 @@ class EvalSection(Section):
         temperature = self.temperature
         if temperature is not None and 0 < temperature < _MIN_TEMPERATURE:
             raise ValueError(
-                f"eval.temperature = {temperature:g}: vLLM would take {_MIN_TEMPERATURE:g} for it; set it to 0, or "
-                f"to at least {_MIN_TEMPERATURE:g}"
+                f"eval.temperature = {temperature:g}: vLLM would sample at {_MIN_TEMPERATURE:g} instead; set it to "
+                f"0, or to at least {_MIN_TEMPERATURE:g}"
             )
         if temperature == 0 and self.group_size > 1:
             raise ValueError(

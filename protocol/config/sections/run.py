@@ -91,12 +91,12 @@ class ModelSection(Section):
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the tokenizer is: a folder or a hub name."""
+        """The folder or hub name that the tokenizer is loaded from."""
         return self.tokenizer or self.path
 
     @property
     def tokenizer_revision(self) -> str | None:
-        """`revision`, where the tokenizer is the model's: another repository has its own."""
+        """The revision to load the tokenizer from: `revision` if it is the model's own, else None for the newest."""
         return self.revision if self.tokenizer is None else None
 
 

@@ -1,4 +1,4 @@
-"""Checks sampling settings: which change the distribution, and which `rollout.generation_kwargs` are allowed.
+"""Checks the sampling settings that change the distribution, and the fields of `rollout.generation_kwargs`.
 
 The learner scores a token with its own logits at `rollout.temperature` and nothing else. vLLM's log-probs are those of
 the distribution that it samples from: after penalties, biases and bans, and renormalised over the tokens that top_p,

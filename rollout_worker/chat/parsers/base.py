@@ -40,7 +40,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class MalformedCall:
-    """Holds the reason why an attempted call cannot be read. The policy is told it."""
+    """Holds the reason why an attempted call cannot be read. The policy gets it as the tool's answer."""
 
     reason: str
 

@@ -1,1 +1,1 @@
-"""Weights over CPU and plain TCP, staged: for vLLM on a CPU, and where no faster network is."""
+"""Sends weights over plain TCP by gloo, staged: for vLLM on a CPU, and where there is no faster network."""

@@ -37,16 +37,16 @@ _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 _WORDS = 6
 _BYTES = 8 * (_WORDS - 2)
 
-# How long a peer may take to answer, at most.
+# Maximum seconds for a peer's answer.
 AUTHENTICATION_S = 15.0
 _NONCE_TAG, _ANSWER_TAG = 1_000_001, 1_000_002
 
-# What a worker says of the bytes.
+# Statuses that a worker sends after the bytes.
 OK = 1
 BAD_DIGEST = 2
 NOT_MAPPED = 3
 
-# Buckets that travel while one is hashed.
+# Number of buckets that travel while one is hashed.
 AHEAD = 2
 _BUCKET_TAG = 2_000_000
 
@@ -85,7 +85,7 @@ def _told_by_learner(group: Any, size: int, timeout: timedelta) -> list[int]:
     _each(size, lambda rank: group.send([offers], rank, _OFFER_TAG), timeout)
     found = torch.zeros(size, dtype=torch.int64)
     _each(size, lambda rank: group.recv([found[rank : rank + 1]], rank, _LEADER_TAG), timeout)
-    # Who follows one that follows another itself gets its own bytes.
+    # A worker whose leader follows another one receives its own bytes.
     agreed = torch.where(found[found] == found, found, torch.arange(size))
     _each(size, lambda rank: group.send([agreed], rank, _LEADER_TAG), timeout)
     return [int(leader) for leader in agreed]

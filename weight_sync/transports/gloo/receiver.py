@@ -49,7 +49,7 @@ class GlooUpdateInfo(Manifest):
 
 
 class GlooReceiver:
-    """One worker's end. Its bytes are in a buffer of its own, made once, or in its leader's."""
+    """The worker's end of one connection. The bytes are in a buffer of its own, made once, or in its leader's."""
 
     def __init__(self, group: GlooGroup) -> None:
         self._group = group

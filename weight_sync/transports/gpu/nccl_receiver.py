@@ -124,7 +124,7 @@ class NcclReceiver:
         try:
             unique_id = base64.b64decode(self._info.nccl_unique_id_b64)
             self._group.meet(unique_id, self._info.world_size, rank)
-        except Exception as error:  # told to who wants to receive
+        except Exception as error:  # `receive` raises it.
             self._error = str(error)
 
 

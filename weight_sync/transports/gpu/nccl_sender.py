@@ -56,7 +56,7 @@ class Link:
         The group's id travels by a route that wants the learner's token; without the id nobody can join.
 
         Args:
-            info: Returns what else the workers are told, given this end's GPU.
+            info: Returns further fields of the workers' `init_info`, given this end's GPU.
 
         Raises:
             ControlError: A call to the server failed.

@@ -1,1 +1,1 @@
-"""Weights that servers pull, in ranges, from the learner or from each other."""
+"""Serves weights over HTTP: servers pull them, in ranges, from the learner or from each other."""

@@ -41,7 +41,7 @@ PEER_SEATS = 2
 PATIENCE_S = 5.0
 START_TIMEOUT_S = 10.0
 
-# A receiver that takes nothing for so long is stopped, or gone without a word.
+# Seconds without a read after which a receiver counts as stopped or gone.
 STALL_TIMEOUT_S = 60.0
 
 
@@ -50,9 +50,9 @@ class Host:
     """A process that serves a version.
 
     Attributes:
-        url: Where its bytes are.
-        seats: How many servers may pull from it at once.
-        taken: How many do.
+        url: URL of its bytes.
+        seats: Number of servers that may pull from it at once.
+        taken: Number of servers that do.
     """
 
     url: str
@@ -189,7 +189,7 @@ class BlobServer:
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
-        """Takes where to listen.
+        """Prepares to listen.
 
         Args:
             host: Name or address to listen at.
@@ -212,7 +212,7 @@ class BlobServer:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL that it listens at."""
         return url_of(self._host, self._port)
 
     def start(self) -> None:
@@ -228,7 +228,7 @@ class BlobServer:
             ) from error
 
     def stop(self) -> None:
-        """Stops to listen and cuts running requests off."""
+        """Stops listening and cuts off running requests."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)

@@ -20,7 +20,7 @@ CHUNK_BYTES = 8 * 1024**2
 THREADS = 2
 CHUNKS_PREFIX = "/slipstream/chunks/"
 
-# Bytes that are handed to a connection at once.
+# Bytes written to a connection at once.
 SLICE_BYTES = 256 * 1024
 _RANGE = re.compile(r"bytes=([0-9]{1,18})-([0-9]{1,18})")
 

@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 # Bound on connections that have not brought the secret.
 MAX_STRANGERS = 128
 
-# Bound on those that have. A server has four, so this is far more servers than one learner trains with.
+# Bound on connections that have brought the secret. A server has four, so this is far more servers than one learner
+# trains with.
 MAX_AUTHENTICATED = 2048
 
 # A connection without a running request is closed after this.

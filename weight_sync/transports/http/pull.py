@@ -30,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 # Connections of one pull.
 LANES = 4
-# How often the speed of the connections is checked.
+# Seconds between checks of the connections' speed.
 LOOK_EVERY_S = 0.25
-# After this a lane whose connection was ended has ended too; only one that is connecting takes so long.
+# Seconds within which a lane ends after its connection was ended; only one that is connecting takes so long.
 END_S = CONNECT_TIMEOUT_S + 2
-# After so many damaged arrivals from the last source the chunk is damaged there.
+# Number of damaged arrivals from the last source after which the chunk must be damaged there.
 MAX_DAMAGED = 3
 
 
@@ -73,7 +73,7 @@ class Pull:
     """One pull into one buffer.
 
     Attributes:
-        report: What it took so far.
+        report: Counts so far.
         abandoned: Whether a lane may still write into the buffer, which must not be used again then.
     """
 
@@ -88,7 +88,7 @@ class Pull:
         lanes: int = LANES,
         world: World | None = None,
     ) -> None:
-        """Takes what to pull, from whom and where to.
+        """Prepares a pull.
 
         Args:
             secret: To be brought to every source.
@@ -140,7 +140,7 @@ class Pull:
                 self._look()
         until = time.monotonic() + END_S
         while (alive := [thread for thread in threads if thread.is_alive()]) and time.monotonic() < until:
-            for lane in self._lanes:  # again: one that was connecting had nothing to end
+            for lane in self._lanes:  # A second time, as a lane that was connecting had nothing to end.
                 lane.wire.end()
             alive[0].join(LOOK_EVERY_S)
         self.report.seconds = self._world.clock() - began
@@ -186,7 +186,7 @@ class Pull:
                 pause_s = self._fetch(lane, index)
                 if pause_s:
                     self._ended.wait(pause_s)
-        except Exception as error:  # whatever it is, `run` raises it
+        except Exception as error:  # `run` raises it.
             self.stop(f"{type(error).__name__}: {error}")
         finally:
             lane.wire.close()

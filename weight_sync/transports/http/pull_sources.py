@@ -1,4 +1,4 @@
-"""Decides whom a pull asks, how fast a source must be and how long a pull waits; `Wire` is one of its connections.
+"""Decides which source a pull asks, how fast a source must be and how long a pull waits. `Wire` is one connection.
 
 The source with the fewest failures is asked, the learner last. One that sends too little for a while is passed over; if
 all send too little, the network is slow and less is asked of each. The decisions do no I/O, take times as arguments and
@@ -17,19 +17,19 @@ from urllib.parse import urlsplit
 
 from weight_sync.transports.http import chunks
 
-# After so long without a byte the request is made again, of this source or another.
+# Seconds without a byte after which the request is made again, to this source or another.
 SILENCE_S = 2.0
 
-# If there are other sources, a request must bring this much in each such period: far below any network for weights.
+# If there are other sources, a request must bring this many bytes in each period, far below any network for weights.
 PACE_S = 5.0
 PACE_BYTES_PER_S = 1e6
 
-# So often may both periods double, each time with a quarter of the speed.
+# Number of times that both periods may double, each time with a quarter of the speed.
 MAX_SLACK = 5
 RETRY_PAUSE_S = 0.2
 MAX_RETRY_PAUSE_S = 5.0
 
-# After an attempt that brought so much the next one need not wait.
+# Bytes of an attempt after which the next one need not wait.
 WORTH_BYTES = 64 * 1024
 
 # The learner's port is closed: its process is gone, and its secret with it.
@@ -42,7 +42,7 @@ CONNECT_TIMEOUT_S = 3.0
 READ_TIMEOUT_S = 300.0
 _PORTS = {"http": 80, "https": 443}
 
-# What a source can do wrong, in the answer's first line, its headers or its body.
+# Errors that a source can cause, in the answer's first line, its headers or its body.
 FAILURES = (OSError, http.client.HTTPException, ValueError)
 
 
@@ -77,7 +77,7 @@ class Attempt:
 
     Attributes:
         heard_at: When its last bytes came.
-        slow: Why it is being ended for being too slow, "" if it is not.
+        slow: Reason to end it for being too slow; "" if there is none.
         slack: The slack with which it was too slow; -1 if more would not have helped.
     """
 

@@ -39,7 +39,7 @@ GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))
 
 @dataclass(frozen=True)
 class Record:
-    """Where a buffer is, and what it holds.
+    """Names a buffer and its content.
 
     Attributes:
         pid: Process that holds the buffer, under its file descriptor `fd`.
@@ -145,7 +145,7 @@ class SharedStaging:
             try:
                 self._take(found.open(), size)
             except OSError:
-                pass  # whoever had it is gone
+                pass  # The process that held it is gone.
             else:
                 return found
         fd = os.memfd_create(f"slipstream-{self._key}", os.MFD_CLOEXEC)
@@ -268,7 +268,7 @@ class HttpUpdateInfo:
 
 
 class HttpReceiver:
-    """One worker's connection to a learner. The workers of a host share what one of them pulls."""
+    """One worker's connection to a learner. One worker of a host pulls, and the others map its buffer."""
 
     def __init__(self, init: HttpInitInfo) -> None:
         self._init = init

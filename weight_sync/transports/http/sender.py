@@ -1,4 +1,4 @@
-"""The learner's end of the http transport: tells each server what to pull from whom.
+"""The learner's end of the http transport: tells each server which chunks to pull, and from which URLs.
 
 Servers only open connections, to the learner and to each other. Bytes travel unencrypted: `weight_sync.host` must be an
 address in a network that you trust, or a tunnel.
@@ -106,7 +106,7 @@ class HttpTransport(StagedTransport):
     async def _tell(
         self, server: ServerControl, snapshot: Snapshot, offer: Offer, urls: list[str], delta: dict[str, Any] | None
     ) -> None:
-        """Tells the server what to pull from which URLs. Returns when its workers have built it."""
+        """Tells the server which chunks to pull from which URLs. Returns when its workers have built the model."""
         info = HttpUpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
         await server.update(asdict(info))
         await self._until_staged(server)

@@ -68,7 +68,7 @@ def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
 
 
 def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
-    """Checks types, as loaders cast without a word: what comes in another type was not meant for this model."""
+    """Checks the types of tensors. Loaders cast silently, but a tensor of another type was not meant for this model."""
     known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
     for name, tensor in weights.items():
         if tensor.dtype not in known:
@@ -89,7 +89,9 @@ def check_width(model: Any, of: str, weights: Weights) -> None:
             continue
         wanted = (module.org_vocab_size, module.embedding_dim)
         if tuple(sent.shape) != wanted:
-            raise ValueError(f"{name}.weight came as {list(sent.shape)}, and {list(wanted)} is wanted: {_another(of)}")
+            raise ValueError(
+                f"{name}.weight came as {list(sent.shape)}, and this server's model has {list(wanted)}: {_another(of)}"
+            )
 
 
 def _another(of: str) -> str:

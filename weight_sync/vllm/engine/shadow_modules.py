@@ -87,8 +87,8 @@ def _own_what_vllm_would_share(pair: Pair) -> None:
 
 
 def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
-    """As vLLM recorded it at the first load. A reload of the live module leaves its own loader there, which would take
-    what is sent to the shadow and load it nowhere."""
+    """Returns vLLM's record of the first load. The live module's own record may hold the loader of a reload, which
+    would take the shadow's weights and load them nowhere."""
     fresh = to_meta_tensor(tensor)
     loader = getattr(fresh, "weight_loader", None)
     if loader is not None:

@@ -71,7 +71,7 @@ class StagedEngine(WeightTransferEngine):
         self._receiver = self.join(init_info)
 
     def receive(self, update_info: Any) -> Weights:
-        """As `Receiver.receive`, of the connection that `init_transfer_engine` made."""
+        """Receives over the connection that `init_transfer_engine` made, as `Receiver.receive` does."""
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("the connection to the learner was closed")

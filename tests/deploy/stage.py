@@ -123,7 +123,7 @@ class Stage:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
     def alive(self) -> list[int]:
-        """Of all that was started, what still runs."""
+        """Return the ids of the started processes that still run."""
         return [pid for pid in [*(call.pid for call in self.calls()), *self.children()] if is_running(pid)]
 
 

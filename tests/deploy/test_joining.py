@@ -262,7 +262,7 @@ async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which
 
 
 async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:
-    """What is in the run already is the first one, which the person does not want to lose."""
+    """The first server is in the run already, and the user does not want to lose it."""
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         await client.put_server(Server("vllm-0", "http://127.0.0.1:8100"))
         second = joining.plan(config(), queue.url, "second", None)

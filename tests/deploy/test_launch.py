@@ -131,7 +131,7 @@ def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
 
 @pytest.fixture
 def secret(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the run, whose task says all that it is told. Comes before `launcher`."""
+    """Set the run's secret, and have its task print all that it is told. Comes before `launcher`."""
     made = "0123456789abcdef0123456789abcdef"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", made)
     task = load(run_file).task.file
@@ -143,7 +143,7 @@ def secret(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_i8_everything_starts_with_one_command_and_no_file_command_line_or_log_holds_a_token(
     run_file: Path, secret: str, launcher: subprocess.Popen[str]
 ) -> None:
-    """Nor is the user's code told one."""
+    """The user's code is told no token either."""
     step = "step 7: vllm-0 200, worker-0, resume True, 7 steps"
     heard = read_until(launcher, step, "slipstream: queue answers after", "slipstream: vllm-0 answers after")
     derived = {role: access.derive_token(secret, role) for role in access.ROLES}

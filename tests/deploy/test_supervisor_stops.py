@@ -116,7 +116,7 @@ def test_a_signal_at_once_after_the_start_leaves_nothing_behind(stage: Stage) ->
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(stage: Stage) -> None:
-    """Not even what ignores SIGTERM."""
+    """Processes that ignore SIGTERM are ended, too."""
     stage.play(vllm=STUBBORN)
     process = stage.start()
     until(lambda: len(stage.children()) == 4)

@@ -101,7 +101,7 @@ class SmallRun:
             return None
 
     def moves(self) -> object:
-        """What changes while the run gets on, or while any of its processes starts."""
+        """Return what changes while the run gets on, or while any of its processes starts."""
         now = self.status()
         facts = now and (now.step, now.version, now.tokens_sampled, now.ledger, now.groups, now.learner.session)
         return facts, self.processes.logged()

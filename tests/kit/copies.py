@@ -53,7 +53,7 @@ _CODE = struct.Struct("!i")
 
 
 class Request(NamedTuple):
-    """What a copy does.
+    """Says what a copy does.
 
     Attributes:
         target: A function, or the name of a module or the path of a script to run as `__main__`.

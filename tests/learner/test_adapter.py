@@ -110,8 +110,8 @@ def test_servers_with_the_merged_weights_score_as_the_learner_does(model_path: P
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "some"])
 def test_the_gradient_is_that_of_pefts_own_forward(model_path: Path, tmp_path: Path, kind: str) -> None:
-    """Of the same loss over the same tokens, each sequence alone and through the model's eager attention; the rows of
-    the policy hold several."""
+    """peft computes the same loss over the same tokens, each sequence alone by the model's eager attention; the rows of
+    the policy hold several sequences."""
     policy = trained(adapted(model_path, **KINDS[kind]))
     assert policy.adapter is not None
     policy.adapter.save(tmp_path / "adapter")

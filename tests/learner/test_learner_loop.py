@@ -208,7 +208,7 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
 
 
 def test_the_reference_is_the_model_of_the_run_s_start_in_a_resumed_run_too(model_path: Path, tmp_path: Path) -> None:
-    """Not the checkpoint's, from which the policy goes on."""
+    """The reference is not the checkpoint's model, from which the policy goes on."""
     settings = {
         "kl_coef": 0.1,
         "clip_low": 0.99,

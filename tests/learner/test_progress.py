@@ -41,7 +41,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """What was written, without what moves the cursor; a live line is there as often as it was drawn."""
+        """Return what was written, without cursor movements; a live line is there as often as it was drawn."""
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue())
         return [part for part in re.split(r"[\r\n]+", plain) if part.strip()]
 

@@ -191,7 +191,7 @@ async def test_a_stdio_server_ends_with_the_context():
 
 
 async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path):
-    """Not even one that does not read its stdin, and one that it has started itself."""
+    """This includes one that does not read its stdin, and one that it has started itself."""
     (tmp_path / "stubborn.py").write_text(
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"

@@ -115,7 +115,7 @@ def test_ctrl_c_ends_the_script_and_all_that_it_started(script: Script) -> None:
 
 
 def test_a_script_that_calls_train_whenever_it_is_imported_is_refused(script: Script) -> None:
-    """Found by the check, before anything is started. It would else start runs within runs."""
+    """The check finds it before anything is started. Without it, runs would start within runs."""
     script.write(f"train(task, {sections()})")
     done = run(script)
     assert done.returncode == 1
@@ -177,7 +177,7 @@ task = Task(dataset=[{"prompt": "a text"}], rewards=[lambda completions, **colum
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[RunConfig, bool]]:
-    """What train() would have run."""
+    """Note what train() would have run."""
     runs: list[tuple[RunConfig, bool]] = []
 
     def supervise(config: RunConfig, resume: bool) -> None:

@@ -43,7 +43,7 @@ def accuracy(completions: list[str], **kwargs: Any) -> list[float]:
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: Path) -> list[tuple[RunConfig, bool]]:
-    """What a script would have run, with three steps' losses and a checkpoint."""
+    """Note what a script would have run; give it three steps' losses and a checkpoint."""
     runs: list[tuple[RunConfig, bool]] = []
 
     def supervise(config: RunConfig, resume: bool) -> None:
@@ -143,7 +143,7 @@ raise ValueError("workers do not come here")
 def test_i7_the_import_for_a_task_ends_at_its_own_train(
     name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What follows would show a result of no steps before the run has begun."""
+    """Code after it would show a result of no steps before the run has begun."""
     file = tmp_path / "two.py"
     file.write_text(TWO_TRAINERS)
     task = load_task(TaskSection(path=f"{file}:{name}"))

@@ -160,13 +160,13 @@ def test_i8_a_frame_that_was_changed_repeated_or_reflected_is_refused(damage: st
 
 
 def gloo_port(address: bytes) -> int:
-    """Of a rank's address as gloo writes it into the store: a sockaddr_in on loopback."""
+    """Return the port of a rank's address as gloo writes it into the store: a sockaddr_in on loopback."""
     at = address.index(socket.inet_aton(HOST))
     return int.from_bytes(address[at - 2 : at])
 
 
 def groups(infos: list[GlooInitInfo], met: Rendezvous) -> list[Any]:
-    """What became of the learner (0) and the worker (1): their group or their error."""
+    """Return the group or the error of the learner (0) and of the worker (1)."""
 
     def learner() -> Any:
         return GlooGroup(met.store, 0, infos[0], HOST)

@@ -281,7 +281,7 @@ def test_one_server_under_two_names_is_taken_out_under_the_second(world: World) 
 
 
 def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_started_it(world: World) -> None:
-    """Also one that restarts with other flags; and it serves once it is started with the right ones."""
+    """The same holds for a server that restarts with other flags. It serves once it has the right ones."""
     first, second = world.fakes
     second.says = {"logprobs_mode": "raw_logprobs"}
     with world.publisher() as publishing:

@@ -269,7 +269,7 @@ async def test_a_server_that_restarted_is_met_and_synced_anew() -> None:
 
 @pytest.mark.parametrize("label", ["default", "7"])
 async def test_i6_what_a_learner_that_died_left_is_cleared_by_its_successor(label: str) -> None:
-    """Also where it died in its first publication, when the server still has the label of its start."""
+    """This holds even if it died in its first publication, when the server still has the label of its start."""
     fake = FakeVllm()
     engine = fake.engine
     engine.weight_version = label

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from protocol.config import load
-from tests.kit.copies import PipedCopy, Request
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 
 LIMIT_S = 60.0
 
@@ -102,12 +103,14 @@ class Stage:
         """
         command = ["up", str(self.run_file), "--deploy.grace_s", "1", "--deploy.restart", "0", *arguments]
         stage = {"STAGE": str(self.folder), "STAND_IN": str(self.folder / "stand-in")}
-        request = Request("tests.deploy.staged_up", tuple(command), {**os.environ, **stage, **env}, os.getcwd(), ignore)
+        request = Request(
+            "tests.deploy.staged_up", tuple(command), {**os.environ, **stage, **env}, os.getcwd(), tuple(ignore)
+        )
         self.process = PipedCopy(["deploy.cli"], request, stdout)
         return self.process
 
     def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, **env)
+        process = self.start(*arguments, ignore=(), stdout=None, **env)
         out, err = process.communicate(timeout=LIMIT_S)
         return subprocess.CompletedProcess([], process.wait(), out, err)
 

@@ -17,7 +17,8 @@ from deploy.checks import preflight
 from deploy.run import run_directory as run_dir
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK, run_directory
-from tests.kit.copies import PipedCopy, Request
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,8 @@ from deploy.servers import vllm_server
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, load
 from protocol.status import Status
-from tests.kit.copies import ENVIRONMENT, Copy, Request
+from tests.kit.copies import ENVIRONMENT, Copy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 from tests.kit.supervised import Patience, Processes, processes
 

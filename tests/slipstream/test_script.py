@@ -19,7 +19,8 @@ from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
 from slipstream.script import TRAIN, of_a_trainer
-from tests.kit.copies import PipedCopy, Request
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 from tests.slipstream.conftest import Script
 

@@ -21,9 +21,9 @@ python examples/multiply/build_model.py --out examples/multiply/models/seed-0
 if [[ $# -gt 0 ]]; then
     exec pytest "${all[@]}" "$@"
 fi
-# One thread each, or they would wait for one another; one process more than cores, as many tests wait. Long files begin
-# first: tests/conftest.py.
+# One thread each, or they would wait for one another; more processes than cores, as half of a test's time is waiting.
+# They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" -n "$(($(nproc) + 1))" --dist loadfile --no-loadscope-reorder -m "not e2e"
+pytest "${all[@]}" --copies "$((2 * $(nproc) + 1))" -m "not e2e"
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
-exec pytest "${all[@]}" -n 2 --dist loadfile --no-loadscope-reorder -m e2e --durations=5
+exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

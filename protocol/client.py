@@ -179,7 +179,7 @@ class QueueClient:
     async def tickets(self, request: TicketRequest) -> TicketReply:
         """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`, `GaveUp`."""
         try:
-            body = await self._call("POST", access.TICKETS, request, wait_s=request.wait_s)
+            body = await self.call("POST", access.TICKETS, request, wait_s=request.wait_s)
         except QueueRefused as refusal:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
@@ -187,14 +187,14 @@ class QueueClient:
         return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
-        await self._call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
+        await self.call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
 
     async def heartbeat(self, report: WorkerReport) -> WorkerReply:
         return await self._ask(WorkerReply, "POST", access.WORKER_OF.format(id=report.worker_id), report)
 
     async def sign_off(self, worker_id: str) -> None:
         """Sign off a worker that ends and has no request on any server."""
-        await self._call("DELETE", access.WORKER_OF.format(id=quote(worker_id, safe="")))
+        await self.call("DELETE", access.WORKER_OF.format(id=quote(worker_id, safe="")))
 
     async def submit(self, group: Group) -> bool:
         """Submit a group. While the queue is full, wait and try again for max(`patience_s`, `FULL_PATIENCE_S`).
@@ -212,7 +212,7 @@ class QueueClient:
         deadline = time.monotonic() + patience_s
         while True:
             try:
-                return await self._call("PUT", path, data) == b"new"
+                return await self.call("PUT", path, data) == b"new"
             except QueueRefused as refusal:
                 if refusal.status != 429:
                     raise
@@ -226,7 +226,7 @@ class QueueClient:
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Wait up to `request.wait_s` for groups. The reply may hold none."""
-        body = await self._call("POST", access.LEASES, request, wait_s=request.wait_s)
+        body = await self.call("POST", access.LEASES, request, wait_s=request.wait_s)
         return self._understood(access.LEASES, codec.decode, body, LeaseReply)
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
@@ -239,7 +239,7 @@ class QueueClient:
 
     async def release(self, lease_id: str, session: int) -> None:
         """Return a lease's groups untrained."""
-        await self._call("POST", access.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
+        await self.call("POST", access.LEASE_RELEASE_OF.format(id=lease_id), LeaseRenewal(session))
 
     async def position(self) -> RunPosition:
         return await self._ask(RunPosition, "GET", access.POLICY)
@@ -282,7 +282,7 @@ class QueueClient:
     async def evaluations(self, wait_s: float = 0.0) -> list[Evaluation]:
         """Return all evaluations that the queue knows. While one is open, wait up to `wait_s` for one to end."""
         path = f"{access.EVALUATIONS}?wait_s={wait_s:g}"
-        body = await self._call("GET", path, wait_s=wait_s)
+        body = await self.call("GET", path, wait_s=wait_s)
         return self._understood(path, codec.decode_json, body, list[Evaluation])
 
     async def rollouts(self, limit: int, worst: bool = False, evals: bool = False) -> list[RolloutView]:
@@ -294,13 +294,13 @@ class QueueClient:
         return await self._ask(list[RolloutView], "GET", f"{access.ROLLOUTS}?{asked}")
 
     async def finish(self, session: int) -> None:
-        await self._call("POST", access.FINISH, FinishRun(session))
+        await self.call("POST", access.FINISH, FinishRun(session))
 
     async def _command(self, command: PolicyCommand) -> RunPosition:
         return await self._ask(RunPosition, "POST", access.POLICY, command)
 
     async def _ask(self, kind: type[T], method: str, path: str, message: msgspec.Struct | None = None) -> T:
-        return self._understood(path, codec.decode_json, await self._call(method, path, message), kind)
+        return self._understood(path, codec.decode_json, await self.call(method, path, message), kind)
 
     def _understood(self, path: str, decode: Callable[[bytes, type[T]], T], body: bytes, kind: type[T]) -> T:
         try:
@@ -310,9 +310,21 @@ class QueueClient:
                 f"{self.url}{path} answered with something that is {error}; is it a Slipstream queue of this version?"
             ) from error
 
-    async def _call(
+    async def call(
         self, method: str, path: str, message: msgspec.Struct | bytes | None = None, wait_s: float = 0.0
     ) -> bytes:
+        """Send one request, again while the queue is away, and return the body of the answer.
+
+        Args:
+            method: HTTP method.
+            path: Path on the queue, with its query.
+            message: Body: a message, or bytes as they are; None for none.
+            wait_s: Seconds for which the queue may hold the request.
+
+        Raises:
+            QueueRefused: The queue refused it.
+            Unreachable: The queue did not answer.
+        """
         data, headers = _body(message)
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),

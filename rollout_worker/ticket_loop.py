@@ -93,9 +93,9 @@ class Worker:
         self._cpu_clock = cpu_clock
         self._sleep = sleep
         self._started_at, self._cpu_at_start = clock(), cpu_clock()
-        self._heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
+        self.heartbeat = Heartbeat(queue.heartbeat, self.report, self._heard, sleep, config.vllm.start_timeout_s)
         self._notices = notices
-        notices.on_new = self._heartbeat.now
+        notices.on_new = self.heartbeat.now
         self._shut_off, self._why_shut_off = asyncio.Event(), ""
         code.alarm = partial(self._notices.add, "code")
         code.shut_off = self._user_code_is_shut_off
@@ -103,7 +103,7 @@ class Worker:
             self._report_server,
             abort=client.abort,
             notify=lambda name, text: self._notices.add("server", name, text),
-            ask=self._heartbeat.now,
+            ask=self.heartbeat.now,
             clock=clock,
         )
         self._sampler = Sampler(client, self._pool, config, source.chat.stop_token_ids, stream_first_turn, sleep=sleep)
@@ -194,7 +194,7 @@ class Worker:
             request = TicketRequest(self._id, room, wait_s=_POLL_S, have=have, serving=serving)
             with self.capacity.asking():
                 try:
-                    reply = await self._heartbeat.when_registered(partial(self._queue.tickets, request))
+                    reply = await self.heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
             if reply.servers:  # a reply without tickets names none
@@ -232,7 +232,7 @@ class Worker:
 
     async def _submit(self, ticket: Ticket, group: Group) -> None:
         try:
-            await self._heartbeat.when_registered(partial(self._queue.submit, group))
+            await self.heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
             self.capacity.cautious = False
         except QueueRefused as refusal:
@@ -262,7 +262,7 @@ class Worker:
         self.counters.fingerprint = await fingerprint_of(
             self._config, self._task, self.source.chat.tokenizer, self._code, self.source.tool_schemas
         )
-        await self._heartbeat.run()
+        await self.heartbeat.run()
 
     def _heard(self, reply: WorkerReply) -> float:
         self._pool.update(reply.servers, reply.run)
@@ -279,7 +279,7 @@ class Worker:
             await self._queue.put_server(server)
         except QueueRefused as refusal:
             logger.warning("the queue does not take %s as %s: %s", server.name, server.state, refusal)
-        self._heartbeat.now()
+        self.heartbeat.now()
 
     def _user_code_is_shut_off(self, why: str) -> None:
         self._why_shut_off = why

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 from hypothesis import settings
-from xdist.scheduler.loadfile import LoadFileScheduling
 
 from tests.kit.chosen import chosen_families, commit, family_of
+from tests.kit.copies import start_original
+from tests.kit.parallel import ParallelRun
 
 FAMILIES = 5
 
@@ -22,43 +23,66 @@ if hasattr(signal, "SIGHUP"):
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# The files that take longest, longest first. With xdist a file is a piece of work: a long one that came last would run
-# alone. One that is not here is only later than it could be.
+# The files that take longest, longest first: with `--copies` a long file that began last would run alone. One that is
+# not here is only later than it could be.
 LONG_FILES = (
     "e2e/test_up.py",
     "e2e/test_run.py",
-    "deploy/test_supervisor_restarts.py",
-    "deploy/test_supervisor.py",
-    "deploy/test_supervisor_stops.py",
-    "learner/test_rank_checkpoints.py",
-    "learner/test_rank_processes.py",
-    "rollout_worker/test_isolation.py",
-    "deploy/test_launch.py",
-    "learner/test_adapter.py",
-    "rollout_queue/test_kill.py",
     "learner/test_learner_loop.py",
-    "learner/test_checkpoint_kills.py",
-    "learner/test_hub_server.py",
+    "learner/test_adapter.py",
+    "learner/test_optimiser.py",
+    "deploy/test_launch.py",
+    "slipstream/test_trl.py",
     "deploy/test_light_core.py",
+    "learner/test_resume.py",
+    "rollout_worker/test_mcp.py",
+    "learner/test_checkpoint_kills.py",
+    "weight_sync/test_publisher.py",
+    "learner/test_rank_processes.py",
+    "rollout_queue/test_service.py",
+    "examples/test_every_example.py",
+    "deploy/test_cli.py",
+    "learner/test_rank_mixtures.py",
+    "learner/test_rank_checkpoints.py",
+    "learner/test_ranks.py",
+    "agent/test_episodes.py",
+    "weight_sync/test_vllm_middleware.py",
+    "rollout_worker/test_isolation.py",
+    "slipstream/test_script.py",
+    "rollout_queue/test_door.py",
+    "deploy/test_bad_input.py",
+    "deploy/test_programs.py",
+    "deploy/test_supervisor.py",
+    "deploy/test_supervisor_restarts.py",
+    "deploy/test_supervisor_stops.py",
+    "rollout_worker/test_process.py",
+    "rollout_worker/test_evaluation_processes.py",
+    "weight_sync/test_transport_contract.py",
+    "weight_sync/test_http_bad_sources.py",
 )
 
-# Files with real vLLM servers of their own. All others in that folder share one, and so one process of xdist's.
+# Files with real vLLM servers of their own. All others in that folder share one, and so one copy of this process.
 OWN_SERVERS = ("e2e/test_up.py", "e2e/test_adapters.py", "e2e/test_engine.py", "e2e/test_http.py")
 
 
-class FilesTogether(LoadFileScheduling):
-    """Hands out whole files, and those that share a server as one."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return "the shared server" if "/e2e/" in file and not file.endswith(OWN_SERVERS) else file
+def group_of(item: pytest.Item) -> str:
+    """Return what one copy runs from its first test to its last: a file, or the files that share a server."""
+    file = item.path.as_posix()
+    return "the shared server" if "/e2e/" in file and not file.endswith(OWN_SERVERS) else file
 
 
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> FilesTogether | None:
-    return FilesTogether(config, log) if config.getvalue("dist") == "loadfile" else None
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    copies = session.config.getoption("copies")
+    if copies < 2 or session.config.option.collectonly or session.testsfailed:
+        return None
+    start_original()  # one for all of them
+    ParallelRun(session, copies, group_of).run()
+    return True
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--copies", type=int, default=1, help="run the tests of so many files side by side")
     parser.addoption(
         "--all", action="store_true", help="run what is wider than ten minutes allow, too: every family, more examples"
     )
@@ -84,10 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
-    if hasattr(config, "workeroutput"):
-        config.workeroutput["left_to_all"] = len(left)
-    else:
-        config.stash[LEFT] = len(left)
+    config.stash[LEFT] = len(left)
 
 
 LEFT = pytest.StashKey[int]()
@@ -113,12 +134,6 @@ def _of_other_families(items: list[pytest.Item]) -> set[pytest.Item]:
         chosen = chosen_families(set(table.values()), FAMILIES)
         left |= {item for item, family in table.items() if family not in chosen}
     return left
-
-
-def pytest_testnodedown(node: Any) -> None:
-    """All of xdist's processes collect the same."""
-    if (left := getattr(node, "workeroutput", {}).get("left_to_all")) is not None:
-        node.config.stash[LEFT] = left
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:

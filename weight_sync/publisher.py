@@ -79,14 +79,14 @@ class Publisher:
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
-        self._snapshots = Snapshots()
+        self.snapshots = Snapshots()
         self._handed: int | None = None
         self._resources = AsyncExitStack()
 
     def __enter__(self) -> Self:
         self._thread.start()
-        self._fleet: Fleet = self._run(self._connect()).result(THREAD_TIMEOUT_S)
-        self._following = self._run(self._fleet.run())
+        self.fleet: Fleet = self._run(self._connect()).result(THREAD_TIMEOUT_S)
+        self._following = self._run(self.fleet.run())
         return self
 
     def __exit__(
@@ -101,12 +101,12 @@ class Publisher:
     @property
     def records(self) -> list[PublishRecord]:
         """The publications that counted, in the order in which they did."""
-        return self._fleet.publications.records
+        return self.fleet.publications.records
 
     @property
     def in_flight(self) -> int | None:
         """The newest version that was handed over, while it does not count; may be read from any thread."""
-        handed, counted = self._handed, self._fleet.publications.counted
+        handed, counted = self._handed, self.fleet.publications.counted
         return handed if handed is not None and (counted is None or handed > counted) else None
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
@@ -125,10 +125,10 @@ class Publisher:
         began = time.monotonic()
         self._raise_failure()
         dtype: torch.dtype = getattr(torch, self._config.model.dtype)
-        self._snapshots.fill(version, weights, probe, dtype, self.run_id)
+        self.snapshots.fill(version, weights, probe, dtype, self.run_id)
         blocked_s = time.monotonic() - began
         self._handed = version
-        self._loop.call_soon_threadsafe(self._fleet.handed, version, blocked_s)
+        self._loop.call_soon_threadsafe(self.fleet.handed, version, blocked_s)
         return time.monotonic() - began
 
     def wait(self) -> None:
@@ -154,7 +154,7 @@ class Publisher:
             except concurrent.futures.TimeoutError:
                 if waiting.done():
                     raise
-                if not self._fleet.paused_by_user:
+                if not self.fleet.paused_by_user:
                     waiting.cancel()
                     raise PublishError("the publisher's own thread does not answer: see its log") from None
 
@@ -172,14 +172,14 @@ class Publisher:
             client,
             self._make_transport,
             lambda: self.session,
-            self._snapshots,
+            self.snapshots,
             self._ended_by,
             lambda: self.run_id,
         )
         return await self._resources.enter_async_context(fleet)
 
     async def _until_counted(self, version: int) -> None:
-        fleet, first = self._fleet, self._fleet.publications.counted is None
+        fleet, first = self.fleet, self.fleet.publications.counted is None
         patience_s = self._config.vllm.start_timeout_s if first else self._config.weight_sync.timeout_s
         left, said_at = patience_s, 0.0
         before = time.monotonic()
@@ -209,7 +209,7 @@ class Publisher:
                 await self._tell(None)
 
     def _not_counted(self, version: int, first: bool, after_s: float) -> None:
-        fleet, quorum = self._fleet, self._config.weight_sync.quorum
+        fleet, quorum = self.fleet, self._config.weight_sync.quorum
         has = len(fleet.publications.reached(version))
         text = (
             f"version {version} reached {has} vLLM servers of the {quorum} of weight_sync.quorum in {after_s:.1f} s: "
@@ -223,9 +223,9 @@ class Publisher:
         raise PublishError(text)
 
     def _awaited(self, version: int) -> str:
-        has = len(self._fleet.publications.reached(version))
+        has = len(self.fleet.publications.reached(version))
         quorum = self._config.weight_sync.quorum
-        return f"version {version} on {quorum} servers, {has} have it: {self._fleet.describe_waits()}"
+        return f"version {version} on {quorum} servers, {has} have it: {self.fleet.describe_waits()}"
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
         """Reports to the queue what the learner waits for, for the status (I7). The wait goes on if the queue is

@@ -1,7 +1,8 @@
 """Checks a run before its first process starts: packages, run directory, ports, servers, task, model and learner.
 
 A fault that would stop the run is raised as a `ConfigError`, one message with its remedy; others are returned as
-findings. Nothing is printed here. Torch is imported only where the run file asks for more than the defaults.
+findings. Nothing is printed here. Torch is imported late, so that a mistake in the task is reported at once: for the
+check of the model, or before that where the run file asks for more than the defaults.
 """
 
 from __future__ import annotations
@@ -66,7 +67,6 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if not resume:
         findings += _check_addresses(config)
     from deploy.checks import task_check
-    from learner.callbacks import load as load_callbacks
     from learner.checkpoints import uploads
     from learner.report import trackers
     from rollout_worker.data.dataset import check_evaluation, find_evaluation_warnings
@@ -93,7 +93,10 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if task.agent is not None and not is_over:
         run_file = config.run_file.absolute()
         check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
-    load_callbacks(config.learner.callbacks)
+    if config.learner.callbacks:
+        from learner import callbacks
+
+        callbacks.load(config.learner.callbacks)
     check_evaluation(config, task.eval_dataset)
     findings += find_evaluation_warnings(config, task.eval_dataset)
     model_check.check_model(config)

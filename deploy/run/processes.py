@@ -1,7 +1,7 @@
 """Starts and ends the processes of a run on one machine.
 
 Each child has a process group of its own and its output in a log file. None is left behind: if this process is killed,
-a watchdog ends them.
+a guard process ends them.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from types import TracebackType
 from typing import Literal, Self
 
 from deploy.run.first_error import first_error
-from deploy.servers import watchdog
 from deploy.servers.devices import DevicePlan, Placement, environment_of, nccl_environment, place_devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import access
 from protocol.config import RunConfig
+from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 # The role of a process, which is also the name of its command.
 Role = Literal["preflight", "queue", "vllm", "worker", "learner"]
@@ -182,7 +182,7 @@ class Child:
     def signal(self, number: int) -> bool:
         """Sends a signal, 0 for none, to the process and all that it started. Returns False if none of them is left."""
         self.poll()  # a process that has ended counts until its code is read
-        return watchdog.signal_group(self.pid, number)
+        return signal_group(self.pid, number)
 
     def tail(self) -> list[str]:
         """Returns the last lines of its log without control characters."""
@@ -200,7 +200,7 @@ class Child:
 class Children:
     """Starts child processes and ends them, grandchildren included. Use it as a context manager.
 
-    A watchdog ends them if this process is killed.
+    A guard process ends them if this process is killed.
 
     Args:
         grace_s: Seconds from SIGTERM to SIGKILL.
@@ -209,30 +209,15 @@ class Children:
     def __init__(self, grace_s: float) -> None:
         self.living: list[Child] = []
         self._grace_s = grace_s
+        self.guard = ProcessGuard(grace_s)
 
     def __enter__(self) -> Self:
-        self._watchdog = self._new_watchdog()
         return self
-
-    def _new_watchdog(self) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", watchdog.__file__, str(self._grace_s)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-            bufsize=0,
-        )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._watchdog.stdin is not None
-        self._watchdog.stdin.close()
-        try:
-            self._watchdog.wait(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
-        except subprocess.TimeoutExpired:
-            self._watchdog.kill()
-            self._watchdog.wait()
+        self.guard.close(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
 
     def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
         """Starts a program.
@@ -257,7 +242,7 @@ class Children:
                 stderr=None if program.terminal == "stderr" else file,
                 start_new_session=True,
             )
-        self._tell_watchdog(f"+{process.pid}\n")
+        self.guard.add(process.pid)
         child = Child(program, process, log, log_start)
         self.living.append(child)
         return child
@@ -266,10 +251,7 @@ class Children:
         """Looks which children have ended and wakes their waiters. Call it on SIGCHLD."""
         for child in self.living:
             child.poll()
-        if self._watchdog.poll() is not None:
-            self._watchdog = self._new_watchdog()
-            for child in self.living:
-                self._tell_watchdog(f"+{child.pid}\n")
+        self.guard.replace_if_ended()
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
         """Ends the children and all processes that they started, even those of a child that has ended itself."""
@@ -282,12 +264,7 @@ class Children:
         for child in children:
             child.poll()
             self.living.remove(child)
-            self._tell_watchdog(f"-{child.pid}\n")
-
-    def _tell_watchdog(self, line: str) -> None:
-        assert self._watchdog.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the watchdog was killed; `reap` starts a new one
-            self._watchdog.stdin.write(line.encode())
+            self.guard.remove(child.pid)
 
 
 def describe_end(name: str, code: int) -> str:

@@ -1,8 +1,8 @@
 """Runs a whole run on one machine: checks, starts, watches, restarts and stops its processes.
 
 Nothing is left running, however the run ends. Each child has a process group of its own, which gets SIGTERM and, after
-`deploy.grace_s`, SIGKILL; a watchdog does it if the supervisor is killed. The learner is ended first, so that the queue
-still takes its last report.
+`deploy.grace_s`, SIGKILL; a guard process does it if the supervisor is killed. The learner is ended first, so that the
+queue still takes its last report.
 """
 
 from __future__ import annotations

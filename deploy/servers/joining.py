@@ -24,13 +24,13 @@ from deploy.servers.servers import (
     default_name,
     until_gone,
 )
-from deploy.servers.watchdog import signal_group
 from protocol.addresses import normal_url
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
 from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
+from rollout_worker.user_code.process_guard import signal_group
 
 logger = logging.getLogger(__name__)
 
@@ -106,11 +106,12 @@ def _own_url(config: RunConfig, queue_url: str) -> str:
 
 
 def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
+    """Runs `run_server` in an event loop of its own."""
+    return asyncio.run(run_server(config, joining, command, env))
+
+
+async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
     """Registers and runs the server, and drains it when told to stop. Returns the exit code."""
-    return asyncio.run(_run(config, joining, command, env))
-
-
-async def _run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
     token = config.token_for("learner")
     async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
         another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "

@@ -140,7 +140,7 @@ def save(
         trainer.save_model(unfinished / places.MODEL)
         if trainer.policy.adapter is not None:
             trainer.policy.adapter.save(unfinished / places.ADAPTER)
-        _copy_sources(sources, unfinished / places.MODEL)
+        copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
         (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
         _flush(unfinished)
@@ -223,7 +223,7 @@ def _sweep(home: Path) -> None:
             shutil.rmtree(left, ignore_errors=True)
 
 
-def _copy_sources(sources: Sources, target: Path) -> None:
+def copy_sources(sources: Sources, target: Path) -> None:
     """Copies the files that a server needs beside the weights, so that the checkpoint can be served as it is."""
     model = sources.model
     if sources.chat_template is not None:

@@ -1,6 +1,7 @@
 """Writes the model card of each checkpoint, and uploads models to the hub if the run file says so.
 
-Uploads run beside the training: whatever the hub does neither blocks nor ends the run.
+Uploads run beside the training: whatever the hub does neither blocks nor ends the run. Nothing here imports torch, as
+the checks before a run ask whether an upload could work.
 """
 
 from __future__ import annotations
@@ -11,15 +12,18 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import constants, get_token
 
-from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints import model_card
 from learner.checkpoints.model_card import Results
 from learner.checkpoints.upload_process import Child, Request, Sender, SendError
-from learner.report.progress import TerminalProgress
+from protocol import checkpoints
 from protocol.config import ConfigError, HubSection, RunConfig
+
+if TYPE_CHECKING:
+    from learner.report.progress import TerminalProgress
 
 _STAGE = ".hub"
 
@@ -61,9 +65,10 @@ class Models:
         """Sends the last checkpoint's model at the end of the run, if only that is sent, and waits for it."""
         if self._uploads is None:
             return
-        newest = checkpoints.latest(self._config.run_dir)
-        if self._config.hub.hub_strategy == "end" and newest is not None:
-            self._uploads.push(newest.model_path, newest.info.step)
+        found = checkpoints.complete(self._config.run_dir)
+        if self._config.hub.hub_strategy == "end" and found:
+            newest = max(found)
+            self._uploads.push(found[newest] / checkpoints.MODEL, newest)
         if self._uploads.pending:
             with self._progress.phase("waiting for the upload to the hub"):
                 self._uploads.wait(self._config.hub.hub_timeout_s)

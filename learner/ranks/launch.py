@@ -151,7 +151,7 @@ class Children:
     def __init__(self, count: int, environment: Mapping[str, str], on_lost: Callable[[str], None]) -> None:
         self._on_lost = on_lost
         self._closing = threading.Event()
-        self._processes = [_start(rank, environment) for rank in range(1, count)]
+        self._processes = [start_rank(rank, environment) for rank in range(1, count)]
         for rank, process in enumerate(self._processes, start=1):
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
@@ -200,7 +200,7 @@ def _describe_end(code: int) -> str:
     return f"crashed, by {name}: what it wrote in the learner's log, if anything, says where"
 
 
-def _start(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def start_rank(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
     command: Sequence[str] = (sys.executable, "-P", "-m", "learner", "--rank")
     paths = [str(Path(learner.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
     own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

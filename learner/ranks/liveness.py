@@ -145,7 +145,7 @@ class Pulse:
     def __init__(self, store: Any, rank: int, hears: Iterable[int], look: Callable[[Sequence[Silence]], None]) -> None:
         self._store = store
         self._rank = rank
-        self._look = look
+        self.look = look
         self._signs = Signs(hears)
         self._now = 0.0
         self._ended = threading.Event()
@@ -181,7 +181,7 @@ class Pulse:
             now = time.monotonic()
             self._now += min(now - looked, 2 * LOOK_EVERY_S)
             looked = now
-            self._look(self._signs.silent(self._now))
+            self.look(self._signs.silent(self._now))
 
 
 class Alarm:
@@ -211,7 +211,7 @@ class Alarm:
         self._free = threading.Event()
         self._told: set[int | None] = set()
         hears = range(1, count) if rank == 0 else [0]
-        self._pulse = Pulse(store, rank, hears, self._look if rank == 0 else self._look_at_rank_0)
+        self.pulse = Pulse(store, rank, hears, self.look if rank == 0 else self.look_at_rank_0)
 
     @property
     def why(self) -> str | None:
@@ -240,7 +240,7 @@ class Alarm:
 
     def end(self) -> None:
         """Stops watching."""
-        self._pulse.end()
+        self.pulse.end()
         self._free.set()
 
     def lost(self, why: str) -> None:
@@ -251,7 +251,7 @@ class Alarm:
             self._why, heard = why, self._on_lost
         self._gone.set()
         heard(RankLost(why))
-        threading.Thread(target=self._give_up, name="ranks-lost", daemon=True).start()
+        threading.Thread(target=self.give_up, name="ranks-lost", daemon=True).start()
 
     def cause(self) -> str | None:
         """Returns the cause of a broken connection: the end of a process may be noticed after that."""
@@ -261,12 +261,13 @@ class Alarm:
     def last(self) -> str | None:
         """Ends ranks on this machine, right before this process ends. Returns which rank the main thread may be waiting
         for."""
-        seen = [of for of in self._pulse.silent() if of.seconds >= SIGNAL_GRACE_S / 2]
+        seen = [of for of in self.pulse.silent() if of.seconds >= SIGNAL_GRACE_S / 2]
         names = [f"{named(of)}, {'silent for' if of.who else 'unheard for'} {of.seconds:.0f} s" for of in seen]
         self.kill_all()
         return self._why or ", ".join(names) or None
 
-    def _look(self, silences: Sequence[Silence]) -> None:
+    def look(self, silences: Sequence[Silence]) -> None:
+        """Reports the ranks that are gone, and those that are silent or heard again."""
         if self._why is not None:
             return
         gone = lost(silences, self.timeout_s, self.signalled())
@@ -294,7 +295,8 @@ class Alarm:
             self.say(f"{named(Silence(rank, 0.0))} is heard again")
         self.on_silent(", ".join(named(silence) for silence in found) or None)
 
-    def _look_at_rank_0(self, silences: Sequence[Silence]) -> None:
+    def look_at_rank_0(self, silences: Sequence[Silence]) -> None:
+        """Ends this process once rank 0 is gone."""
         for silence in lost(silences, self.timeout_s, signalled=False):
             end_now(
                 1,
@@ -302,7 +304,8 @@ class Alarm:
                 f"(learner.rank_timeout_s = {self.timeout_s:g}): this rank ends",
             )
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Ends this process unless its main thread leaves the collective in time."""
         if not self._free.wait(GIVES_UP_AFTER_S):
             self.kill_all()
             end_now(1, f"learner: {self._why}; rank 0 waits for it in vain and ends")

@@ -158,12 +158,12 @@ class Curve:
         self._path = path
         self._clock = clock
         self._thread = ThreadPoolExecutor(1, "curve")
-        self._drawing: Future[None] | None = None
+        self.drawing: Future[None] | None = None
         self._drawn_at = clock()
 
     def grow(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord] = ()) -> None:
         """Draws in the background, if that is due and the last drawing has ended."""
-        if self._clock() - self._drawn_at < DRAW_EVERY_S or (self._drawing and not self._drawing.done()):
+        if self._clock() - self._drawn_at < DRAW_EVERY_S or (self.drawing and not self.drawing.done()):
             return
         self._drawn_at = self._clock()
         self._draw(records, evaluations)
@@ -176,8 +176,8 @@ class Curve:
     def _draw(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord]) -> Future[None]:
         steps, rewards = [of.step for of in records], [of.counts.reward_mean for of in records]
         evaluated = sorted((of.step, of.evaluation.reward) for of in evaluations if of.evaluation.reward is not None)
-        self._drawing = self._thread.submit(self._try_to_draw, steps, rewards, evaluated)
-        return self._drawing
+        self.drawing = self._thread.submit(self._try_to_draw, steps, rewards, evaluated)
+        return self.drawing
 
     def _try_to_draw(
         self, steps: Sequence[int], rewards: Sequence[float], evaluated: Sequence[tuple[int, float]]

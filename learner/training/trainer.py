@@ -102,7 +102,7 @@ class Trainer:
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
-        self._previous = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
+        self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
             self.reference.prepare(self.accelerator, self.team)
 
@@ -184,8 +184,8 @@ class Trainer:
             raise DivergedError(_why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])
-        if self._previous is not None:
-            self._previous.keep()
+        if self.previous_weights is not None:
+            self.previous_weights.keep()
         self.optimiser.step()
         self.optimiser.zero_grad()
         self.schedule.step()
@@ -214,8 +214,8 @@ class Trainer:
     def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
         """Runs the passes without a gradient that the algorithm needs."""
         known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
-        if self._previous is not None:
-            known = with_previous(known, self._policy, rows, self._previous)
+        if self.previous_weights is not None:
+            known = with_previous(known, self._policy, rows, self.previous_weights)
             wrapping.resharded(self._policy)
         if self.reference is not None:
             known = consult(self.reference, rows, known)

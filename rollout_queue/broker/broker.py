@@ -33,7 +33,7 @@ from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState
 from rollout_queue.ledger.registration import WorkerRegistry
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
 

@@ -35,7 +35,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 
 # A learner that reconnects needs these, and the status shows them; evaluations.jsonl holds the rest.
 MAX_ENDED = 256

@@ -19,7 +19,7 @@ from protocol.versions import within_staleness
 from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import OUTSTANDING, Decision, Refusal, RunState, TicketRecord, TicketState
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 
 # The newest indices keep their tickets one by one for `slipstream ledger`; older ones become sums.
 INDICES_KEPT = 100_000

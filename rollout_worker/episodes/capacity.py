@@ -96,7 +96,7 @@ class Capacity:
         self.cautious = True
         self._clock = clock
         self._changed = asyncio.Event()
-        self._enough_open = total
+        self.enough_open = total
         # Turns of episodes that have begun, and first turns, that wait for a slot.
         self._begun: deque[_Turn] = deque()
         self._new: deque[_Turn | Reservation] = deque()
@@ -145,7 +145,7 @@ class Capacity:
         open."""
         if not self._slots_for(group_size):
             return 0
-        most = self.total if self.cautious else self._enough_open
+        most = self.total if self.cautious else self.enough_open
         return min(max(1, self.free // group_size), max(0, most - self.open) // group_size) or int(self.open == 0)
 
     async def wait_for_room(self, group_size: int) -> int:
@@ -198,7 +198,7 @@ class Capacity:
         number."""
         self.give(1)
         if self._is_full() and not self.cautious:
-            self._enough_open = min(self.max_open, self.open + self._next_size)
+            self.enough_open = min(self.max_open, self.open + self._next_size)
 
     def give(self, slots: int) -> None:
         self._note()
@@ -222,7 +222,7 @@ class Capacity:
         if self.free > 0 and (begun or self._served_first() is None):
             self.free -= 1
             return 0.0
-        self._enough_open = max(self.total, self._enough_open - 1)
+        self.enough_open = max(self.total, self.enough_open - 1)
         since = self._clock()
         waiting = _Turn()
         (self._begun if begun else self._new).append(waiting)

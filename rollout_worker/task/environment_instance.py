@@ -1,7 +1,7 @@
 """Calls one environment of the user's: `reset`, `respond`, `get_reward`, `close` and its tools.
 
-Invariant: an instance runs one call at a time, even after a time-out. Each call is followed to its actual end, and the
-next one starts only when the object is free again. An object that may be in a bad state, or that a call still uses, is
+Invariant: an instance runs one call at a time, even after a time-out. The next one starts only when the one before has
+finished. An object that may be in a bad state, or that a call still uses, is
 `lost` and serves no other episode (I9).
 
 `EnvironmentInterface` lists what an environment can do. It is read from the class alone, under TRL's names. Slipstream
@@ -29,7 +29,7 @@ from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.base import as_text
 from rollout_worker.tools.function import FunctionTool, converted
 from rollout_worker.tools.toolbox import ToolBox
-from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, defined_at
+from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
 from rollout_worker.user_code.values import bounded, plain, type_name
 
 # Text or messages. None if the environment returned nothing.
@@ -342,13 +342,13 @@ class Instance:
         self.lost = False
         self._code = code
         self._line = asyncio.Lock()
-        self._last: Followed | None = None
+        self._last: Call | None = None
         self._last_method = ""
         self._tools: ToolBox | None = None
 
     @property
     def free(self) -> bool:
-        return self._last is None or self._last.back.is_set()
+        return self._last is None or self._last.finished.is_set()
 
     async def until_free(self, timeout_s: float) -> bool:
         """Wait until the object is free. Returns False if it is still in use after `timeout_s` seconds."""
@@ -356,7 +356,7 @@ class Instance:
             assert self._last is not None
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._last.back.wait()
+                    await self._last.finished.wait()
             except TimeoutError:
                 return False
         return True
@@ -401,17 +401,13 @@ class Instance:
             if not await self.until_free(wait_s):
                 text = f"not called: {self._last_method} of the same {self.interface.cls} has not come back"
                 raise UserCodeError(text, reasons.TIMEOUT, defined_at(named))
-            call = self._last = Followed(run, named)
-            self._last_method = method
+            call = self._code.begin(run, plain, timeout_s, Kind.ENVIRONMENT, named, **(arguments or {}))
+            self._last, self._last_method = call, method
             try:
-                return await self._code.call(call.function, plain, timeout_s, Kind.ENVIRONMENT, **(arguments or {}))
-            except NotCalled:
-                raise
+                return await call.result()
             except UserCodeError as error:
                 self.lost = self.lost or (call.began and error.kind in _SPOILT_BY)
                 raise
-            finally:
-                call.let_go()
 
     def emptied(self) -> Holder:
         """Hand the object over in a `Holder`. The instance no longer holds it."""

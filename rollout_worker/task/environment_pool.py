@@ -15,45 +15,42 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Coroutine, Mapping
-from functools import partial, wraps
+from functools import partial
 from typing import Any, TypeAlias
 
 from rollout_worker.task.environment_instance import GRACE_S, EnvironmentInterface, Holder, Instance, interface_of
-from rollout_worker.user_code import Followed, Kind, UserCode, UserCodeError, defined_at
-from rollout_worker.user_code.errors import is_async, name_of
+from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
+from rollout_worker.user_code.errors import name_of
 
 Factory: TypeAlias = Callable[..., Any]
 
 
 class PendingInstance:
-    """One call of a factory, followed to its end even if nobody waits for it any more.
+    """One call of a factory, which may end long after anybody waits for it.
 
     Args:
         factory: Makes an environment.
-        unwanted: Called as `unwanted(self, holder)`, on the event loop that made this object, with an environment that
-            was made after its caller had gone. `closing` closes it.
 
     Attributes:
         name: Name of the factory.
+        named: The user's function that errors name.
         where: The file:line of the factory, or None.
+        call: The call, or None before it starts.
+        holder: Holds the environment once it is made.
     """
 
-    def __init__(self, factory: Factory, unwanted: Callable[[PendingInstance, Holder], None]) -> None:
+    def __init__(self, factory: Factory) -> None:
         self.name = name_of(factory)
-        self._named = _named(factory)
-        self.where = defined_at(self._named)
-        self._unwanted = unwanted
-        self._loop = asyncio.get_running_loop()
-        # The factory's thread writes `_made`, the loop writes `_given_up`. Each side writes its own before it reads the
-        # other's, so that at least one of them sees an unwanted environment.
-        self._made: list[Any] = []
-        self._given_up = False
-        self._call = Followed(factory, self._named, self._came)
+        self.named = _named(factory)
+        self.where = defined_at(self.named)
+        self.call: Call | None = None
+        self.holder: Holder | None = None
+        self._factory = factory
 
     @property
-    def over(self) -> asyncio.Event:
-        """Set when the factory is not running and never will be, and `unwanted` was called if it was needed."""
-        return self._call.back
+    def is_over(self) -> bool:
+        """True if the factory made nothing and never will."""
+        return self.holder is None and (self.call is None or self.call.finished.is_set())
 
     async def made(self, code: UserCode, timeout_s: float) -> tuple[Any, EnvironmentInterface]:
         """Call the factory.
@@ -68,45 +65,15 @@ class PendingInstance:
         Raises:
             UserCodeError: The factory failed or was late.
         """
-        faces: list[EnvironmentInterface] = []
+        self.call = code.begin(self._factory, self._read, timeout_s, Kind.ENVIRONMENT, self.named)
+        interface: EnvironmentInterface = await self.call.result()
+        assert self.holder is not None
+        return self.holder(), interface
 
-        def plain(found: Any) -> None:
-            faces.append(interface_of(found))
-
-        try:
-            await code.call(self._call.function, plain, timeout_s, Kind.ENVIRONMENT)
-        except BaseException:
-            self._given_up = True
-            self._discard()
-            raise
-        finally:
-            self._call.let_go()
-        return self._made.pop(), faces.pop()
-
-    @property
-    def closing(self) -> Callable[[Holder], Any]:
-        """A function that takes the object out of its holder and closes it if it has a `close`.
-
-        It reads the interface first, because nothing has read it before.
-        """
-
-        @wraps(self._named)
-        def close(holder: Holder) -> Any:
-            made = holder()
-            return made.close() if "close" in interface_of(made).methods else None
-
-        return close
-
-    def _came(self, found: Any) -> None:
-        """Keep the environment that the factory made. It runs where the factory ran."""
-        self._made.append(found)
-        if self._given_up:
-            with contextlib.suppress(RuntimeError):  # The loop may be closed by now.
-                self._loop.call_soon_threadsafe(self._discard)
-
-    def _discard(self) -> None:
-        if self._made:
-            self._unwanted(self, Holder(self._made.pop()))
+    def _read(self, found: Any) -> EnvironmentInterface:
+        """Keep the environment that the factory made, and read its interface. It runs where the factory ran."""
+        self.holder = Holder(found)
+        return interface_of(found)
 
 
 def _named(factory: Factory) -> Factory:
@@ -170,7 +137,7 @@ class Pool:
         self._ends: set[asyncio.Task[None]] = set()
         self._settling: set[asyncio.Task[None]] = set()
         # Instances that are still being made and whose caller has gone.
-        self._given_up: list[PendingInstance] = []
+        self._given_up: set[PendingInstance] = set()
 
     @property
     def idle(self) -> int:
@@ -218,27 +185,28 @@ class Pool:
             kept.clear()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CLOSE_S):
-                for making in self._given_up:
-                    await making.over.wait()
                 if self._ends:
                     await asyncio.wait(self._ends)
-        if unmade := sum(not making.over.is_set() for making in self._given_up):
+        if unmade := len(self._given_up):
             logger.warning("%d environments were still being made after %g s, and are not closed", unmade, CLOSE_S)
         if late := set(self._ends):
+            if len(late) > unmade:
+                logger.warning("%d environments were not closed within %g s", len(late) - unmade, CLOSE_S)
             for task in late:
                 task.cancel()
-            logger.warning("%d environments were not closed within %g s", len(late), CLOSE_S)
             await asyncio.wait(late)
 
     async def _made(self, name: str | None) -> Instance:
-        making = PendingInstance(self.factories[name], self._unwanted)
+        making = PendingInstance(self.factories[name])
         self.alive += 1
         try:
             made, interface = await making.made(self._code, self._timeout_s)
         except BaseException:
-            self.alive -= 1
-            if not making.over.is_set():
-                self._given_up = [each for each in self._given_up if not each.over.is_set()] + [making]
+            if making.is_over:
+                self.alive -= 1
+            else:
+                self._given_up.add(making)
+                _spawn(self._closed_when_made(making), self._ends)
             raise
         instance = Instance(name, made, interface, self._code)
         if not self._interfaces.setdefault(name, interface).has(interface):
@@ -247,9 +215,15 @@ class Pool:
             raise UserCodeError(text, "TypeError", making.where)
         return instance
 
-    def _unwanted(self, making: PendingInstance, holder: Holder) -> None:
-        self.alive += 1
-        _spawn(self._ended(making.name, making.closing, holder), self._ends)
+    async def _closed_when_made(self, making: PendingInstance) -> None:
+        """Close an environment whose caller has gone, or that failed, if it is made after all."""
+        assert making.call is not None
+        await making.call.finished.wait()
+        self._given_up.discard(making)
+        if making.holder is None:
+            self.alive -= 1
+        else:
+            await self._ended(making.name, making.named, making.holder)
 
     async def _settled(self, instance: Instance) -> None:
         """Give back an instance that a call still uses. The call was cancelled with its episode.
@@ -262,18 +236,20 @@ class Pool:
 
     def _discard(self, instance: Instance) -> None:
         interface = instance.interface
-        _spawn(self._ended(interface.cls, _closing(interface), instance.emptied()), self._ends)
+        named = interface.methods.get("close", _close)
+        _spawn(self._ended(interface.cls, named, instance.emptied()), self._ends)
 
-    async def _ended(self, cls: str, closing: Callable[..., Any], holder: Holder) -> None:
+    async def _ended(self, cls: str, named: Callable[..., Any], holder: Holder) -> None:
         """Close an object and release it where user code runs. A failure is reported to `notify`.
 
         Args:
             cls: Name of the class, for the report.
-            closing: Takes the object out of the holder and closes it if it has a `close`.
+            named: The user's function that errors name.
             holder: Holds the object.
         """
         try:
-            await self._code.call(closing, _none, self._timeout_s, Kind.CLOSE, holder=holder)
+            call = self._code.begin(_close, _none, self._timeout_s, Kind.CLOSE, named, holder=holder)
+            await call.result()
         except UserCodeError as error:
             self._notify(f"close {cls} {error.kind}", f"{cls}.close failed: {error}", error.where)
         finally:
@@ -286,22 +262,10 @@ def _spawn(work: Coroutine[Any, Any, None], tasks: set[asyncio.Task[None]]) -> N
     task.add_done_callback(tasks.discard)
 
 
-def _closing(interface: EnvironmentInterface) -> Callable[..., Any]:
-    """Return a function that takes an object out of its holder and closes it if the interface has a `close`."""
-    close = interface.methods.get("close")
-    if close is None:
-        return lambda holder: _none(holder())
-    if is_async(close):
-
-        async def asynchronous(holder: Holder) -> None:
-            await holder().close()
-
-        return wraps(close)(asynchronous)
-
-    def synchronous(holder: Holder) -> Any:
-        return holder().close()
-
-    return wraps(close)(synchronous)
+def _close(holder: Holder) -> Any:
+    """Take an object out of its holder, and close it if it has a `close`. It runs where user code runs."""
+    made = holder()
+    return made.close() if "close" in interface_of(made).methods else None
 
 
 def _none(result: Any) -> None:

@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Any, TextIO
 
 from protocol.config import ConfigError, TaskSection
-from rollout_worker.user_code.errors import defined_at, end_if_copy, failure_in
+from rollout_worker.user_code.errors import Invocation, defined_at, failure_in
 
 _PR_SET_PDEATHSIG = 1
 
@@ -62,17 +62,18 @@ def _reply(
     if function is None:
         text = f"the task file, imported anew, has no tool {name!r}: {', '.join(tools)}"
         return {"error": text, "kind": "LookupError", "where": None}
-    try:
+    reply: dict[str, str | None] = {}
+
+    def fail(error: BaseException) -> None:
+        failure = failure_in(function, error)
+        reply.update({"error": str(failure), "kind": failure.kind, "where": failure.where})
+
+    with Invocation(pid, fail):
         result = function(**arguments)
         if inspect.isawaitable(result):
             result = runner.run(_awaited(result))
-        text = as_text(result)
-        end_if_copy(pid)
-        return {"result": text}
-    except BaseException as error:
-        end_if_copy(pid, error)
-        failure = failure_in(function, error)
-        return {"error": str(failure), "kind": failure.kind, "where": failure.where}
+        reply["result"] = as_text(result)
+    return reply
 
 
 async def _awaited(result: Any) -> Any:

@@ -16,7 +16,6 @@ from itertools import islice
 from typing import Any
 
 from protocol import reasons
-from protocol.client import retry_pause_s
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.messages import MAX_METRIC
@@ -258,6 +257,9 @@ class RewardFunctions:
         self, reward: Reward, batch: RewardBatch, notify: Callable[[RewardError], None]
     ) -> Values | RewardError:
         """Compute one reward, with retries. Returns an error, because a TaskGroup would wrap it."""
+        # Imported here, because it imports aiohttp, which a child process that runs a tool need not wait for.
+        from protocol.client import retry_pause_s
+
         left = self._timeout_s
         deadline = self._clock() + left
         attempt = 1

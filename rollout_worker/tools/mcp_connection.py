@@ -27,7 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 from protocol import access
 from protocol.addresses import mcp_command
 from protocol.config import ConfigError
-from rollout_worker.tools import mcp_guard
+from rollout_worker.user_code.process_guard import guarded_command
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -264,9 +264,10 @@ class McpServer:
             )
             stack.push_async_callback(client.aclose)
             return streamable_http_client(self._address, http_client=client)
+        program, *arguments = guarded_command(self.command)
         parameters = StdioServerParameters(
-            command=sys.executable,
-            args=["-I", "-S", mcp_guard.__file__, str(os.getpid()), *self.command],
+            command=program,
+            args=arguments,
             env=access.environment_without_token(os.environ),
             cwd=self._folder,
             encoding_error_handler="replace",

@@ -3,15 +3,17 @@
 Invariant: user code never runs on the caller's event loop. Sync code runs in threads, and async code on an event loop
 of its own. The code that runs there also copies the arguments, turns the result into plain data and turns errors into
 text. Tools may run in child processes.
+
+User code is shut off for good when so many calls hang that no new ones are started, and none of them returns. Slow code
+returns and frees its thread, and only hung code does not. The decision therefore depends on whether any call has
+returned, and not on how long calls were refused.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import signal
 import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from enum import StrEnum
@@ -20,10 +22,11 @@ from types import TracebackType
 from typing import Any, Self
 
 from protocol.config import TaskSection
-from rollout_worker.user_code.async_code import Loops, PendingValue
+from rollout_worker.user_code.async_code import Culprit, Loops
+from rollout_worker.user_code.call import Call, CallPool
 from rollout_worker.user_code.errors import is_async
 from rollout_worker.user_code.isolation import Processes
-from rollout_worker.user_code.threads import HUNG_PER_THREAD, ShutOff, Threads
+from rollout_worker.user_code.threads import HUNG_PER_THREAD, Threads
 from rollout_worker.user_code.values import copied
 
 # These signals end a process that does not handle them.
@@ -37,12 +40,18 @@ _OWN_TIME_OUT = "give what waits in it a time-out of its own"
 
 Alarm = Callable[[str, str, str | None], None]
 
+# User code is shut off if no call has returned for this many times the longest time-out.
+TIMEOUTS = 4
+
+# Minimum of that wait, in seconds.
+MIN_SHUT_OFF_S = 60.0
+
 
 class Kind(StrEnum):
     """Names the part of the task that a sync function belongs to.
 
     Each kind has threads of its own. Tools that hang take none from rewards and the data set, and environments that
-    hang take none from those that close.
+    hang take none from those that close. `ASYNC` is for what async code puts in threads.
     """
 
     TOOL = "tools"
@@ -52,6 +61,7 @@ class Kind(StrEnum):
     DATA = "the data set"
     CHAT = "the chat format"
     AGENT = "agents"
+    ASYNC = "async code"
 
 
 class UserCode:
@@ -62,7 +72,7 @@ class UserCode:
     Args:
         threads: Maximum number of sync calls of one kind that run at once, and of child processes.
         isolated: The task file whose tools `call_isolated` runs, or None.
-        look_s: Seconds between two looks at the loop of async code.
+        ping_s: Seconds between two pings of the loop of async code.
         environment_threads: Maximum number of environment calls at once, if larger than `threads`.
         agents: Maximum number of agents at once, if larger than `threads`.
         may_isolate: True if the run file may set worker.tool_isolation = "process".
@@ -77,7 +87,7 @@ class UserCode:
         self,
         threads: int = 64,
         isolated: TaskSection | None = None,
-        look_s: float = 0.25,
+        ping_s: float = 1.0,
         environment_threads: int = 0,
         agents: int = 0,
         may_isolate: bool = True,
@@ -85,35 +95,25 @@ class UserCode:
         self.threads = threads
         self.alarm: Alarm = lambda key, text, where: None
         self.shut_off: Callable[[str], None] = lambda text: None
-        self._shut_off = ShutOff(lambda text: self.shut_off(text))
+        self._watched: dict[CallPool, asyncio.TimerHandle] = {}
         # Advise isolation only if the run file may ask for it and has not done so yet. It isolates tools only.
         self._of_tools = f"{_ISOLATE}, or {_OWN_TIME_OUT}" if may_isolate and isolated is None else _OWN_TIME_OUT
-        most = dict.fromkeys(Kind, threads) | {Kind.ENVIRONMENT: max(threads, environment_threads)}
-        self._threads = {
-            kind: Threads(
-                most[kind],
-                partial(self._a_thread_hangs, kind),
-                self._no_thread_was_free,
-                self._of_tools if kind is Kind.TOOL else _OWN_TIME_OUT,
-            )
-            for kind in Kind
-        }
-        # An agent may run for as long as its episode does, and its caller sets the time-out.
-        self._threads[Kind.AGENT] = Threads(
-            max(threads, agents),
-            partial(self._a_thread_hangs, Kind.AGENT),
-            self._no_thread_was_free,
-            _OWN_TIME_OUT,
-            after_cancel_s=_AGENT_ENDS_S,
+        most = {Kind.ENVIRONMENT: max(threads, environment_threads), Kind.AGENT: max(threads, agents)}
+        self._threads = {kind: self._threads_for(kind, most.get(kind, threads)) for kind in Kind}
+        self._loops = Loops(
+            self._threads[Kind.ASYNC],
+            partial(self._a_call_hangs, Kind.ASYNC),
+            self._a_loop_is_blocked,
+            self._of_tools,
+            ping_s,
         )
-        self._loops = Loops(threads, self._async_code_hangs, self._a_loop_is_blocked, look_s, self._of_tools)
         self._expected: list[int] = []
         self._processes = None if isolated is None else Processes(threads, isolated, self._no_thread_was_free)
 
     @property
     def hung(self) -> int:
         """Number of calls that were given up and are still running."""
-        return sum(threads.hung for threads in self._threads.values()) + self._loops.all_hung
+        return sum(threads.hung for threads in self._threads.values()) + self._loops.hung
 
     def max_at_once(self, kind: Kind) -> int:
         """Maximum number of sync calls of one kind that run at once."""
@@ -132,7 +132,8 @@ class UserCode:
     ) -> None:
         for number in self._expected:
             asyncio.get_running_loop().remove_signal_handler(number)
-        self._shut_off.close()
+        while self._watched:
+            self._watched.popitem()[1].cancel()
         for threads in self._threads.values():
             threads.close()
         self._loops.close()
@@ -153,7 +154,7 @@ class UserCode:
 
         Args:
             function: The user's function, sync or async.
-            plain: Turns the result into plain data.
+            plain: Turns the result into plain data. It runs where the function runs.
             timeout_s: Seconds that the call may take.
             kind: Selects the threads of a sync function.
             waiting: Context that is entered while the call waits for a thread.
@@ -166,22 +167,35 @@ class UserCode:
             UserCodeError: `function` or `plain` raised an exception, or did not finish in time.
             NotCalled: Too many calls of this kind hang.
         """
-        threads = self._threads[kind]
-        start = partial(_started, function, arguments)
-        if is_async(function):
-            result = await self._loops.run(function, start, plain, timeout_s)
-        else:
-            result = await threads.run(function, partial(_done, start, plain), timeout_s, waiting)
-            if isinstance(result, PendingValue):
-                held, left_s = result, max(0.0, timeout_s - (time.monotonic() - result.began))
-                try:
-                    result = await self._loops.run(function, held.take, plain, left_s, told_s=timeout_s)
-                finally:
-                    held.close()  # The coroutine may not have been started.
-        if isinstance(result, PendingValue):
-            # `plain` may take any time on a user's object, or never end.
-            result = await threads.run(function, partial(_plain, result, plain), timeout_s)
-        return result
+        return await self.begin(function, plain, timeout_s, kind, function, **arguments).result(waiting)
+
+    def begin(
+        self,
+        function: Callable[..., Any],
+        plain: Callable[[Any], Any],
+        timeout_s: float,
+        kind: Kind,
+        named: Callable[..., Any],
+        /,
+        **arguments: Any,
+    ) -> Call:
+        """Start a call, whose result is to be awaited, and whose end can be.
+
+        Args:
+            function: Calls the user's function.
+            plain: As for `call`.
+            timeout_s: As for `call`.
+            kind: As for `call`.
+            named: The user's function, which errors name. It decides whether `function` is sync or async.
+            **arguments: Arguments of `function`, which gets copies.
+
+        Raises:
+            UserCodeError: The call cannot be started.
+            NotCalled: Too many calls of this kind hang.
+        """
+        call = Call(named, partial(_started, function, arguments), plain, timeout_s, self._loops)
+        (self._loops if is_async(named) else self._threads[kind]).begin(call)
+        return call
 
     async def call_isolated(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> str:
         """Call a tool of the task file in a child process, which is killed if the call is late.
@@ -202,30 +216,53 @@ class UserCode:
             raise ValueError('UserCode was made without a task file: worker.tool_isolation is not "process"')
         return await self._processes.call(tool, arguments, timeout_s)
 
-    def _a_thread_hangs(self, kind: Kind) -> None:
-        threads = self._threads[kind]
-        self._tell_of_hung(kind, threads.hung, threads.limit, threads.remedy)
-        self._shut_off.look(threads)
+    def _threads_for(self, kind: Kind, limit: int) -> Threads:
+        return Threads(
+            limit,
+            partial(self._a_call_hangs, kind),
+            self._no_thread_was_free,
+            self._of_tools if kind in (Kind.TOOL, Kind.ASYNC) else _OWN_TIME_OUT,
+            # An agent may run for as long as its episode does, and its caller sets the time-out.
+            after_cancel_s=_AGENT_ENDS_S if kind is Kind.AGENT else None,
+        )
 
-    def _async_code_hangs(self) -> None:
-        self._tell_of_hung("async code", self._loops.all_hung, self.threads, self._loops.remedy)
-
-    def _tell_of_hung(self, whose: str, hung: int, threads: int, remedy: str) -> None:
+    def _a_call_hangs(self, kind: Kind) -> None:
         """Raise an alarm at the first hung call, when as many hang as there are threads, and when no more threads are
         given."""
-        stages = {1: "", threads: "", HUNG_PER_THREAD * threads: "; no more threads are given"}
+        threads = self._threads[kind]
+        hung = threads.hung + (self._loops.hung if kind is Kind.ASYNC else 0)
+        stages = {1: "", threads.limit: "", HUNG_PER_THREAD * threads.limit: "; no more threads are given"}
         if (more := stages.get(hung)) is not None:
-            calls = f"1 call of {whose} has" if hung == 1 else f"{hung} calls of {whose} have"
-            text = f"{calls} not come back after the time-out{more}: {remedy}"
-            self.alarm(f"hung {whose} {hung}", text, None)
+            calls = f"1 call of {kind} has" if hung == 1 else f"{hung} calls of {kind} have"
+            text = f"{calls} not come back after the time-out{more}: {threads.remedy}"
+            self.alarm(f"hung {kind} {hung}", text, None)
+        self._watch(threads)
 
     def _no_thread_was_free(self, text: str) -> None:
         self.alarm("threads", text, None)
 
-    def _a_loop_is_blocked(self, name: str, where: str | None) -> None:
-        text = f"{name} blocks the event loop of async code: await in it, or write it as a plain def"
-        self.alarm(f"blocked {name}", text, where)
-        self._shut_off.look(self._loops)
+    def _a_loop_is_blocked(self, culprit: Culprit | None) -> None:
+        if culprit is not None:
+            text = f"{culprit.name} blocks the event loop of async code: await in it, or write it as a plain def"
+            self.alarm(f"blocked {culprit.name}", text, culprit.where)
+        self._watch(self._loops)
+
+    def _watch(self, pool: CallPool) -> None:
+        """Decide later whether user code is shut off, if a pool is full."""
+        if pool.full and pool not in self._watched:
+            seconds = max(MIN_SHUT_OFF_S, TIMEOUTS * pool.longest_s)
+            loop = asyncio.get_running_loop()
+            self._watched[pool] = loop.call_later(seconds, self._decide, pool, pool.came_back, seconds)
+
+    def _decide(self, pool: CallPool, came_back: int, seconds: float) -> None:
+        del self._watched[pool]
+        if pool.full and pool.came_back == came_back:
+            self.shut_off(
+                f"user code is shut off: {pool.hanging()}; none has come back for {seconds:g} s, and no more are "
+                f"begun: {pool.remedy}"
+            )
+        else:
+            self._watch(pool)
 
     def _a_timer_went_off(self, number: int) -> None:
         text = (
@@ -245,14 +282,3 @@ async def in_thread(function: Callable[..., Any], /, **arguments: Any) -> Any:
 
 def _started(function: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     return function(**{name: copied(value) for name, value in arguments.items()})
-
-
-def _done(start: Callable[[], Any], plain: Callable[[Any], Any]) -> Any:
-    """Call `start` in a thread. An awaitable result is returned in a `PendingValue`, any other as plain data."""
-    began = time.monotonic()
-    result = start()
-    return PendingValue(result, began) if inspect.isawaitable(result) or inspect.isasyncgen(result) else plain(result)
-
-
-def _plain(held: PendingValue, plain: Callable[[Any], Any]) -> Any:
-    return plain(held.take())

@@ -2,20 +2,20 @@
 
 Invariant: describing an error runs no code of the error except its text, and that may fail.
 
-`end_if_copy` ends copies of the process that user code makes with `os.fork`. A copy may run user code to the end of the
-call, as `fork` is meant to be used. After that it must not continue as a second worker, or as a second child that
-answers.
+`Invocation` surrounds every call of user code.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from rollout_worker.user_code.values import encodable, type_name
 
@@ -79,6 +79,8 @@ def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeEr
 
     A `UserCodeError` is returned as it is, without the frames that would keep the user's objects alive.
     """
+    if issubclass(type(error), asyncio.CancelledError):
+        return UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
     if issubclass(type(error), UserCodeError):  # Not isinstance, which would ask the error for its class.
         assert isinstance(error, UserCodeError)
         error.__cause__ = error.__context__ = None
@@ -155,8 +157,8 @@ def _remedy(kind: str, text: str) -> str:
         )
     if kind == "RuntimeError" and any(words in text for words in _OF_ANOTHER_LOOP):
         return (
-            "; async code moves to another event loop while one function blocks the usual one: see the trouble that "
-            "names it, and make what belongs to a loop (a client, a session, a lock) in the call that uses it"
+            "; new calls run on another event loop while one function blocks the usual one: see the notice that names "
+            "it, and make what belongs to a loop (a client, a session, a lock) in the call that uses it"
         )
     return ""
 
@@ -168,19 +170,46 @@ def _code(function: Callable[..., Any]) -> Any:
     return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
 
 
-def end_if_copy(pid: int, error: BaseException | None = None) -> None:
-    """End at once, without writing anything, if this is not the process `pid`.
+class Invocation:
+    """Surrounds a call of user code: `with Invocation(pid, failed): ...`. No exception leaves it.
 
-    The exit status is the code of a `SystemExit`, 1 after any other error, and 0 without an error.
+    It ends copies of the process that user code makes with `os.fork`. A copy may run user code to the end of the call,
+    as `fork` is meant to be used. After that it must not continue as a second worker, or as a second child that
+    answers. It exits with the code of a `SystemExit`, with 1 after any other error, and with 0 without an error.
 
     Args:
         pid: Identifier of the original process.
-        error: The exception that ended the user's function, or None.
+        on_error: Called with the exception that ended the user's code.
+
+    Attributes:
+        failed: True if an exception ended the user's code.
     """
-    if os.getpid() == pid:
-        return
-    code = 1 if error is not None else 0
-    if error is not None and issubclass(type(error), SystemExit):
-        given = SystemExit.__dict__["code"].__get__(error)
-        code = 0 if given is None else given & 255 if type(given) is int else 1
-    os._exit(code)
+
+    __slots__ = ("_on_error", "_pid", "failed")
+
+    def __init__(self, pid: int, on_error: Callable[[BaseException], object]) -> None:
+        self.failed = False
+        self._pid = pid
+        self._on_error = on_error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool:
+        if os.getpid() != self._pid:
+            os._exit(0 if error is None else _exit_code(error))
+        if error is not None:
+            self.failed = True
+            self._on_error(error)
+        return True
+
+
+def _exit_code(error: BaseException) -> int:
+    if not issubclass(type(error), SystemExit):
+        return 1
+    code = SystemExit.__dict__["code"].__get__(error)
+    if code is None:
+        return 0
+    return code & 255 if type(code) is int else 1

@@ -27,7 +27,7 @@ from typing import Any
 from protocol import access, reasons
 from protocol.config import TaskSection
 from rollout_worker.user_code.errors import UserCodeError
-from rollout_worker.user_code.group_guard import GroupGuard
+from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 from rollout_worker.user_code.threads import Threads
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ class ChildProcess:
         places: The file:line of each tool, by name.
     """
 
-    def __init__(self, task_path: str, guard: GroupGuard) -> None:
+    def __init__(self, task_path: str, guard: ProcessGuard) -> None:
         self.ready = False
         self.places: dict[str, str | None] = {}
         self._task_path = task_path
@@ -120,8 +120,7 @@ class ChildProcess:
         with self._lock:
             if self._process is not None and not self._killed:
                 if self._process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(self._process.pid, signal.SIGKILL)
+                    signal_group(self._process.pid, signal.SIGKILL)
                 self._guard.remove(self._process.pid)
             self.ready, self._killed = False, True
 
@@ -147,8 +146,7 @@ class ChildProcess:
             if not line.endswith(b"\n"):
                 # Kill the group before the child is reaped, because the group's number is free after that. The group
                 # holds what the child started.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
+                signal_group(self._process.pid, signal.SIGKILL)
                 raise UserCodeError(f"its process ended {_how(self._process.wait())}", DIED, where)
             if (reply := _reply(line, number)) is not None:
                 return reply
@@ -198,7 +196,7 @@ class Processes:
         self.limit = limit
         self._on_full = on_full
         self._task_path = f"{task_file.file.resolve()}:{task_file.object_name}"
-        self._guard = GroupGuard()
+        self._guard = ProcessGuard()
         self._threads = Threads(limit)
         self._slots = asyncio.Semaphore(limit)
         self._starts = asyncio.Semaphore(os.cpu_count() or 1)

@@ -14,10 +14,9 @@ that a gigabyte of text costs no more than the part that is kept.
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 # Types of values that cannot be changed, and so need no copy.
 ATOMS = frozenset({str, int, float, bool, complex, bytes, type(None)})
@@ -65,7 +64,8 @@ def plain(value: Any, place: str) -> Any:
     """
     if value is None or type(value) in (str, int, float, bool):
         return value
-    if isinstance(value, np.generic | np.ndarray):
+    numpy = sys.modules.get("numpy")  # Importing it costs a child process 35 ms. A value of numpy has imported it.
+    if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
         return plain(value.tolist(), place)
     if isinstance(value, str):  # An instance of a user's class, such as an enum.
         return str.__str__(value)

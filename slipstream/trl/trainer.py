@@ -100,7 +100,7 @@ class _Trainer:
         self._tokenizer = _name_of(processing_class, self.model, kind)
         self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
         self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
-        self._translated(None)
+        self.translated(None)
         self.task = Task(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
@@ -146,7 +146,7 @@ class _Trainer:
                 f"train(resume_from_checkpoint={resume_from_checkpoint!r}): a run goes on from its newest checkpoint; "
                 f"write True, or give that checkpoint's model/ folder as the model of a new run"
             )
-        made = self._translated(_context_of(self.model))
+        made = self.translated(_context_of(self.model))
         if self.callbacks:
             made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), path_of(self)]
         if self.args.given.get("hub_token") is not None:
@@ -162,7 +162,7 @@ class _Trainer:
     @property
     def run_dir(self) -> Path:
         """The run directory, relative to the working directory."""
-        run = self._translated(None).sections["run"]
+        run = self.translated(None).sections["run"]
         return Path(run["dir"], run["name"])
 
     @without_frames
@@ -186,7 +186,7 @@ class _Trainer:
             return None
         from huggingface_hub import HfApi
 
-        hub, api = self._translated(None).sections.get("hub", {}), HfApi(token=self.args.given.get("hub_token"))
+        hub, api = self.translated(None).sections.get("hub", {}), HfApi(token=self.args.given.get("hub_token"))
         folder = self._model("push_to_hub")
         name = hub.get("hub_model_id", self.run_dir.name)
         repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
@@ -199,7 +199,8 @@ class _Trainer:
         best = checkpoints.best(self.run_dir) if self.args.field("load_best_model_at_end") else None
         return Path(found[best.step if best else max(found)] / checkpoints.MODEL)
 
-    def _translated(self, context: int | None) -> Translation:
+    def translated(self, context: int | None) -> Translation:
+        """Returns the run's settings. `context` is the model's length in tokens; None if it is not known."""
         made = translate(self.args, self.model, context)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)

@@ -101,7 +101,7 @@ def run_directory(run_file: Path) -> Path:
 
 
 def save_checkpoint(run_file: Path, step: int = 1) -> None:
-    """What makes a checkpoint complete, without what is in it."""
+    """Write the file that makes a checkpoint complete, without its contents."""
     folder = run_directory(run_file) / "checkpoints" / f"step-{step:06d}"
     folder.mkdir(parents=True)
     (folder / "state.json").write_text(f'{{"step": {step}, "version": {step}}}', encoding="utf-8")

@@ -10,12 +10,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from protocol.config import load
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 
 LIMIT_S = 60.0
 
@@ -63,7 +65,7 @@ class Stage:
 
     folder: Path
     run_file: Path
-    process: subprocess.Popen[str] | None = None
+    process: PipedCopy | None = None
 
     def __post_init__(self) -> None:
         stand_in = self.folder / "stand-in"
@@ -89,36 +91,28 @@ class Stage:
             (self.folder / role).write_text(act + "\n", encoding="utf-8")
 
     def start(
-        self, *arguments: str, ignore: signal.Signals | None = None, stdout: int = subprocess.PIPE, **env: str
-    ) -> subprocess.Popen[str]:
-        """The supervisor in a process group of its own, as a terminal's foreground."""
+        self, *arguments: str, ignore: Sequence[signal.Signals] = (), stdout: int | None = None, **env: str
+    ) -> PipedCopy:
+        """Start the supervisor, which leads a process group of its own as in a terminal's foreground.
 
-        def dispositions() -> None:
-            # A terminal's foreground does not ignore Ctrl-C; what CI starts in the background may.
-            signal.signal(signal.SIGINT, signal.SIG_DFL)
-            if ignore is not None:
-                signal.signal(ignore, signal.SIG_IGN)
-
+        Args:
+            *arguments: Further words on its command line.
+            ignore: Signals that it ignores from its start.
+            stdout: Descriptor of its stdout; None for a pipe.
+            **env: Variables to add to this process's environment.
+        """
+        command = ["up", str(self.run_file), "--deploy.grace_s", "1", "--deploy.restart", "0", *arguments]
         stage = {"STAGE": str(self.folder), "STAND_IN": str(self.folder / "stand-in")}
-        self.process = subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tests.deploy.staged_up", "up", str(self.run_file)),
-                *("--deploy.grace_s", "1", "--deploy.restart", "0", *arguments),
-            ],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            env={**os.environ, **stage, **env},
-            preexec_fn=dispositions,
-            start_new_session=True,
+        request = Request(
+            "tests.deploy.staged_up", tuple(command), {**os.environ, **stage, **env}, os.getcwd(), tuple(ignore)
         )
+        self.process = PipedCopy(["deploy.cli"], request, stdout)
         return self.process
 
     def run(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
-        process = self.start(*arguments, ignore=None, **env)
+        process = self.start(*arguments, ignore=(), stdout=None, **env)
         out, err = process.communicate(timeout=LIMIT_S)
-        return subprocess.CompletedProcess([], process.returncode, out, err)
+        return subprocess.CompletedProcess([], process.wait(), out, err)
 
     def calls(self, role: str | None = None) -> list[Call]:
         """In their order; without the preflight's."""
@@ -132,7 +126,7 @@ class Stage:
         return [int(pid) for pid in file.read_text().split()] if file.exists() else []
 
     def alive(self) -> list[int]:
-        """Of all that was started, what still runs."""
+        """Return the ids of the started processes that still run."""
         return [pid for pid in [*(call.pid for call in self.calls()), *self.children()] if is_running(pid)]
 
 

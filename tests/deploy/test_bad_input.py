@@ -17,15 +17,20 @@ from deploy.checks import preflight
 from deploy.run import run_directory as run_dir
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK, run_directory
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0
+# What the commands import.
+MODULES = ("deploy.cli", "deploy.checks.preflight", "deploy.checks.task_check", "transformers.models.auto.auto_factory")
 
 
 def slipstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "deploy.cli", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT)
+    process = PipedCopy(MODULES, Request("deploy.cli", tuple(map(str, arguments)), dict(os.environ), str(ROOT)))
+    out, err = process.communicate(LIMIT_S)
+    return subprocess.CompletedProcess(arguments, process.wait(), out, err)
 
 
 @pytest.fixture

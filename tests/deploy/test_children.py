@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from deploy.run.processes import Child, Children, Program, describe_end
@@ -80,27 +81,48 @@ async def test_logs_go_on_where_their_folder_was_deleted(tmp_path: Path) -> None
     assert child.tail() == ["two"]
 
 
-async def test_a_watchdog_that_is_killed_is_replaced_and_knows_the_children(tmp_path: Path) -> None:
+def end_the_input(children: Children) -> psutil.Process:
+    """Close the pipe to the guard, as it closes when the supervisor dies. Returns the guard."""
+    process = children.guard._process
+    assert process is not None
+    assert process.stdin is not None
+    process.stdin.close()
+    return psutil.Process(process.pid)
+
+
+async def test_a_guard_that_is_killed_is_replaced_and_knows_the_children(tmp_path: Path) -> None:
     with Children(grace_s=1) as children:
         child = children.start(Program("it", "worker", ["sleep", "300"]), tmp_path)
-        first = children._watchdog
-        first.kill()
-        first.wait()
-        children.reap()  # as SIGCHLD has it called
-        second = children._watchdog
-        assert second.pid != first.pid
-        assert second.stdin is not None
-        second.stdin.close()  # as when the supervisor dies
-        await asyncio.to_thread(second.wait, 30)
-        assert child.poll() == 128 + signal.SIGTERM
-        children.reap()  # a third one, as the second has done its work
+        first = children.guard.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        until(lambda: (children.reap(), children.guard.pid != first)[1])  # as SIGCHLD has it called
+        await asyncio.to_thread(end_the_input(children).wait, 30)
+        until(lambda: child.poll() == 128 + signal.SIGTERM)
+        children.reap()  # starts a third one, as the second has done its work
         await children.end([child])
 
 
-async def test_a_watchdog_that_stands_still_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_child_that_stays_is_killed_after_the_grace_where_the_supervisor_is_gone(tmp_path: Path) -> None:
+    with Children(grace_s=0.5) as children:
+        child = children.start(Program("it", "worker", ["bash", "-c", "trap '' TERM; echo up; sleep 300"]), tmp_path)
+        until(lambda: child.tail() == ["up"])
+        started = time.monotonic()
+        await asyncio.to_thread(end_the_input(children).wait, 30)
+        assert time.monotonic() - started > 0.4
+        until(lambda: child.poll() == 128 + signal.SIGKILL)
+        children.reap()
+        await children.end([child])
+
+
+async def test_a_guard_that_stands_still_does_not_hold_up_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deploy.run.processes.KILLED_WITHIN_S", 0.5)
     with Children(grace_s=1) as children:
-        os.kill(children._watchdog.pid, signal.SIGSTOP)
+        await run_to_its_end(tmp_path, "exit", children)
+        guard = psutil.Process(children.guard.pid)
+        os.kill(guard.pid, signal.SIGSTOP)
         started = time.monotonic()
     assert time.monotonic() - started < 30
-    assert children._watchdog.returncode == -signal.SIGKILL
+    assert not guard.is_running()

@@ -151,7 +151,7 @@ async def test_a_server_that_is_told_to_stop_leaves_the_run_before_its_process_e
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
-        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        running = asyncio.create_task(joining.run_server(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
             while not mark.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -171,7 +171,7 @@ async def test_a_server_that_somebody_removed_says_so_and_ends(
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
-        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        running = asyncio.create_task(joining.run_server(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
             while not mark.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -189,7 +189,7 @@ async def test_a_queue_that_went_away_is_said_once_and_not_waited_for_at_the_end
     async with serving(config()) as queue:
         plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = ["/bin/sh", "-c", CHILD, "sh", str(mark)]
-        running = asyncio.create_task(joining._run(config(), plan, child, os.environ))
+        running = asyncio.create_task(joining.run_server(config(), plan, child, os.environ))
         async with asyncio.timeout(60):
             while not mark.exists():  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
@@ -237,7 +237,7 @@ async def test_a_queue_that_is_not_there_is_told_by_the_option_that_names_it(mon
     monkeypatch.setattr(joining, "QUEUE_PATIENCE_S", 0.0)
     plan = joining.ServerJoin("mine", "http://127.0.0.1:1", "http://127.0.0.1:1", 64)
     with pytest.raises(Unreachable, match="is the URL right\\? --join says where it is looked for") as error:
-        await joining._run(config(), plan, [sys.executable, "-c", ""], os.environ)
+        await joining.run_server(config(), plan, [sys.executable, "-c", ""], os.environ)
     assert "--queue" not in str(error.value)
 
 
@@ -245,7 +245,7 @@ async def test_a_server_whose_process_dies_is_down_with_the_reason() -> None:
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
         child = [sys.executable, "-c", "raise SystemExit(3)"]
-        assert await joining._run(config(), plan, child, os.environ) == 3
+        assert await joining.run_server(config(), plan, child, os.environ) == 3
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert (down.state, down.reason) == (ServerState.DOWN, "its process ended with code 3")
 
@@ -255,19 +255,19 @@ async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which
     killed = f"(trap '' TERM; exec sleep 300) & echo $! > '{mark}'; kill -KILL $$"
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
-        assert await joining._run(config(), plan, ["bash", "-c", killed], os.environ) == 128 + signal.SIGKILL
+        assert await joining.run_server(config(), plan, ["bash", "-c", killed], os.environ) == 128 + signal.SIGKILL
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert down.reason == "its process ended with code 137"
     until(lambda: not is_running(int(mark.read_text())))
 
 
 async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:
-    """What is in the run already is the first one, which the person does not want to lose."""
+    """The first server is in the run already, and the user does not want to lose it."""
     async with serving(config()) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
         await client.put_server(Server("vllm-0", "http://127.0.0.1:8100"))
         second = joining.plan(config(), queue.url, "second", None)
         with pytest.raises(ConfigError, match=r"as 'vllm-0' .*to start another one.*--vllm\.port 8101"):
-            await joining._run(config(), second, [sys.executable, "-c", ""], os.environ)
+            await joining.run_server(config(), second, [sys.executable, "-c", ""], os.environ)
 
 
 async def test_a_server_that_is_refused_its_leave_for_the_token_is_not_told_the_servers() -> None:

@@ -114,17 +114,6 @@ def release(launcher: subprocess.Popen[str], run_file: Path) -> str:
     return told
 
 
-def test_everything_starts_with_one_command(run_file: Path, launcher: subprocess.Popen[str]) -> None:
-    step = "step 7: vllm-0 200, worker-0, resume True, 7 steps"
-    read_until(launcher, step, "slipstream: queue answers after", "slipstream: vllm-0 answers after")
-    told = release(launcher, run_file)
-    assert "slipstream: learner is done" in told
-    logs = run_directory(run_file) / "logs"
-    assert {log.name for log in logs.iterdir()} == {"queue.log", "vllm-0.log", "worker-0.log", "learner.log"}
-    assert "Traceback" not in told
-    assert "worker worker-0: 0 episodes done" in (logs / "worker-0.log").read_text()
-
-
 def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
     run_file: Path, launcher: subprocess.Popen[str]
 ) -> None:
@@ -142,7 +131,7 @@ def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
 
 @pytest.fixture
 def secret(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Of the run, whose task says all that it is told. Comes before `launcher`."""
+    """Set the run's secret, and have its task print all that it is told. Comes before `launcher`."""
     made = "0123456789abcdef0123456789abcdef"
     monkeypatch.setenv("SLIPSTREAM_TOKEN", made)
     task = load(run_file).task.file
@@ -151,10 +140,12 @@ def secret(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return made
 
 
-def test_i8_no_file_command_line_or_log_of_a_run_holds_a_token_and_user_code_is_told_none(
+def test_i8_everything_starts_with_one_command_and_no_file_command_line_or_log_holds_a_token(
     run_file: Path, secret: str, launcher: subprocess.Popen[str]
 ) -> None:
-    heard = read_until(launcher, "step 7", "queue answers after", "vllm-0 answers after")
+    """The user's code is told no token either."""
+    step = "step 7: vllm-0 200, worker-0, resume True, 7 steps"
+    heard = read_until(launcher, step, "slipstream: queue answers after", "slipstream: vllm-0 answers after")
     derived = {role: access.derive_token(secret, role) for role in access.ROLES}
     run = psutil.Process(launcher.pid)
     environments: dict[str, str] = {}
@@ -168,6 +159,11 @@ def test_i8_no_file_command_line_or_log_of_a_run_holds_a_token_and_user_code_is_
     assert environments["worker"] == derived["worker"]
     assert environments["learner"] == derived["learner"]
     told = "".join(heard) + release(launcher, run_file)
+    assert "slipstream: learner is done" in told
+    assert "Traceback" not in told
+    logs = run_directory(run_file) / "logs"
+    assert {log.name for log in logs.iterdir()} == {"queue.log", "vllm-0.log", "worker-0.log", "learner.log"}
+    assert "worker worker-0: 0 episodes done" in (logs / "worker-0.log").read_text()
     assert "'PATH'" in told
     assert "PWD=" in told
     for token in (secret, *derived.values()):

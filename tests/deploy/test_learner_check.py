@@ -41,5 +41,5 @@ def test_the_defaults_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None
     """Nothing is imported for them: every start would take the longer."""
     from learner.training import optimiser
 
-    monkeypatch.setattr(optimiser, "check", lambda section: pytest.fail("looked at"))
+    monkeypatch.setattr(optimiser, "check_optimiser", lambda section: pytest.fail("looked at"))
     preflight.check_learner(config_of())

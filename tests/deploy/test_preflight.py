@@ -57,7 +57,7 @@ def test_findings_about_the_task_are_returned_and_not_printed(
 
 
 def test_a_task_file_that_is_not_there(run_file: Path) -> None:
-    """Also where the run file was loaded without looking for it."""
+    """This holds even if the run file was loaded without looking for it."""
     config = load(run_file)
     gone = f"{run_file.parent}/gone.py:task"
     config = config.model_copy(update={"task": config.task.model_copy(update={"path": gone})})

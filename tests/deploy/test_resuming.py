@@ -22,7 +22,7 @@ STEP = 'echo \'{{"step": {0}, "version": {0}}}\' >>"{1}/metrics.jsonl"; '
 
 @pytest.fixture
 def stage(tmp_path: Path, run_file: Path) -> Iterator[Stage]:
-    """Of a run that has made step 1."""
+    """Give the stage of a run that has made step 1."""
     folder = tmp_path / "a stage"
     folder.mkdir()
     stage = Stage(folder, run_file)

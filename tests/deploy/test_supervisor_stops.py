@@ -74,7 +74,7 @@ def test_three_ctrl_c_during_the_check_print_one_line(stage: Stage) -> None:
 
 def test_a_signal_that_is_ignored_stays_ignored(stage: Stage) -> None:
     """As nohup wants it."""
-    process = stage.start(ignore=signal.SIGHUP)
+    process = stage.start(ignore=[signal.SIGHUP])
     until(lambda: len(stage.children()) == 4)
     process.send_signal(signal.SIGHUP)
     time.sleep(0.3)
@@ -116,7 +116,7 @@ def test_a_signal_at_once_after_the_start_leaves_nothing_behind(stage: Stage) ->
 
 
 def test_a_supervisor_that_is_killed_leaves_nothing_behind(stage: Stage) -> None:
-    """Not even what ignores SIGTERM."""
+    """Processes that ignore SIGTERM are ended, too."""
     stage.play(vllm=STUBBORN)
     process = stage.start()
     until(lambda: len(stage.children()) == 4)

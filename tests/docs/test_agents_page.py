@@ -12,11 +12,12 @@ from protocol.config import TaskSection
 from protocol.messages import Group
 from rollout_worker.agent import request
 from rollout_worker.task.task import Task, load_task
+from rollout_worker.user_code.async_code import EventLoop
 from slipstream import Endpoint
 from tests.kit import WORKER, config
 from tests.kit.agent import agent_task
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
-from tests.kit.worker import fake, roll
+from tests.kit.worker import fake, roll, until
 
 pytest.importorskip("openai")
 
@@ -36,7 +37,9 @@ async def test_the_agent_of_the_page_runs(of_the_page: Task) -> None:
     assert [(rollout.reward, rollout.metrics["calls"]) for rollout in run.rollouts] == [(1.0, 1.0)] * 2
 
 
-async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(of_the_page: Task) -> None:
+async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(
+    of_the_page: Task, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its client failed in each episode on another loop."""
     as_written, moved = of_the_page.agent, threading.Event()
     assert as_written is not None
@@ -48,17 +51,22 @@ async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(of_t
             moved.set()
         return await as_written(endpoint, **columns)
 
+    loops: set[EventLoop] = set()
+    ping = EventLoop.ping
+    monkeypatch.setattr(EventLoop, "ping", lambda loop, counts: (loops.add(loop), ping(loop, counts)))
     queue = StandInQueue(tickets_for(4, 2))
     original = queue.submit
 
     async def submit(group: Group) -> Any:
-        homes[0].call_soon_threadsafe(moved.wait)
+        if not moved.is_set():
+            homes[0].call_soon_threadsafe(moved.wait)
+            await until(lambda: any(loop.blocked for loop in loops))
         return await original(group)
 
     queue.submit = submit  # type: ignore[method-assign]
     one_group = config(WORKER, worker={"episodes": 2})
     run = await roll(
-        agent_task(agent, dataset=of_the_page.dataset), fake(), config=one_group, queue=queue, look_s=0.005
+        agent_task(agent, dataset=of_the_page.dataset), fake(), config=one_group, queue=queue, ping_s=0.005
     )
     assert run.queue.failures == {}
     assert len(set(homes)) == 2

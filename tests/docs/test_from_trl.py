@@ -31,7 +31,7 @@ SETTINGS = {
 
 
 def rows() -> dict[str, str]:
-    """Of the tables with a field in their first column: the second column, by field."""
+    """Return the second column of the tables with a field in their first column, by field."""
     tables = PAGE.split("field by field", 1)[1]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in tables.splitlines() if "|" in line]
     return {match[1]: row[1] for row in cells if (match := re.fullmatch(r"`(\w+)`", row[0]))}
@@ -108,7 +108,7 @@ def test_the_defaults_that_shape_training_are_trl_s(config: str) -> None:
 
 
 def defaults_in_source(name: str) -> dict[str, Any]:
-    """Of a dataclass of TRL's: those of its fields that are written as `field(default=...)`."""
+    """Return the fields of a TRL dataclass that are written as `field(default=...)`."""
     (package,) = importlib.util.find_spec("trl").submodule_search_locations or []  # type: ignore[union-attr]
     trees = [ast.parse(file.read_text(encoding="utf-8")) for file in Path(package).rglob("*_config.py")]
     (found,) = [

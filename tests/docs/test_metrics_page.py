@@ -48,7 +48,7 @@ def made() -> set[str]:
 
 
 def of_algorithms() -> set[str]:
-    """What the algorithm shows, whatever it is."""
+    """Return what any algorithm may show."""
     ways: list[dict[str, object]] = [{"objective": name} for name in OBJECTIVES]
     ways += [{"correction": name} for name in CORRECTIONS]
     ways += [{"off_policy_mask_threshold": 0.5, "top_entropy_quantile": 0.5}]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
-import subprocess
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,33 +18,45 @@ from deploy.servers import vllm_server
 from protocol.client import QueueClient, QueueError
 from protocol.config import RunConfig, load
 from protocol.status import Status
+from tests.kit.copies import ENVIRONMENT, Copy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 from tests.kit.supervised import Patience, Processes, processes
-from tests.kit.warm import Warm
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "multiply"
+# Servers, engines, learners and workers import these while they start, which takes ten seconds.
+MODULES = (
+    "vllm.entrypoints.llm",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.qwen3.modeling_qwen3",
+    "deploy.cli",
+    "learner.run",
+    "rollout_queue.service",
+    "rollout_worker.worker",
+)
+# Builds the engine in the script's own process.
+IN_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+SCRIPT_LIMIT_S = 200
 
 
 @pytest.fixture(scope="session")
 def model_folder() -> Path:
     """The warm-started tiny policy; built here if deploy/test.sh has not."""
     folder = EXAMPLE / "models" / "seed-0"
-    subprocess.run([sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(folder)], check=True)
+    arguments = ("--out", str(folder))
+    request = Request(str(EXAMPLE / "build_model.py"), arguments, {**os.environ, **ENVIRONMENT}, os.getcwd())
+    assert Copy(MODULES, request, (0, 1, 2)).wait() == 0
     return folder
 
 
 @pytest.fixture(scope="session")
-def warm() -> Iterator[Warm]:
-    with Warm() as warm:
-        yield warm
-
-
-@pytest.fixture(scope="session")
-def vllm_url(model_folder: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the real vLLM server that this process of the tests has to itself."""
     config = load(EXAMPLE / "run.toml", ["--model.path", str(model_folder), "--vllm.port", str(free_port())])
-    with processes(tmp_path_factory.mktemp("vllm"), warm) as started:
+    with processes(tmp_path_factory.mktemp("vllm"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
@@ -91,7 +102,7 @@ class SmallRun:
             return None
 
     def moves(self) -> object:
-        """What changes while the run gets on, or while any of its processes starts."""
+        """Return what changes while the run gets on, or while any of its processes starts."""
         now = self.status()
         facts = now and (now.step, now.version, now.tokens_sampled, now.ledger, now.groups, now.learner.session)
         return facts, self.processes.logged()
@@ -138,13 +149,11 @@ def _small_run(model_folder: Path, folder: Path, started: Processes, overrides: 
 
 
 @pytest.fixture
-def small_run(
-    vllm_url: str, model_folder: Path, warm: Warm, tmp_path: Path, request: pytest.FixtureRequest
-) -> Iterator[SmallRun]:
+def small_run(vllm_url: str, model_folder: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[SmallRun]:
     """Ready to start, against the shared server; overrides come from
     `@pytest.mark.parametrize("small_run", [[...]], indirect=True)`."""
     overrides = ["--vllm.servers", f'["{vllm_url}"]', *getattr(request, "param", [])]
-    with processes(tmp_path, warm) as started:
+    with processes(tmp_path, MODULES) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)
 
 
@@ -154,3 +163,22 @@ def run_of_its_own(model_folder: Path, tmp_path: Path, request: pytest.FixtureRe
     overrides = ["--vllm.port", str(free_port()), *getattr(request, "param", [])]
     with processes(tmp_path) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)
+
+
+def run_script(folder: Path, script: str, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+    """Run a script that may build an engine in its process, and return what it prints.
+
+    Args:
+        folder: Folder for the script and its output; one for each script.
+        script: Python code.
+        *arguments: The script's `sys.argv[1:]`.
+        env: Variables to add to this process's environment.
+    """
+    (folder / "script.py").write_text(script, encoding="utf-8")
+    stdout, stderr = folder / "stdout", folder / "stderr"
+    whole = {**os.environ, **ENVIRONMENT, **IN_PROCESS, **(env or {})}
+    request = Request(str(folder / "script.py"), arguments, whole, os.getcwd(), limit_s=SCRIPT_LIMIT_S)
+    with open(os.devnull, "rb") as nothing, stdout.open("wb") as out, stderr.open("wb") as err:
+        code = Copy(MODULES, request, (nothing.fileno(), out.fileno(), err.fileno())).wait()
+    assert code == 0, f"ended with {code}:\n{stderr.read_text()[-3000:]}"
+    return stdout.read_text()

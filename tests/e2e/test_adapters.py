@@ -19,10 +19,9 @@ from protocol.config import LearnerSection, LoraSection, ModelSection, WeightSyn
 from protocol.versions import version_of
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.wire import Asked, GenerateRequest, SampledSpan, sampled_of, sampling_params
-from tests.e2e.conftest import EXAMPLE, SmallRun, _small_run, wait_until_healthy
+from tests.e2e.conftest import EXAMPLE, MODULES, SmallRun, _small_run, wait_until_healthy
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from tests.kit.warm import Warm
 from weight_sync.fleet.adapter_publication import have_loaded
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.control import ServerControl
@@ -40,11 +39,11 @@ PROMPT = list(range(40, 60))
 
 
 @pytest.fixture(scope="module")
-def url(model_folder: Path, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A server that takes adapters."""
     overrides = ["--model.path", str(model_folder), "--vllm.port", str(free_port()), *LORA]
     config = load(EXAMPLE / "run.toml", overrides)
-    with processes(tmp_path_factory.mktemp("vllm"), warm) as started:
+    with processes(tmp_path_factory.mktemp("vllm"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
@@ -197,10 +196,10 @@ async def test_i5_the_base_is_refused_and_a_name_that_is_gone_leads_to_the_newes
 
 
 @pytest.fixture
-def run(url: str, model_folder: Path, warm: Warm, tmp_path: Path) -> Iterator[SmallRun]:
+def run(url: str, model_folder: Path, tmp_path: Path) -> Iterator[SmallRun]:
     overrides = ["--vllm.servers", f'["{url}"]', *LORA, "--learner.learning_rate", "3e-3", "--rollout.group_size", "4"]
     overrides += ["--learner.groups_per_step", "4", "--learner.steps", "8", "--learner.checkpoint_every", "0"]
-    with processes(tmp_path, warm) as started:
+    with processes(tmp_path, MODULES) as started:
         yield _small_run(model_folder, tmp_path, started, overrides)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kit.warm import Warm
+from tests.e2e.conftest import run_script
 
 pytestmark = pytest.mark.e2e
 
@@ -74,10 +74,8 @@ for name, request in ended.items():
 """
 
 
-def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_by_the_new_weights_alone(
-    warm: Warm, tmp_path: Path
-) -> None:
-    printed = warm.run(tmp_path, HALF_COMPUTED, str(tmp_path / "model"))
+def test_a_prompt_that_is_half_computed_at_the_swap_is_computed_by_the_new_weights_alone(tmp_path: Path) -> None:
+    printed = run_script(tmp_path, HALF_COMPUTED, str(tmp_path / "model"))
     off = {line.split()[1]: float(line.split()[2]) for line in printed.splitlines() if line.startswith("OFF")}
     assert off.pop("begun") > 1e-3, "its first tokens are the old weights'"
     assert off.keys() == {"half", "waits", "again"}
@@ -131,8 +129,8 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_p1_what_a_server_packs_when_it_loads_is_packed_again(warm: Warm, kind: str, tmp_path: Path) -> None:
-    printed = warm.run(tmp_path, RELOADED, str(tmp_path / "model"), kind)
+def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
+    printed = run_script(tmp_path, RELOADED, str(tmp_path / "model"), kind)
     difference = float(printed.split("difference")[1])
     assert difference < 1e-4
 
@@ -320,11 +318,11 @@ AVX2_ALONE = {"ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 @pytest.mark.parametrize(("dtype", "cpu"), [("float32", {}), ("bfloat16", {}), ("bfloat16", AVX2_ALONE)])
 def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(
-    warm: Warm, dtype: str, cpu: dict[str, str], tmp_path: Path
+    dtype: str, cpu: dict[str, str], tmp_path: Path
 ) -> None:
     """With log-probs alone: swaps left out at learning rates of 1e-6 and 1e-7, and 24 publications without an alarm.
     With the layers: rows exchanged, one element changed, a layer slightly off; in layers that cannot be read, too."""
-    printed = warm.run(tmp_path, FAULTS, str(tmp_path / "model"), dtype, env=cpu)
+    printed = run_script(tmp_path, FAULTS, str(tmp_path / "model"), dtype, env=cpu)
     assert "NOT FOUND" not in printed
     assert "ALL DONE" in printed
     assert "packed" not in printed or not cpu

@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from deploy.servers import vllm_server
 from protocol.config import RunConfig, load
-from tests.e2e.conftest import EXAMPLE, wait_until_healthy
+from tests.e2e.conftest import EXAMPLE, MODULES, wait_until_healthy
 from tests.e2e.test_weight_sync import TOLERANCE, perturb, snapshot
 from tests.kit.ports import free_port
 from tests.kit.supervised import processes
-from tests.kit.warm import Warm
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
@@ -43,8 +42,8 @@ def config(model_folder: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def url(config: RunConfig, warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with processes(tmp_path_factory.mktemp("vllm-http"), warm) as started:
+def url(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with processes(tmp_path_factory.mktemp("vllm-http"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
         started.start("vllm", *vllm_server.command(config, 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
@@ -86,7 +85,7 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
             config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s
         )
         into = memoryview(bytearray(len(sent.flat)))
-        peer = url + chunks.CHUNKS_PREFIX + transports[0]._key
+        peer = url + chunks.CHUNKS_PREFIX + transports[0].key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)
         assert bytes(into) == sent.flat.numpy().tobytes()
         assert report.by_source == {peer: len(into)}

@@ -36,6 +36,6 @@ def modules_of(name: str) -> Iterator[Load]:
 
 @pytest.fixture(scope="module")
 def load(request: pytest.FixtureRequest) -> Iterator[Load]:
-    """Of the example that the test module's `NAME` says."""
+    """Load the example that the test module's `NAME` names."""
     with modules_of(request.module.NAME) as load:
         yield load

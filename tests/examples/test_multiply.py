@@ -30,7 +30,7 @@ def test_flawed_demonstrations_earn_nothing_and_correct_ones_all(load: Load) -> 
 
 
 def test_the_policy_is_the_one_that_the_measurements_were_made_with(load: Load) -> None:
-    """What is drawn, and what it becomes: all that the warm start depends on but torch."""
+    """The drawn problems and their tokens are fixed: the warm start depends on nothing else but torch."""
     demonstrations = load("demonstrations")
     rng = random.Random(0)
     drawn = [demonstrations.correct(rng) for _ in range(3)] + [demonstrations.mixed(rng) for _ in range(3)]

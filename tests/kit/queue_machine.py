@@ -16,7 +16,7 @@ from protocol.messages import Server, ServerState
 from rollout_queue.ledger import evaluations, servers
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit.messages import SERVER
 

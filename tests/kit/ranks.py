@@ -3,7 +3,7 @@
 with Ranks(config) as ranks:
     state = ranks.call(some_function, argument)   # some_function(trainer, argument), in the process of rank 0
 
-All ranks are copies of one process that has imported the learner for all tests, because importing torch takes seconds.
+All ranks are copies of one process that has imported the learner, because importing torch takes seconds.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from multiprocessing import connection
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from protocol.config import RunConfig
+from tests.kit.copies import Copy, start_function
 
 # Long enough for all ranks to load torch on a busy machine.
 ANSWERS_WITHIN_S = 240.0
 STDERR = 2
-# New processes are copies of one that has imported the learner and has no thread yet.
-WARM = multiprocessing.get_context("forkserver")
-WARM.set_forkserver_preload(["learner.run", "learner.__main__"])
+LEARNER_MODULES = ("learner.run", "learner.__main__", "tests.kit.ranks")
+ROOT = Path(__file__).parents[2]
 
 
 class Ranks:
@@ -49,24 +50,32 @@ class Ranks:
         first: Callable[[int], object] | None = None,
         fresh: bool = False,
     ) -> None:
-        context = multiprocessing.get_context("spawn") if fresh else WARM
-        self._ours, self._theirs = context.Pipe()
-        run_file = config.model_dump_json()
-        self._process = context.Process(target=_lead, args=(run_file, resume, self._theirs, first, fresh))
+        self._ours, self._theirs = multiprocessing.Pipe()
+        self._settings = (config.model_dump_json(), resume, first, fresh)
+        self._process: Copy | subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self._process.start()
+        pipe = self._theirs.fileno()
+        if self._settings[-1]:
+            command = [sys.executable, "-m", "tests.kit.ranks", str(pipe)]
+            self._process = subprocess.Popen(command, pass_fds=[pipe], env={**os.environ, "PYTHONPATH": str(ROOT)})
+            self._ours.send((bytes(multiprocessing.current_process().authkey), self._settings))
+        else:
+            self._process = start_function(LEARNER_MODULES, _lead, *self._settings, pipes=[pipe])
         self._theirs.close()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        assert self._process is not None
         with suppress(OSError):  # it has been killed
             self._ours.send(None)
-        self._process.join(30)
-        if self._process.is_alive():
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
             self._process.kill()
+            self._process.wait(30)
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run `function(trainer, *arguments)` in the process of rank 0 and return its result.
@@ -81,7 +90,8 @@ class Ranks:
         return answer
 
 
-def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], object] | None, fresh: bool) -> None:
+def _lead(run_file: str, resume: bool, first: Callable[[int], object] | None, fresh: bool, fd: int) -> None:
+    pipe = Connection(fd)
     config = RunConfig.model_validate_json(run_file)
     if not fresh:
         # Followers must be forked before this process has a thread.
@@ -90,7 +100,7 @@ def _lead(run_file: str, resume: bool, pipe: Connection, first: Callable[[int], 
             waiting.append(WaitingFollower(rank, first, [pipe, *(of.stdin for of in waiting)]))
         from learner.ranks import launch
 
-        launch._start = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
+        launch.start_rank = lambda rank, environment: waiting[rank - 1].begin(environment)  # type: ignore
         if first is not None:
             first(0)
     from learner.ranks import launch
@@ -162,3 +172,14 @@ def _follow(rank: int, first: Callable[[int], object] | None, reads: int, not_he
     if first is not None:
         first(rank)
     sys.exit(follow_rank_0())
+
+
+def _lead_afresh(fd: int) -> None:
+    pipe = Connection(fd)
+    multiprocessing.current_process().authkey, settings = pipe.recv()
+    run_file, resume, first, fresh = settings
+    _lead(run_file, resume, first, fresh, os.dup(fd))
+
+
+if __name__ == "__main__":
+    _lead_afresh(int(sys.argv[1]))

@@ -9,14 +9,14 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from deploy.run.processes import SLIPSTREAM, Child, Children, Program
-from tests.kit.warm import Warm
+from tests.kit.copies import start_program
 
 GRACE_S = 20.0
 # A run in which nothing moves for this time hangs, even on a machine with ten other tasks.
@@ -46,24 +46,24 @@ class Processes:
     Args:
         children: Owns the processes.
         log_dir: Folder with a log for each process.
-        warm: Starts each process as a copy of its own; None to start new interpreters.
+        needs: Modules to import before each process is forked as a copy; empty to start new interpreters.
     """
 
-    def __init__(self, children: Children, log_dir: Path, warm: Warm | None = None) -> None:
+    def __init__(self, children: Children, log_dir: Path, needs: Sequence[str] = ()) -> None:
         self._children = children
         self._log_dir = log_dir
-        self._warm = warm
+        self._needs = needs
         self.running: dict[str, Child] = {}
 
     def start(self, name: str, *command: str, env: Mapping[str, str] | None = None) -> Child:
         """Start a process. `env` is added to this process's environment."""
         program = Program(name, "worker", command, env or {})
-        if self._warm is None:
+        if not self._needs:
             child = self._children.start(program, self._log_dir)
         else:
             log = self._log_dir / f"{name}.log"
             log.touch()
-            process = self._warm.start(command, {**os.environ, **program.env}, log)
+            process = start_program(self._needs, command, {**os.environ, **program.env}, log)
             child = Child(program, process, log, log.stat().st_size)  # type: ignore[arg-type]
             self._children.living.append(child)
         self.running[name] = child
@@ -114,10 +114,10 @@ class Processes:
 
 
 @contextmanager
-def processes(log_dir: Path, warm: Warm | None = None) -> Iterator[Processes]:
+def processes(log_dir: Path, needs: Sequence[str] = ()) -> Iterator[Processes]:
     """Give a context for child processes. At its end all of them are ended."""
     with Children(GRACE_S) as children:
         try:
-            yield Processes(children, log_dir, warm)
+            yield Processes(children, log_dir, needs)
         finally:
             asyncio.run(children.end(list(children.living)))

@@ -106,7 +106,7 @@ async def roll(
     version: int = 7,
     queue: StandInQueue | None = None,
     stop_when: Callable[[Worker], bool] | None = None,
-    look_s: float = 0.25,
+    ping_s: float = 1.0,
     tokenizer: Any = TOKENIZER,
     **options: Any,
 ) -> Run:
@@ -120,7 +120,7 @@ async def roll(
         version: Version of the tickets and servers.
         queue: The queue; None for a new one with `tickets`.
         stop_when: Tells whether to stop the worker; None to never stop it.
-        look_s: Option `look_s` of `UserCode`, in seconds.
+        ping_s: Option `ping_s` of `UserCode`, in seconds.
         tokenizer: The run's tokenizer, whose template renders the conversations.
         **options: Options of the worker.
     """
@@ -131,7 +131,7 @@ async def roll(
         queue.servers = queue.servers or serving_at(*urls, version=version)
         client = await stack.enter_async_context(InferenceClient(config.worker.request_timeout_s))
         code = await stack.enter_async_context(
-            UserCode(config.worker.user_threads, look_s=look_s, environment_threads=config.worker.episodes)
+            UserCode(config.worker.user_threads, ping_s=ping_s, environment_threads=config.worker.episodes)
         )
         notices = FailureNotices()
         context = SourceContext(config, the_task, code, tokenizer, partial(notices.add, "code"))

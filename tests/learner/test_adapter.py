@@ -110,8 +110,8 @@ def test_servers_with_the_merged_weights_score_as_the_learner_does(model_path: P
 
 @pytest.mark.parametrize("kind", ["lora", "rslora", "dora", "some"])
 def test_the_gradient_is_that_of_pefts_own_forward(model_path: Path, tmp_path: Path, kind: str) -> None:
-    """Of the same loss over the same tokens, each sequence alone and through the model's eager attention; the rows of
-    the policy hold several."""
+    """peft computes the same loss over the same tokens, each sequence alone by the model's eager attention; the rows of
+    the policy hold several sequences."""
     policy = trained(adapted(model_path, **KINDS[kind]))
     assert policy.adapter is not None
     policy.adapter.save(tmp_path / "adapter")
@@ -224,7 +224,7 @@ def test_decoupled_with_previous_weights_scores_under_the_adapter_before_the_las
     before = policy(rows[0]).logprobs.detach()
     trainer.step(rows, step_rollouts(SAMPLES))
     after = policy(rows[0]).logprobs.detach()
-    previous = trainer._previous
+    previous = trainer.previous_weights
     assert previous is not None
     with previous.in_place():
         torch.testing.assert_close(policy(rows[0]).logprobs.detach(), before, atol=0, rtol=0)

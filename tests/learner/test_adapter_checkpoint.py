@@ -89,7 +89,7 @@ def test_a_checkpoint_is_opened_by_transformers_and_by_peft(model_path: Path, tm
 
 
 def test_the_adapter_by_itself_has_the_names_of_its_file(model_path: Path, tmp_path: Path) -> None:
-    """What a transport that publishes the adapter alone will send."""
+    """A transport that publishes the adapter alone sends these tensors."""
     from safetensors.torch import load_file
 
     trainer = build_trainer(config_of(model_path), None)

@@ -52,7 +52,7 @@ def row_of(*sequences: list[int]) -> PackedRow:
 def test_gathered_paths_are_the_dense_mask_with_any_window(
     given_: Sequences, heads: tuple[int, int], window: int | None
 ) -> None:
-    """What runs where the trie cannot: outputs and gradients, a window counted along each path."""
+    """This path runs where the trie cannot: outputs and gradients agree, and a window counts along each path."""
     built = trie.build(given_)
     tensors = inputs(built.tokens, heads)
     gathered = paths.along_paths(*tensors, paths.layout(built.starts.tolist(), built.reach.tolist(), CPU), None, window)

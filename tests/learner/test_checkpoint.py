@@ -233,7 +233,7 @@ def test_a_resumed_optimiser_has_the_run_file_s_settings(
 def test_a_checkpoint_holds_the_tokenizer_and_the_template_that_the_run_used(
     make_policy: Callable[..., Policy], model_path: Path, tmp_path: Path
 ) -> None:
-    """Not those of the model's folder."""
+    """The files are not those of the model's folder."""
     other = tmp_path / "tokenizer"
     build_tokenizer("a template of the tokenizer's").save_pretrained(other)
     (other / "generation_config.json").write_text('{"top_k": 7}', encoding="utf-8")
@@ -258,7 +258,7 @@ def test_what_is_on_the_hub_is_taken_at_the_run_s_revision(tmp_path: Path, monke
     monkeypatch.setattr(checkpoint, "snapshot_download", snapshot_download)
     for tokenizer in (None, "org/tokenizer"):
         model = ModelSection(path="org/model", revision="abc", tokenizer=tokenizer)
-        checkpoint._copy_sources(Sources(model), tmp_path)
+        checkpoint.copy_sources(Sources(model), tmp_path)
     assert asked == [("org/model", "abc"), ("org/model", "abc"), ("org/tokenizer", None), ("org/model", "abc")]
 
 

@@ -23,7 +23,7 @@ from weight_sync.weights.snapshot import Snapshot
 
 @pytest.fixture(params=[0, 2], ids=["rank 0", "rank 2"])
 def rank(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Of three, whose others are feigned: more than two, since two cannot cross over."""
+    """Makes a group of three ranks, two of them feigned: two ranks cannot cross over."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=3)
     yield request.param
     torch.distributed.destroy_process_group()
@@ -56,7 +56,7 @@ def test_all_ranks_gather_every_tensor_in_one_order_and_rank_0_alone_keeps_them(
 
 
 def test_nothing_is_sent_before_the_last_gather(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `Trainer.weights` hands to the publisher is a list of whole tensors on the host: a snapshot gathers none."""
+    """`Trainer.weights` hands the publisher whole tensors on the host: a snapshot gathers none."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
     try:
         model = sharded(tiny_model(), torch.device("cpu"))

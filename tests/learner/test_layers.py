@@ -57,7 +57,7 @@ def test_layers_that_are_computed_again_keep_dropout_off(tmp_path: Path) -> None
 
 
 def test_checkpointing_keeps_less_for_the_backward(tmp_path: Path) -> None:
-    """Of eight layers, one at a time."""
+    """The model has eight layers, whose activations are kept one layer at a time."""
     tiny_model(num_hidden_layers=8).save_pretrained(tmp_path)
     peaks = []
     for checkpointing in (False, True):

@@ -43,6 +43,7 @@ from tests.kit.fake_vllm.tokenizer import build_tokenizer, tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
+from tests.kit.ports import free_port
 from weight_sync.fleet.publications import PublishRecord
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.weights.snapshot import Probe
@@ -207,7 +208,7 @@ def test_an_objective_s_sums_reach_the_metrics_under_their_names(
 
 
 def test_the_reference_is_the_model_of_the_run_s_start_in_a_resumed_run_too(model_path: Path, tmp_path: Path) -> None:
-    """Not the checkpoint's, from which the policy goes on."""
+    """The reference is not the checkpoint's model, from which the policy goes on."""
     settings = {
         "kl_coef": 0.1,
         "clip_low": 0.99,
@@ -627,7 +628,8 @@ def test_ctrl_c_prints_no_traceback(moment: str, model_path: Path, tmp_path: Pat
     """While packages load, and while the queue is waited for."""
     (tmp_path / "task.py").write_text("task = None\n")
     (tmp_path / "run.toml").write_text(to_toml(config_for(model_path, tmp_path)))
-    command = [sys.executable, "-m", "learner", "run.toml", "--task.path", "task.py:task", "--queue.port", "8699"]
+    command = [sys.executable, "-m", "learner", "run.toml", "--task.path", "task.py:task", "--queue.port"]
+    command.append(str(free_port()))
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

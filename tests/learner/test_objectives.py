@@ -176,7 +176,7 @@ def test_figures_of_a_step_whose_tokens_were_all_masked_are_zero(name: str) -> N
 
 @pytest.mark.parametrize(("name", "ratios"), [("gspo", (2.0, 0.5)), ("sequence_clip", (4.0, 0.125)), ("vespo", None)])
 def test_figures_of_a_rollout_s_ratio_are_means_over_rollouts(name: str, ratios: tuple[float, float] | None) -> None:
-    """Of one of 2 tokens and one of 3, as TRL's are. `kl` is over tokens as everywhere."""
+    """One rollout has 2 tokens and one has 3; the means are as TRL's. `kl` is over tokens as everywhere."""
     objective = made(name)
     row = tokens([4.0, 1.0, 0.5, 0.5, 0.5], [1.0, 1.0, -1.0, -1.0, -1.0], rollout=torch.tensor([0, 0, 1, 1, 1]))
     figures = objective.metrics({key: float(value) for key, value in objective(row).sums.items()}, 5)

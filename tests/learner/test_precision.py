@@ -44,7 +44,7 @@ def samples(step: int) -> list[Sample]:
 
 
 def moved(policy: Policy, learning_rate: float) -> dict[str, torch.Tensor]:
-    """What a few steps add to each weight."""
+    """Return what a few steps add to each weight."""
     before = {name: weight.clone() for name, weight in policy.named_weights()}
     trainer = Trainer(policy, LearnerSection(learning_rate=learning_rate), 64)
     for step in range(STEPS):
@@ -53,7 +53,7 @@ def moved(policy: Policy, learning_rate: float) -> dict[str, torch.Tensor]:
 
 
 def share(moves: dict[str, torch.Tensor]) -> float:
-    """Of the weights that moved."""
+    """Return the share of the weights that moved."""
     return float(torch.cat([move.flatten() != 0 for move in moves.values()]).float().mean())
 
 
@@ -68,7 +68,7 @@ def test_masters_move_in_small_steps_as_float32_does_and_pure_bfloat16_does_not(
 
 
 def test_masters_learn(make: Make) -> None:
-    """What is rewarded grows likelier: as in float32."""
+    """A rewarded token grows likelier, as in float32."""
     gained = {}
     for dtype in ("float32", "bfloat16"):
         policy, batch = make(dtype), samples(0)

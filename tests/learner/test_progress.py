@@ -41,7 +41,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """What was written, without what moves the cursor; a live line is there as often as it was drawn."""
+        """Return what was written, without cursor movements; a live line is there as often as it was drawn."""
         plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.file.getvalue())
         return [part for part in re.split(r"[\r\n]+", plain) if part.strip()]
 
@@ -311,8 +311,8 @@ def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(
     for step in range(1, 101):
         now = step
         growing.grow([step_record(i) for i in range(1, step + 1)])
-        if growing._drawing is not None:
-            growing._drawing.result()
+        if growing.drawing is not None:
+            growing.drawing.result()
     assert drawn == [(steps, "curve_0") for steps in (30, 60, 90)]
     monkeypatch.setattr(summary, "draw_rewards", lambda *_: 1 / 0)
     growing.finish([])

@@ -44,7 +44,7 @@ class Linear4bit(torch.nn.Linear):
 
 @pytest.fixture
 def on_gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What `from_pretrained` was asked for; it quantises as the stand-in does."""
+    """Note what `from_pretrained` was asked for; it quantises as the stand-in does."""
     asked: dict[str, Any] = {}
     load = AutoModelForCausalLM.from_pretrained
 

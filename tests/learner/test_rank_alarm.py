@@ -98,7 +98,7 @@ class Scene:
     def __init__(self) -> None:
         self.store = HangingStore()
         self.alarm = Alarm(0, 2, self.store, 120.0)
-        self.alarm._pulse.end()
+        self.alarm.pulse.end()
         self.said: list[str] = []
         self.silent: list[str | None] = []
         self.killed: list[int] = []
@@ -114,7 +114,7 @@ class Scene:
 
     def look(self, seconds: float, tells: bool = False) -> None:
         self.told.clear()
-        self.alarm._look([Silence(1, seconds, WHO)])
+        self.alarm.look([Silence(1, seconds, WHO)])
         if tells:
             assert self.told.wait(WITHIN_S)
 
@@ -176,7 +176,7 @@ def test_what_a_process_that_ends_itself_waited_for(silences: list[Silence], nam
     """And those of its ranks that are stopped do not outlive it."""
     ended: list[bool] = []
     scene.alarm.kill_all = lambda: ended.append(True)
-    scene.alarm._pulse = Heard(*silences)  # type: ignore[assignment]
+    scene.alarm.pulse = Heard(*silences)  # type: ignore[assignment]
     assert scene.alarm.last() == named
     assert ended == [True]
 
@@ -192,7 +192,7 @@ def test_a_main_thread_that_nothing_frees_ends_with_the_process(
     if free:
         scene.alarm.is_free()
     scene.alarm._why = "rank 1 has gone"
-    scene.alarm._give_up()
+    scene.alarm.give_up()
     assert ended == ([] if free else [(1, "learner: rank 1 has gone; rank 0 waits for it in vain and ends")])
 
 
@@ -205,7 +205,7 @@ def test_a_follower_ends_when_rank_0_or_the_store_is_silent(
     store = HangingStore()
     follower = Alarm(1, 2, store, 120.0)
     follower.end()
-    follower._look_at_rank_0([Silence(rank, seconds, "" if rank is None else WHO)])
+    follower.look_at_rank_0([Silence(rank, seconds, "" if rank is None else WHO)])
     store.released.set()
     assert bool(ended) == ends
     for code, text in ended:

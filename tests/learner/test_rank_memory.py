@@ -45,7 +45,7 @@ def run_out_at(step: int, here: int, rank: int) -> None:
 
 
 def train(trainer: Trainer, config: RunConfig) -> tuple[str | None, list[str], dict[str, str]]:
-    """What ended the run, the groups that were trained, and those that were dropped."""
+    """Train, and return what ended the run, the groups that were trained, and those that were dropped."""
     queue = FakeQueue(endless())
     publisher = FakePublisher(queue)
     progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))

@@ -51,7 +51,7 @@ def samples_of_several_segments() -> list[Sample]:
 
 
 def gradients_of(trainer: Trainer, samples: Sequence[Sample], budget: int) -> dict[str, torch.Tensor]:
-    """Of the step's loss, by the trainer's own ways, without a step."""
+    """Return the gradients of a step's loss, taken before the optimiser steps."""
     found: dict[str, torch.Tensor] = {}
     hook = trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: found.update(gradients(trainer.policy)))
     trainer.step(pack(samples, budget), step_rollouts(samples))

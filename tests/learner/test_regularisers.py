@@ -61,7 +61,7 @@ def test_the_default_has_none() -> None:
 
 @pytest.mark.parametrize("distance", [-1.0, 0.0, 0.5])
 def test_the_kl_in_the_loss_is_k3_with_its_gradient(distance: float) -> None:
-    """Of exp(d) - d - 1, d = log p_reference - log p, by hand: 1 - exp(d) by log p."""
+    """The gradient of exp(d) - d - 1, d = log p_reference - log p, by hand: 1 - exp(d) by log p."""
     given = tokens([1.0], [7.0], [0.25], reference=torch.tensor([-2.0 + distance]))
     result = one("loss")(given)
     result.losses.sum().backward()

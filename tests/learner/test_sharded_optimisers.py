@@ -3,7 +3,9 @@ of them: two processes, gloo, gradients that are given."""
 
 from __future__ import annotations
 
+import multiprocessing
 import traceback
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
@@ -15,8 +17,8 @@ from learner.ranks import wrapping
 from learner.training import optimiser
 from protocol.config import LearnerSection
 from protocol.config.sections.learner import SHARDED
+from tests.kit.copies import start_function
 from tests.kit.model import tiny_model
-from tests.kit.ranks import WARM
 
 dist: Any = torch.distributed
 
@@ -93,7 +95,8 @@ def try_one(case: dict[str, Any]) -> list[float]:
     return apart
 
 
-def rank(number: int, store: str, answers: Any) -> None:
+def rank(number: int, store: str, pipe: int) -> None:
+    answers = Connection(pipe)
     torch.set_num_threads(1)
     # Muon's products are in bfloat16, in which the order of a sum shows; here it is to be the only difference.
     setattr(torch.Tensor, "bfloat16", torch.Tensor.float)  # noqa: B010
@@ -110,11 +113,10 @@ def rank(number: int, store: str, answers: Any) -> None:
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    ours, theirs = WARM.Pipe()
+    ours, theirs = multiprocessing.Pipe()
     store = str(tmp_path_factory.mktemp("store") / "store")
-    processes = [WARM.Process(target=rank, args=(number, store, theirs), daemon=True) for number in (0, 1)]
-    for process in processes:
-        process.start()
+    processes = [start_function(["learner.run"], rank, number, store, pipes=[theirs.fileno()]) for number in (0, 1)]
+    theirs.close()
     found = {}
     try:
         for _ in CASES:
@@ -123,7 +125,6 @@ def tried(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             found[name] = answer
     finally:
         for process in processes:
-            process.join(30)
             process.kill()
     return found
 

@@ -40,7 +40,7 @@ ENDS_WITHIN_S = 60.0
 
 
 class Ended(Exception):
-    """What stands for the end of the process."""
+    """Stands for the end of the process."""
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

@@ -59,7 +59,7 @@ def step_record(step: int, reward: float = 0.5, staleness: int = 1) -> StepRecor
 
 
 def typed(record: StepRecord) -> StepRecord:
-    """What is read back of it: figures with open names stay in the file."""
+    """Return what is read back of it: figures with open names stay in the file."""
     return replace(record, metrics=replace(record.metrics, objective={}))
 
 

@@ -79,7 +79,7 @@ def test_rloo_with_clipped_rewards_and_normalised_advantages_is_trl_s(components
 @settings(deadline=None, max_examples=50)
 @given(components=COMPONENTS)
 def test_async_grpo_is_trl_s(components: np.ndarray) -> None:
-    """Of one group, whose rewards TRL sums without weights."""
+    """One group is compared, as TRL sums its rewards without weights."""
     components = components[:SIZE]
     trl = SimpleNamespace(
         reward_funcs=[lambda column=column, **_: column.tolist() for column in components.T],
@@ -159,7 +159,7 @@ def test_a_normaliser_is_trl_s(normaliser: str, loss_type: str, masks: list[str]
 
 @pytest.mark.parametrize("spread", [0.02, 0.2])
 def test_the_preset_rloo_is_trl_s_trainer(spread: float) -> None:
-    """Also where a rollout is clipped. TRL has no `delta`; here no ratio is beyond it."""
+    """This includes clipped rollouts. TRL has no `delta`; here no ratio is beyond it."""
     random = np.random.default_rng(1)
     mask = torch.tensor([[cell != "." for cell in row] for row in ["11111...", "1.......", "11111111", "111....."]])
     behaviour = torch.from_numpy(random.normal(-2, 0.5, mask.shape)).float()

@@ -180,7 +180,7 @@ def test_ratios_are_trl_s(mode: str, low: float, high: float) -> None:
 @pytest.mark.parametrize("mode", [None, *MODES])
 @pytest.mark.parametrize(("threshold", "share"), [(None, 1.0), (0.02, 1.0), (None, 0.3), (0.02, 0.5)])
 def test_loss_and_gradient_are_trl_s(mode: str | None, threshold: float | None, share: float) -> None:
-    """Also with its masks, which leave its normaliser as it is."""
+    """This includes its masks, which leave its normaliser as it is."""
     for seed in range(3):
         batch = Padded(seed)
         bounds = {} if mode is None else {"correction": mode, "correction_low": 0.8, "correction_high": 1.5}

@@ -140,7 +140,7 @@ def test_a_learning_rate_that_is_too_low_for_an_adapter_is_a_warning(rate: float
     ],
 )
 def test_a_misspelt_optimiser_is_told_with_the_one_that_was_meant(tmp_path: Path, given: str, meant: str) -> None:
-    """Not with one that needs a GPU and bitsandbytes, where the plain one is as near."""
+    """It does not advise one that needs a GPU and bitsandbytes, if the plain one is as near."""
     path = tmp_path / "run.toml"
     path.write_text('[model]\npath = "org/model"\n[task]\npath = "task.py:task"\n', encoding="utf-8")
     with pytest.raises(ConfigError) as error:

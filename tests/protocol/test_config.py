@@ -638,7 +638,7 @@ def test_a_setting_that_is_to_be_set_is_printed_as_such() -> None:
 
 
 class Bounds(NamedTuple):
-    """What lies outside a numeric setting's bounds."""
+    """Holds the bounds of a numeric setting."""
 
     setting: str
     is_integer: bool

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from protocol.config.checks import find_quorum_warnings
 from protocol.config.sections.servers import MAX_SERVERS
-from rollout_queue.ledger import servers
+from rollout_queue.ledger import server_registry
 from tests.kit import config
 
 
@@ -32,6 +32,6 @@ def test_a_quorum_above_the_servers_that_are_listed_is_a_warning(
 
 
 def test_a_quorum_above_what_a_run_may_register_is_refused() -> None:
-    assert MAX_SERVERS == servers._MAX_SERVERS
+    assert MAX_SERVERS == server_registry._MAX_SERVERS
     with pytest.raises(ValidationError, match=r"less than or equal to 1024"):
         config(weight_sync={"quorum": MAX_SERVERS + 1})

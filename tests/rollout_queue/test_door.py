@@ -69,7 +69,7 @@ async def door(connections: int = 64, token: str | None = None, **limits: Any) -
 
 
 async def talk(port: int, *parts: bytes) -> bytes:
-    """What the queue answers to these bytes until it ends the connection, or for half a second if it does not."""
+    """Return the queue's answer to these bytes until it ends the connection, or for half a second if it does not."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
     try:

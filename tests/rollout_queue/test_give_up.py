@@ -96,7 +96,7 @@ async def test_attack_2_bodies_that_no_worker_of_ours_sends_end_no_run(body: byt
         await serve_version(client, 0)
         for issued in (await client.tickets(TicketRequest("w", 3, wait_s=0.0))).tickets:
             with pytest.raises(QueueRefused):
-                await client._call("PUT", access.GROUP_OF.format(id=issued.id), body)
+                await client.call("PUT", access.GROUP_OF.format(id=issued.id), body)
         assert (await client.status()).gave_up is None
 
 
@@ -135,7 +135,7 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
         await client.fail_ticket(tickets[0].id, TicketFailure("w", reasons.REWARD, "boom"))
         await client.tickets(TicketRequest("w", 100, wait_s=0.0))
         leasing = asyncio.create_task(client.lease(LeaseRequest(1, "l", 2, wait_s=30.0)))
-        asking = asyncio.create_task(client._call("POST", access.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
+        asking = asyncio.create_task(client.call("POST", access.TICKETS, TicketRequest("v", 1, wait_s=30.0)))
         await asyncio.sleep(0.05)
         bad = group(tickets[1])
         bad.rollouts[0].reward = float("nan")
@@ -147,7 +147,7 @@ async def test_everyone_who_waits_is_told_and_a_new_session_counts_anew() -> Non
                     await waiting
         status = await client.status()
         assert "accuracy: boom in task.py:3" in (status.gave_up or "")
-        assert b"slipstream_gave_up 1.0" in await client._call("GET", access.METRICS)
+        assert b"slipstream_gave_up 1.0" in await client.call("GET", access.METRICS)
         await client.begin_session(BeginSession(0, 0, 100, resume=True))
         assert (await client.status()).gave_up is None
         await client.lease(LeaseRequest(2, "m", 2, wait_s=0.0))

@@ -182,7 +182,7 @@ async def test_a_signal_ends_the_queue_although_clients_wait(process: Process) -
             await asyncio.sleep(0.01)
         started = time.monotonic()
         assert await asyncio.to_thread(process.end, signal.SIGINT) == 0
-        assert time.monotonic() - started < 4.0
+        assert time.monotonic() - started < 30.0, "the polls of 60 s were waited for"
         tickets, groups = await asyncio.gather(*polls)
         assert tickets.tickets == groups.groups == []
 

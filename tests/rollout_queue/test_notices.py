@@ -193,7 +193,7 @@ async def test_five_median_steps_of_the_learner_are_waited_for() -> None:
         queue.time.now += 1.0
         stall = (await client.status()).stall
         assert (stall.stalled, stall.since_s, stall.after_s) == (True, 500.0, 500.0)
-        metrics = (await client._call("GET", access.METRICS)).decode().splitlines()
+        metrics = (await client.call("GET", access.METRICS)).decode().splitlines()
         for line in (
             'slipstream_train{name="reward"} 0.5',
             'slipstream_train{name="kl"} 0.25',

@@ -39,7 +39,7 @@ async def test_recent_rollouts_are_there_before_any_step_newest_first_or_worst_f
             await client.submit(sent)
 
         async def shown(query: str) -> list[RolloutView]:
-            return msgspec.json.decode(await client._call("GET", access.ROLLOUTS + query), type=list[RolloutView])
+            return msgspec.json.decode(await client.call("GET", access.ROLLOUTS + query), type=list[RolloutView])
 
         assert [(view.ticket_id, view.number) for view in await shown("")] == [
             ("1.0", 0),
@@ -51,7 +51,7 @@ async def test_recent_rollouts_are_there_before_any_step_newest_first_or_worst_f
         assert (await shown("?limit=1"))[0].messages == [{"role": "assistant", "content": "42"}]
         for limit in ("0", "-1", "many", "9" * 5000):
             with pytest.raises(QueueRefused) as refused:
-                await client._call("GET", f"{access.ROLLOUTS}?limit={limit}")
+                await client.call("GET", f"{access.ROLLOUTS}?limit={limit}")
             assert refused.value.status == 422
 
 

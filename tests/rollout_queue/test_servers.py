@@ -20,7 +20,8 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.ledger.servers import ALLOWED, ServerRegistry, distrust_unproven, drain, put, remove
+from rollout_queue.ledger.server_registry import ALLOWED, ServerRegistry
+from rollout_queue.ledger.servers import distrust_unproven, drain, put, remove
 from tests.kit import config, group
 from tests.kit.messages import segment
 

@@ -223,7 +223,7 @@ async def test_whatever_fails_a_ticket_its_permit_comes_back() -> None:
         refused = await refusal(client.submit(bad))
         assert (refused.status, refused.reason) == (422, "reward_not_finite")
         assert "nan" in str(refused)
-        await refusal(client._call("PUT", access.GROUP_OF.format(id=tickets[2].id), b"\xc1"))
+        await refusal(client.call("PUT", access.GROUP_OF.format(id=tickets[2].id), b"\xc1"))
         status = await client.status()
         assert status.drops == {"failed:judge": 1, "rejected:reward_not_finite": 1, "rejected:decode": 1}
         assert status.rejections == {"reward_not_finite": 1, "decode": 1}
@@ -266,7 +266,7 @@ async def test_i3_a_full_queue_holds_producers_back_until_there_is_room() -> Non
         for ticket in tickets[:fitting]:
             await client.submit(group(ticket))
         late = group(tickets[fitting])
-        refused = await refusal(client._call("PUT", access.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
+        refused = await refusal(client.call("PUT", access.GROUP_OF.format(id=late.ticket_id), codec.encode(late)))
         assert (refused.status, refused.reason, refused.retry_after_s) == (429, "full", 1.0)
         waiting = asyncio.create_task(client.submit(late))
         await lease(client)
@@ -574,7 +574,7 @@ async def test_worker_figures() -> None:
         assert status.worker_cpu_ms_per_episode == pytest.approx(2.0)
         assert [(w.episodes_done, w.eval_episodes, w.cpu_ms_per_episode) for w in status.workers] == [(8, 2, 2.0)] * 2
         assert [w.full_share for w in status.workers] == [0.3, 0.1]
-        lines = (await client._call("GET", access.METRICS)).decode().splitlines()
+        lines = (await client.call("GET", access.METRICS)).decode().splitlines()
         at = {"generating": 6, "waiting": 2, "in_tools": 4, "in_judgement": 2, "over": 4}
         for line in (
             *(f'slipstream_episodes{{at="{place}"}} {count}.0' for place, count in at.items()),
@@ -620,7 +620,7 @@ async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_
             await lease(client)
             await client.ack("l", LeaseAck(1, dropped={ticket.id: "zero_variance" for ticket in tickets}))
         assert [notice.kind for notice in (await client.status()).notices] == ["reward_not_finite", "zero_variance"]
-        await client._call("GET", access.METRICS)
+        await client.call("GET", access.METRICS)
 
 
 async def test_a_group_of_another_worker_is_refused_and_the_ticket_s_own_may_still_bring_its() -> None:
@@ -647,7 +647,7 @@ async def test_metrics_say_what_the_status_says() -> None:
         tickets = await take(client, 3)
         await client.submit(group(tickets[0]))
         await client.fail_ticket(tickets[1].id, TicketFailure("w", "row", retryable=False))
-        lines = (await client._call("GET", access.METRICS)).decode().splitlines()
+        lines = (await client.call("GET", access.METRICS)).decode().splitlines()
         assert not any("slipstream_queue_depth" in line for line in lines), "groups are not called depth"
         for line in (
             'slipstream_groups_outstanding{place="tickets"} 1.0',

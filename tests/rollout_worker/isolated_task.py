@@ -31,7 +31,7 @@ def pid() -> int:
 
 
 def environment() -> str:
-    """What programs are told."""
+    """Return what programs are told."""
     return json.dumps(dict(os.environ))
 
 

@@ -55,7 +55,7 @@ async def test_the_span_has_the_version_of_the_adapter_not_the_engines_label():
     async with against(served(SEVEN)) as s:
         turn = await s.turn()
         assert turn.token_ids == TURN
-        assert turn.spans == [SampledSpan(7, 0, 5, s.pool._router.serving[0])]
+        assert turn.spans == [SampledSpan(7, 0, 5, s.pool.known[0])]
 
 
 async def test_a_worker_is_told_the_adapter_once_and_asks_for_it_from_then_on():
@@ -84,7 +84,7 @@ async def test_requests_in_flight_keep_their_adapter():
         await s.on_the_way(3)
         serve(s.fakes[0], EIGHT)
         s.fakes[0].engine.resume()
-        assert (await running).spans == [SampledSpan(7, 0, 5, s.pool._router.serving[0])]
+        assert (await running).spans == [SampledSpan(7, 0, 5, s.pool.known[0])]
 
 
 async def test_an_adapter_that_is_gone_leads_to_the_newest_at_once():
@@ -118,7 +118,7 @@ async def test_prefix_caches_are_apart_by_adapter():
 async def test_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_proven_again():
     async with against(served(SEVEN), served(SEVEN)) as s:
         first, second = s.fakes
-        names = s.pool._router.serving
+        names = s.pool.known
         await asyncio.gather(*(s.turn() for _ in range(6)))
         assert first.requests
         assert second.requests
@@ -129,7 +129,7 @@ async def test_a_server_that_lost_its_adapters_is_used_no_more_until_it_is_prove
         assert {span.version for turn in turns for span in turn.spans} == {7}
         [report] = s.stale
         assert (report.name, report.state, report.version) == (names[0], ServerState.JOINING, None)
-        assert s.pool._router.serving == [names[1]]
+        assert s.pool.known == [names[1]]
 
 
 async def test_a_worker_that_never_knew_of_adapters_trains_no_token_of_the_base():
@@ -151,7 +151,7 @@ async def test_i5_another_runs_adapter_does_not_pass_as_ours():
     """The server of another run names that run's version 7; once it names ours, it is asked for that one."""
     theirs, ours = (name_of(7, "7" * 64, run) for run in ("other-2", "ours-1"))
     async with against(served(theirs), served(ours)) as s:
-        names = s.pool._router.serving
+        names = s.pool.known
         s.pool.update(serving_at(*s.urls, version=7), "ours-1")
         turns = await asyncio.gather(*(s.turn() for _ in range(4)))
         assert {span.server for turn in turns for span in turn.spans} == {names[1]}

@@ -46,7 +46,7 @@ def fit(given: Any) -> Arguments:
 
 
 def outcome_of(parameters: Parameters, given: Any) -> Arguments | str:
-    """What fits, or what the policy is told."""
+    """Return the arguments that fit, or what the policy is told."""
     try:
         return parameters.fit(given)
     except ArgumentsError as error:

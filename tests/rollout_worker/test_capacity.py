@@ -78,7 +78,7 @@ async def test_i7_slots_that_are_idle_because_enough_is_open_are_told_apart():
 async def test_a_ticket_is_asked_for_when_enough_slots_are_free():
     capacity = capacity_of(4, 100)
     reservation = await started(capacity, 4)
-    capacity._enough_open = 100
+    capacity.enough_open = 100
     waiter = asyncio.create_task(capacity.wait_for_room(3))
     for _ in range(2):
         await asyncio.sleep(0)
@@ -124,11 +124,11 @@ async def test_slots_that_were_reserved_and_not_used_open_no_more():
 
 async def test_a_turn_that_waits_for_its_slot_closes_one_that_idle_slots_had_opened():
     capacity = capacity_of(2, 100)
-    capacity._enough_open = 6
+    capacity.enough_open = 6
     reservation = await started(capacity, 2)
     turns = [asyncio.create_task(held(capacity)) for _ in range(3)]
     await settle()
-    assert capacity._enough_open == 3
+    assert capacity.enough_open == 3
     for turn in turns:
         turn.cancel()
     capacity.end(2, reservation)
@@ -136,7 +136,7 @@ async def test_a_turn_that_waits_for_its_slot_closes_one_that_idle_slots_had_ope
 
 async def test_while_groups_fail_no_more_are_open_than_the_slots_hold():
     capacity = capacity_of(4, 100)
-    capacity._enough_open = 50
+    capacity.enough_open = 50
     capacity.begin(4).give_all()
     assert capacity.room(2) == 2
     capacity.cautious = True

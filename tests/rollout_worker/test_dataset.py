@@ -480,16 +480,15 @@ def test_without_shuffling_rows_come_in_their_order() -> None:
 async def test_the_worker_takes_the_order_that_the_run_file_says() -> None:
     rows = [row(number=number) for number in range(8)]
 
-    async def numbers(shuffle: bool) -> list[int]:
-        seen: dict[str, int] = {}
+    def of_the_row(completions: list[Any], number: list[float], **_: Any) -> list[float]:
+        return number
 
-        def note(completions: list[Any], prompts: list[Any], number: list[int], **_: Any) -> list[float]:
-            seen[str(number[0])] = number[0]
-            return [0.0] * len(completions)
-
+    async def numbers(shuffle: bool) -> list[float | None]:
+        """Return the row's number of each group, in the order of their tickets."""
         settings = config(WORKER, task={"path": "task.py:task", "shuffle": shuffle}, worker={"episodes": 2})
-        await roll(task(dataset=rows, rewards=[note]), fake(), tickets=8, config=settings)
-        return list(seen.values())
+        done = await roll(task(dataset=rows, rewards=[of_the_row]), fake(), tickets=8, config=settings)
+        groups = sorted(done.queue.groups, key=lambda group: group.index)
+        return [group.rollouts[0].reward for group in groups]
 
     assert await numbers(shuffle=False) == list(range(8))
     shuffled = await numbers(shuffle=True)

@@ -22,7 +22,7 @@ from tests.kit.worker import TOKENIZER, fake, multiply, roll, row, task, until
 
 
 class Log:
-    """What all instances of a test's class have done; `made` counts them, `at_work` the calls on each."""
+    """Notes what all instances of a test's class have done; `made` counts them, `at_work` the calls on each."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -601,7 +601,7 @@ async def test_an_environment_without_an_opinion_leaves_the_reward_to_the_functi
 @pytest.mark.parametrize("way", ["sync", "async"])
 @pytest.mark.parametrize("where", ["reset", "add", "get_reward"])
 async def test_a_worker_that_is_stopped_closes_them_all(where, way):
-    """Also those that a call is at work on, which only their close() ends."""
+    """This includes those that a call is at work on, which only their close() ends."""
     log = Log()
     entered: list[str] = []
 

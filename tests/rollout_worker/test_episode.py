@@ -454,7 +454,7 @@ async def test_timings_say_where_the_time_went():
 @pytest.mark.parametrize(
     ("parser", "kind"),
     [
-        ("time.sleep(30)", "timeout"),
+        ("time.sleep(30) or []", "timeout"),
         ("exit(3)", "SystemExit"),
         ("[('multiply', {'a': object()})]", None),
         ("[(type('Name', (str,), {'__eq__': exit})('multiply'), {'a': 2, 'b': 3})]", None),

@@ -191,7 +191,7 @@ async def test_a_stdio_server_ends_with_the_context():
 
 
 async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path):
-    """Not even one that does not read its stdin, and one that it has started itself."""
+    """This includes one that does not read its stdin, and one that it has started itself."""
     (tmp_path / "stubborn.py").write_text(
         "import os, subprocess, sys, time\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -234,7 +234,7 @@ async def test_a_server_that_gives_no_tools_is_refused_with_a_remedy(address, me
     assert "secret" not in str(caught.value)
     assert ("stderr" in str(caught.value)) <= (not address.startswith("http"))
     for child in psutil.Process().children(recursive=True):
-        assert "mcp_guard" not in " ".join(child.cmdline())
+        assert "process_guard" not in " ".join(child.cmdline())
 
 
 @pytest.mark.parametrize("address", ["", "http://", "ws://host/mcp", "server 'unclosed", 3])

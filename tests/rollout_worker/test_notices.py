@@ -21,7 +21,7 @@ PATIENT = config(WORKER, queue={"ticket_timeout_s": 3000.0})
 
 
 async def notices_of(the_task, *servers, **options):
-    """What a worker has told of when it is done with its tickets."""
+    """Return the notices of a worker that is done with its tickets."""
     run = await roll(the_task, *(servers or [fake()]), **options)
     return [(notice.kind, notice.text) for notice in run.worker.report().notices]
 

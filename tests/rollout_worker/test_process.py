@@ -229,7 +229,7 @@ task = Task(dataset=[{"prompt": [{"role": "user", "content": "Multiply 2 by 3."}
 
 
 async def test_i9_a_task_that_closes_stderr_and_keeps_a_thread_at_work_lets_its_worker_work_and_end(tmp_path):
-    """What logging wrote to the closed stream ended the worker, and Python waited for the task's executor at the end,
+    """Once, a log line to the closed stream ended the worker, and Python waited for the task's executor at the end,
     for ever."""
     values = folder_of_a_worker(tmp_path)
     (tmp_path / "task.py").write_text(HOSTILE)

@@ -43,7 +43,7 @@ def plain(tmp_path_factory):
 
 @pytest.fixture
 def proved(monkeypatch):
-    """What the start check finds, as the test sets it."""
+    """Has the start check find what the test sets."""
     found = {"proof": ToolFormatCheck(True, True, True, True, True), "asked": 0}
 
     async def prove(chat, schemas):

@@ -104,7 +104,7 @@ async def opened(kind: type[EpisodeSource], *faults: Fault) -> AsyncIterator[tup
 
 
 async def _ignore(server: Any) -> None:
-    """What the pool reports of a server."""
+    """Ignore what the pool reports of a server."""
 
 
 def test_every_kind_is_tested() -> None:

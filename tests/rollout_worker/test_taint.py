@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger.records import GroupFacts, Refusal, SampledBy
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_worker.inference.router import Affinity, Router
 
 Q, S, Y, J, D = (

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import functools
 import gc
 import inspect
@@ -15,10 +14,12 @@ import threading
 import time
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from protocol import reasons
-from rollout_worker.user_code import Followed, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
-from rollout_worker.user_code.async_code import LOOKS
+from rollout_worker.user_code import Call, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
+from rollout_worker.user_code.async_code import MAX_UNANSWERED
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -30,6 +31,17 @@ def as_it_is(value):
 
 async def call(code, function, timeout_s=30.0, plain=as_it_is, **arguments):
     return await code.call(function, plain, timeout_s, **arguments)
+
+
+async def hang(code, function, timeout_s=0.01, kind=Kind.TOOL):
+    """Call a function that hangs until it is late; again if a busy machine had not begun the call by then."""
+    while True:
+        late = code.begin(function, as_it_is, timeout_s, kind, function)
+        with pytest.raises(UserCodeError, match=f"no answer within {timeout_s} s") as failure:
+            await late.result()
+        await until(lambda late=late: late.began or late.finished.is_set())
+        if late.began:
+            return failure.value
 
 
 def threads_now():
@@ -109,9 +121,7 @@ async def test_i9_hung_sync_calls_are_replaced_counted_told_and_bounded():
     async with UserCode(threads=2) as code:
         alarms = Alarms(code)
         for hung in range(1, 9):
-            with pytest.raises(UserCodeError, match=r"no answer within 0.01 s") as late:
-                await call(code, release.wait, timeout_s=0.01)
-            assert late.value.kind == reasons.TIMEOUT
+            assert (await hang(code, release.wait)).kind == reasons.TIMEOUT
             assert code.hung == hung
             if hung < 2 * threads.HUNG_PER_THREAD:
                 assert await call(code, lambda: 1) == 1, "another thread takes the place"
@@ -153,14 +163,13 @@ async def test_i9_a_call_that_nobody_waits_for_is_hung_only_after_its_own_time_o
 
 
 async def hang_until_full(code, release):
-    def hang():
+    def hangs():
         return release.wait()
 
     for _ in range(threads.HUNG_PER_THREAD * code.threads):
-        with pytest.raises(UserCodeError, match="no answer"):
-            await call(code, hang, timeout_s=0.01)
-    with pytest.raises(NotCalled, match=r"not called: 4 calls have not come back, 4 of them of .*hang \(.*py:\d+\)"):
-        await call(code, hang)
+        await hang(code, hangs)
+    with pytest.raises(NotCalled, match=r"not called: 4 calls have not come back, 4 of them of .*hangs \(.*py:\d+\)"):
+        await call(code, hangs)
 
 
 async def test_i9_tools_that_hang_take_no_threads_from_rewards_and_the_data_set():
@@ -175,8 +184,8 @@ async def test_i9_tools_that_hang_take_no_threads_from_rewards_and_the_data_set(
 
 @pytest.mark.parametrize(
     ("kind", "may_isolate", "advised"),
-    [(Kind.TOOL, True, True), (Kind.TOOL, False, False)]
-    + [(kind, True, False) for kind in Kind if kind is not Kind.TOOL],
+    [(kind, isolate, isolate) for kind in (Kind.TOOL, Kind.ASYNC) for isolate in (True, False)]
+    + [(kind, True, False) for kind in Kind if kind not in (Kind.TOOL, Kind.ASYNC)],
 )
 async def test_where_calls_hang_isolation_is_advised_for_tools_that_can_have_it_alone(
     kind, may_isolate, advised, monkeypatch
@@ -187,8 +196,7 @@ async def test_where_calls_hang_isolation_is_advised_for_tools_that_can_have_it_
         code.shut_off = told.append
         alarms = Alarms(code)
         for _ in range(threads.HUNG_PER_THREAD):
-            with pytest.raises(UserCodeError):
-                await code.call(lambda: release.wait(), bool, 0.01, kind)
+            await hang(code, lambda: release.wait(), kind=kind)
         with pytest.raises(NotCalled, match=r"no more threads are given: .*a time-out of its own") as refused:
             await code.call(lambda: release.wait(), bool, 0.01, kind)
         clock.jump(61.0)
@@ -211,7 +219,7 @@ async def test_i9_code_that_hangs_for_good_is_told_once_with_the_place_and_the_r
         clock.jump(11.0)
         await until(lambda: told)
         assert re.search(
-            r"user code is shut off: 4 calls .* 4 of them of \S*hang \(.*test_user_code.py:\d+\); none has come back "
+            r"user code is shut off: 4 calls .* 4 of them of \S*hangs \(.*test_user_code.py:\d+\); none has come back "
             r'for 60 s.*worker.tool_isolation = "process".* a time-out of its own',
             told[0],
         )
@@ -226,13 +234,11 @@ async def test_i9_slow_code_that_comes_back_is_not_shut_off(monkeypatch):
         code.shut_off = told.append
         releases = [threading.Event() for _ in range(6)]
         for release in releases[:4]:
-            with pytest.raises(UserCodeError, match="no answer"):
-                await call(code, release.wait, timeout_s=0.01)
+            await hang(code, release.wait)
         for back, late in zip(releases[:2], releases[4:], strict=True):
             back.set()
             await until(lambda: code.hung == 3)
-            with pytest.raises(UserCodeError, match="no answer"):
-                await call(code, late.wait, timeout_s=0.01)
+            await hang(code, late.wait)
             assert code.hung == 4
             clock.jump(61.0)
             await asyncio.sleep(0.01)
@@ -339,19 +345,47 @@ async def test_i9_signal_handlers_are_explained():
             await call(code, signal.signal, signalnum=signal.SIGALRM, handler=as_it_is)
 
 
-async def test_i9_a_machine_that_gives_no_more_threads_fails_the_call_alone(monkeypatch):
-    start, refused = threading.Thread.start, iter([False, True])
+async def test_i9_a_call_that_is_late_before_its_thread_begins_is_never_begun(monkeypatch):
+    go_on, called, run = threading.Event(), [], Call.run
 
-    def start_the_first_only(thread):
-        if next(refused, False):
+    def held(late, pid):
+        go_on.wait()
+        run(late, pid)
+
+    monkeypatch.setattr(Call, "run", held)
+    async with UserCode() as code:
+        late = code.begin(lambda: called.append(1), as_it_is, 0.01, Kind.TOOL, held)
+        with pytest.raises(UserCodeError, match="no answer"):
+            await late.result()
+        assert code.hung == 1
+        go_on.set()
+        await until(late.finished.is_set)
+        assert (called, late.began, code.hung) == ([], False, 0)
+
+
+async def one():
+    return 1
+
+
+# A sync call starts a thread that starts threads, and then its own. An awaitable needs a loop, which has a third.
+@pytest.mark.parametrize(
+    ("function", "refused"),
+    [(lambda: 1, 2), (one, 1), (lambda: one(), 2), (lambda: one(), 3)],
+    ids=["sync", "async", "sync in a thread", "sync on a loop"],
+)
+async def test_i9_a_machine_that_gives_no_more_threads_fails_the_call_alone(function, refused, monkeypatch):
+    start, count = threading.Thread.start, iter(range(1, 100))
+
+    def start_all_but_one(thread):
+        if next(count) == refused:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threading.Thread, "start", start_the_first_only)
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_one)
     async with UserCode(threads=1) as code:
         with pytest.raises(UserCodeError, match=r"not called: can't start new thread; lower worker.user_threads"):
-            await call(code, threading.get_ident)
-        assert await call(code, lambda: 1) == 1
+            await call(code, function)
+        assert await call(code, function) == 1
         assert code.hung == 0
 
 
@@ -382,8 +416,7 @@ async def test_i9_async_code_shares_one_loop_which_is_not_the_callers():
         assert thread != threading.get_ident()
 
 
-@pytest.mark.parametrize("way", ["as it is", "followed"])
-async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped(way):
+async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped():
     """Python warns of one that nobody awaits, and an environment's counts as at work until it has ended."""
     release, given = threading.Event(), []
 
@@ -396,15 +429,15 @@ async def test_i9_a_coroutine_that_comes_too_late_is_closed_and_not_dropped(way)
         return given[0]
 
     async with UserCode() as code:
-        followed = Followed(give, give)
+        late = code.begin(give, as_it_is, 0.01, Kind.ENVIRONMENT, give)
         with pytest.raises(UserCodeError, match="no answer"):
-            await call(code, followed.function if way == "followed" else give, timeout_s=0.01)
-        followed.let_go()
+            await late.result()
+        assert not late.finished.is_set()
         release.set()
-        await until(lambda: code.hung == 0)
-        await until(lambda: bool(given) and inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED)
         async with asyncio.timeout(30.0):
-            await followed.back.wait()
+            await late.finished.wait()
+        assert code.hung == 0
+        assert inspect.getcoroutinestate(given[0]) == inspect.CORO_CLOSED
 
 
 async def test_i9_a_coroutine_whose_caller_goes_before_it_begins_is_closed(monkeypatch):
@@ -417,7 +450,7 @@ async def test_i9_a_coroutine_whose_caller_goes_before_it_begins_is_closed(monke
         given.append(later())
         return given[0]
 
-    monkeypatch.setattr(async_code.EventLoop, "begin", lambda loop, call: offered.append(call))
+    monkeypatch.setattr(async_code.EventLoop, "begin", lambda loop, *call: offered.append(call))
     async with UserCode() as code:
         calling = asyncio.create_task(call(code, give))
         await until(lambda: bool(offered))
@@ -467,7 +500,7 @@ async def test_i9_a_blocking_coroutine_stops_neither_the_caller_nor_others_and_i
         homes.append(asyncio.get_running_loop())
         release.set()
 
-    async with UserCode(look_s=0.002) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
         blocked = asyncio.create_task(call(code, blocks))
         await until(blocking.is_set)
@@ -492,69 +525,79 @@ async def test_i9_a_blocking_coroutine_stops_neither_the_caller_nor_others_and_i
             pytest.fail("the first loop is not used again")
 
 
-class Looks:
-    """How often event loops of user code were looked at, and what they were seen at then."""
+class Blocking:
+    """Blocks the event loop of user code while the caller's loop is `late` at so many pings, or is not."""
 
-    def __init__(self, monkeypatch, **seen):
-        self.count = 0
-        self._more = threading.Condition()
-        sample_stack = async_code.sample_stack
+    def __init__(self, monkeypatch, late):
+        self.release, self.pings = threading.Event(), []
+        ping, clock = async_code.EventLoop.ping, Clock(monkeypatch)
 
-        def counted(thread, clock):
-            with self._more:
-                self.count += 1
-                self._more.notify_all()
-            return dataclasses.replace(sample_stack(thread, clock), **{name: make() for name, make in seen.items()})
+        def counted(loop, counts):
+            self.pings.append(counts)
+            ping(loop, counts)
+            if len(self.pings) <= late:
+                clock.jump(0.1)  # the next ping comes as late as ten pings take
 
-        monkeypatch.setattr(async_code, "sample_stack", counted)
+        monkeypatch.setattr(async_code.EventLoop, "ping", counted)
 
-    def take(self, more):
-        """Hold up the thread for so many."""
-        with self._more:
-            until = self.count + more
-            self._more.wait_for(lambda: self.count >= until)
+    async def block(self):
+        self.release.wait()
 
 
-async def all_at_once(code, looks, many, each):
-    """So many agents, each of which holds up its loop for some looks, and the loops that they were on; then one more
-    that begins while they are at work."""
-    begun, homes = threading.Event(), []
+async def test_i9_while_the_callers_own_loop_is_late_no_code_is_to_blame(monkeypatch):
+    """A starved machine: 805 episodes done, 107 failed, as their client belonged to the loop before."""
+    blocking = Blocking(monkeypatch, late=5 * MAX_UNANSWERED)
+    homes = []
 
-    async def slow():
-        await asyncio.sleep(0)
-        begun.set()
+    async def where():
         homes.append(asyncio.get_running_loop())
-        looks.take(each)
 
-    calls = [asyncio.create_task(call(code, slow)) for _ in range(many)]
-    await until(begun.is_set)
-    await until(lambda: looks.count > 3 * LOOKS)
-    calls.append(asyncio.create_task(call(code, slow)))
-    await asyncio.gather(*calls)
-    return homes
-
-
-async def test_i9_on_a_starved_machine_nobody_is_to_blame_and_calls_stay_on_their_loop(monkeypatch):
-    """805 episodes done, 107 failed: their client belonged to the loop before."""
-    looks = Looks(monkeypatch, place=object, cpu_s=float)
-    async with UserCode(look_s=0.002) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
-        homes = await all_at_once(code, looks, many=20, each=3)
-    assert len(homes) == 21
+        before = len(blocking.pings)
+        calls = [asyncio.create_task(call(code, function, timeout_s=1e6)) for function in (where, blocking.block)]
+        await until(lambda: len(blocking.pings) - before >= 4 * MAX_UNANSWERED)
+        assert alarms == []
+        calls.append(asyncio.create_task(call(code, where, timeout_s=1e6)))
+        await asyncio.sleep(0)
+        blocking.release.set()
+        await asyncio.gather(*calls)
+    assert len(homes) == 2
     assert len(set(homes)) == 1
-    assert alarms == []
 
 
-async def test_i9_many_that_block_for_a_while_each_are_named_and_move_nothing(monkeypatch):
-    looks = Looks(monkeypatch, cpu_s=float)
-    async with UserCode(look_s=0.002) as code:
+async def test_i9_pings_that_were_late_do_not_count_and_later_ones_do(monkeypatch):
+    blocking = Blocking(monkeypatch, late=3)
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
-        homes = await all_at_once(code, looks, many=20, each=4)
-    assert len(set(homes)) == 1
-    # On a loaded machine more than one look finds it; whoever is told knows it by its key.
-    (key,) = set(alarms.keys)
-    assert key.endswith("slow")
-    assert all("blocks the event loop of async code" in text for _, text, _ in alarms)
+        calling = asyncio.create_task(call(code, blocking.block, timeout_s=1e6))
+        await until(lambda: bool(alarms))
+        assert blocking.pings[1:4] == [False] * 3
+        assert sum(blocking.pings[4:]) >= MAX_UNANSWERED
+        blocking.release.set()
+        await calling
+    assert len(alarms) == 1
+
+
+async def test_i9_a_callback_that_blocks_is_named():
+    release = threading.Event()
+
+    def hold_up():
+        release.wait()
+
+    async def leaves_it():
+        asyncio.get_running_loop().call_soon(hold_up)
+        await asyncio.sleep(0.01)
+
+    async with UserCode(ping_s=0.01) as code:
+        alarms = Alarms(code)
+        calling = asyncio.create_task(call(code, leaves_it))
+        await until(lambda: bool(alarms))
+        release.set()
+        await calling
+    ((key, _, where),) = alarms
+    assert key.endswith("hold_up")
+    assert where == f"{__file__}:{hold_up.__code__.co_firstlineno + 1}"
 
 
 async def test_i9_what_blocks_in_a_task_that_a_call_began_is_named():
@@ -566,7 +609,7 @@ async def test_i9_what_blocks_in_a_task_that_a_call_began_is_named():
     async def whole():
         await asyncio.gather(part(), part())
 
-    async with UserCode(look_s=0.002) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
         blocked = asyncio.create_task(call(code, whole))
         await until(lambda: bool(alarms))
@@ -593,12 +636,12 @@ async def test_i9_what_belongs_to_another_loop_fails_with_the_remedy():
         blocking.set()
         release.wait()
 
-    async with UserCode(look_s=0.002) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
         blocked = asyncio.create_task(call(code, holds, timeout_s=1000.0))
         await until(lambda: bool(alarms))
         with pytest.raises(
-            UserCodeError, match=r"different event loop; async code moves .* make what belongs to a loop"
+            UserCodeError, match=r"different event loop; new calls run on .* make what belongs to a loop"
         ):
             await call(code, waits)
         release.set()
@@ -616,15 +659,15 @@ async def test_i9_hung_threads_of_async_code_are_replaced_counted_told_and_bound
     async def well():
         return await asyncio.to_thread(threading.current_thread)
 
-    async with UserCode(threads=2, look_s=0.001) as code:
+    async with UserCode(threads=2, ping_s=0.01) as code:
         alarms = Alarms(code)
         for hung in range(1, 9):
-            with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
-                await call(code, wait, timeout_s=0.01)
+            with pytest.raises(UserCodeError, match=r"no answer within 0.1 s"):
+                await call(code, wait, timeout_s=0.1)
             await until(lambda hung=hung: code.hung == hung)
             if hung < 8:
                 assert (await call(code, well)).daemon, "none keeps the process from ending"
-        with pytest.raises(UserCodeError, match="RuntimeError: not called in a thread: 8 calls have not come back"):
+        with pytest.raises(UserCodeError, match="RuntimeError: not called: 8 calls have not come back, 8 of them of "):
             await call(code, well)
         await until(lambda: len(alarms) == 3)
         assert alarms.keys == ["hung async code 1", "hung async code 2", "hung async code 8"]
@@ -668,7 +711,7 @@ async def test_i9_a_call_that_another_blocks_says_which(monkeypatch):
     async def innocent():
         await asyncio.sleep(3600)
 
-    async with UserCode(look_s=0.002) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
         late = asyncio.create_task(call(code, innocent, timeout_s=1000.0))
         await asyncio.sleep(0.01)
@@ -683,25 +726,40 @@ async def test_i9_a_call_that_another_blocks_says_which(monkeypatch):
         await blocked
 
 
-async def test_i9_where_every_loop_is_blocked_calls_fail_at_once():
-    release, begun = threading.Event(), 0
+async def test_i9_where_every_loop_is_blocked_calls_fail_at_once_and_user_code_is_shut_off(monkeypatch):
+    release, clock, told = threading.Event(), Clock(monkeypatch), []
 
     async def blocks():
-        nonlocal begun
-        begun += 1
         release.wait()
 
-    async with UserCode(look_s=0.001) as code:
-        calls = [asyncio.create_task(call(code, blocks)) for _ in range(4)]
-        await until(lambda: begun == 4)
-        calls.append(asyncio.create_task(call(code, blocks)))
-        while not calls[-1].done():
-            calls.append(asyncio.create_task(call(code, blocks)))
-            await asyncio.sleep(0.01)
-        with pytest.raises(UserCodeError, match="not called: all 4 event loops are blocked"):
-            await calls[-1]
+    async with UserCode(ping_s=0.01) as code:
+        code.shut_off = told.append
+        alarms = Alarms(code)
+        calls = []
+        for blocked in range(1, 5):
+            calls.append(asyncio.create_task(call(code, blocks, timeout_s=1000.0)))
+            await until(lambda blocked=blocked: len(alarms) == blocked)
+        with pytest.raises(NotCalled, match="not called: all 4 event loops are blocked"):
+            await call(code, blocks)
+        with pytest.raises(NotCalled, match="not called: all 4 event loops are blocked"):
+            await call(code, lambda: blocks())
+        assert await call(code, lambda: 1) == 1
+        clock.jump(3990.0)
+        await asyncio.sleep(0.05)
+        assert told == []
+        clock.jump(11.0)
+        await until(lambda: told)
         release.set()
         await asyncio.wait(calls)
+        assert re.search(
+            r"all 4 event loops of async code are blocked, by \S*blocks \(.*test_user_code.py:\d+\)", told[0]
+        )
+        while True:  # The loops answer as soon as they can.
+            with contextlib.suppress(NotCalled):
+                assert await call(code, blocks) is None
+                break
+            await asyncio.sleep(0.001)
+    assert len(told) == 1
 
 
 async def test_i9_a_coroutine_that_is_given_up_is_cancelled():
@@ -713,7 +771,7 @@ async def test_i9_a_coroutine_that_is_given_up_is_cancelled():
         finally:
             ended.set()
 
-    async with UserCode(look_s=0.001) as code:
+    async with UserCode(ping_s=0.01) as code:
         with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
             await call(code, wait, timeout_s=0.01)
         await until(ended.is_set)
@@ -733,7 +791,7 @@ async def test_i9_a_coroutine_that_swallows_its_cancellation_is_counted_until_it
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.01)
 
-    async with UserCode(look_s=0.001) as code:
+    async with UserCode(ping_s=0.01) as code:
         alarms = Alarms(code)
         with pytest.raises(UserCodeError, match=r"no answer within 0.01 s"):
             await call(code, stubborn, timeout_s=0.01)
@@ -771,6 +829,15 @@ async def close_the_loop():
     asyncio.get_running_loop().close()
 
 
+def cancel():
+    raise asyncio.CancelledError
+
+
+async def cancel_async():
+    asyncio.current_task().cancel()
+    await asyncio.sleep(0)
+
+
 class Group(BaseExceptionGroup):
     pass
 
@@ -789,6 +856,8 @@ async def exit_generator():
         (interrupt, "KeyboardInterrupt"),
         (interrupt_async, "KeyboardInterrupt"),
         (interrupt_in_a_task, "KeyboardInterrupt"),
+        (cancel, "CancelledError"),
+        (cancel_async, "CancelledError"),
         (interrupt_in_a_callback, "KeyError"),
         (stop_the_loop, "KeyError"),
         (close_the_loop, "RuntimeError"),
@@ -846,8 +915,12 @@ async def fork_async(how):
     return fork(how)
 
 
+async def fork_in_a_thread(how):
+    return await asyncio.to_thread(fork, how)
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
-@pytest.mark.parametrize("function", [fork, fork_async])
+@pytest.mark.parametrize("function", [fork, fork_async, fork_in_a_thread])
 @pytest.mark.parametrize(("how", "status"), [("exit", 5), ("raise", 1), ("return", 0)])
 async def test_i9_a_copy_of_the_worker_ends_with_its_call(function, how, status):
     """There were as many copies of the worker as groups."""
@@ -999,6 +1072,106 @@ async def test_i9_a_result_without_end_is_given_up():
     async with UserCode() as code:
         with pytest.raises(UserCodeError, match="an async generator gave more than 100000 items"):
             await call(code, endless)
+
+
+class Hostile:
+    """Functions that do their worst, sync and async. Those that wait do so until `release` is set."""
+
+    def __init__(self):
+        self.release = threading.Event()
+
+    def well(self):
+        return "well"
+
+    def raises(self):
+        raise Group("odd", [KeyboardInterrupt()])
+
+    def exits(self):
+        sys.exit(3)
+
+    def waits(self):
+        self.release.wait()
+        return "well"
+
+    def gives_a_coroutine(self):
+        return self.awaits()
+
+    def gives_what_has_no_text(self):
+        class Mute:
+            def __str__(self):
+                raise SystemExit(3)
+
+        return Mute()
+
+    async def awaits(self):
+        await asyncio.sleep(0.001)
+        return "well"
+
+    async def blocks(self):
+        return self.waits()
+
+    async def waits_in_a_thread(self):
+        return await asyncio.to_thread(self.waits)
+
+    async def is_not_cancelled(self):
+        while not self.release.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.001)
+        return "well"
+
+    async def cancels_itself(self):
+        await cancel_async()
+
+    async def stops_the_loop(self):
+        asyncio.get_running_loop().stop()
+        await asyncio.sleep(0.001)
+        raise KeyError("went on")
+
+    async def leaves_a_task_that_exits(self):
+        asyncio.get_running_loop().create_task(interrupt_async()).add_done_callback(lambda task: task.exception())
+        return "well"
+
+
+# The name of each, and what it may end in besides being late.
+HOSTILE = {
+    "well": "well",
+    "raises": "Group",
+    "exits": "SystemExit",
+    "waits": None,
+    "gives_a_coroutine": "well",
+    "gives_what_has_no_text": "SystemExit",
+    "awaits": "well",
+    "blocks": None,
+    "waits_in_a_thread": None,
+    "is_not_cancelled": None,
+    "cancels_itself": "CancelledError",
+    "stops_the_loop": "KeyError",
+    "leaves_a_task_that_exits": "well",
+}
+
+
+@given(st.lists(st.sampled_from(sorted(HOSTILE)), min_size=1, max_size=8))
+@example(sorted(HOSTILE))
+def test_i9_whatever_runs_at_once_each_call_ends_and_the_next_ones_work(names):
+    async def outcome(code, function, timeout_s=0.05):
+        try:
+            return await call(code, function, timeout_s=timeout_s, plain=str)
+        except UserCodeError as error:
+            return error.kind
+
+    async def play():
+        hostile = Hostile()
+        async with UserCode(threads=4) as code:
+            found = await asyncio.gather(*(outcome(code, getattr(hostile, name)) for name in names))
+            for name, one in zip(names, found, strict=True):
+                assert one in {HOSTILE[name], reasons.TIMEOUT}, name
+            assert await outcome(code, hostile.well, 30.0) == "well"
+            hostile.release.set()
+            await until(lambda: code.hung == 0)
+            for name in ("well", "awaits", "blocks", "waits_in_a_thread", "gives_a_coroutine"):
+                assert await outcome(code, getattr(hostile, name), 30.0) == "well"
+
+    asyncio.run(play())
 
 
 # Nothing by reference.

@@ -19,15 +19,23 @@ from rollout_worker.task.task import Task, load_task
 from slipstream import script as script_module
 from slipstream import train
 from slipstream.script import TRAIN, of_a_trainer
+from tests.kit.copies import PipedCopy
+from tests.kit.original import Request
 from tests.kit.ports import free_port
 from tests.slipstream.conftest import Script
 
 LIMIT_S = 100.0
 
 
-def run(script: Script, *flags: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *flags, str(script.path)]
-    return subprocess.run(command, cwd=script.folder, capture_output=True, text=True, timeout=LIMIT_S)
+def start(script: Script) -> PipedCopy:
+    request = Request(str(script.path), (), dict(os.environ), str(script.folder))
+    return PipedCopy(["slipstream.script"], request)
+
+
+def run(script: Script) -> subprocess.CompletedProcess[str]:
+    process = start(script)
+    out, err = process.communicate(timeout=LIMIT_S)
+    return subprocess.CompletedProcess([], process.wait(), out, err)
 
 
 def guarded(code: str) -> str:
@@ -95,21 +103,20 @@ def test_ctrl_c_ends_the_script_and_all_that_it_started(script: Script) -> None:
     """As KeyboardInterrupt in the script; the other signals are the supervisor's tests'."""
     stand_in(script, "echo up; sleep 300")
     script.write(PATCHED + guarded(f"train(task, {sections()})"))
-    command = [sys.executable, str(script.path)]
-    with subprocess.Popen(command, cwd=script.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        try:
-            assert b"up\n" in process.stdout
-            process.send_signal(signal.SIGINT)
-            assert process.wait(LIMIT_S) == -signal.SIGINT
-        finally:
-            process.kill()
+    process = start(script)
+    assert process.stdout is not None
+    try:
+        assert "up\n" in process.stdout
+        process.send_signal(signal.SIGINT)
+        assert process.wait(LIMIT_S) == -signal.SIGINT
+    finally:
+        process.kill()
     left = subprocess.run(["pgrep", "-f", str(script.folder)], capture_output=True, text=True)
     assert left.stdout == ""
 
 
 def test_a_script_that_calls_train_whenever_it_is_imported_is_refused(script: Script) -> None:
-    """Found by the check, before anything is started. It would else start runs within runs."""
+    """The check finds it before anything is started. Without it, runs would start within runs."""
     script.write(f"train(task, {sections()})")
     done = run(script)
     assert done.returncode == 1
@@ -171,7 +178,7 @@ task = Task(dataset=[{"prompt": "a text"}], rewards=[lambda completions, **colum
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[RunConfig, bool]]:
-    """What train() would have run."""
+    """Note what train() would have run."""
     runs: list[tuple[RunConfig, bool]] = []
 
     def supervise(config: RunConfig, resume: bool) -> None:

@@ -43,7 +43,7 @@ def accuracy(completions: list[str], **kwargs: Any) -> list[float]:
 
 @pytest.fixture
 def supervised(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_folder: Path) -> list[tuple[RunConfig, bool]]:
-    """What a script would have run, with three steps' losses and a checkpoint."""
+    """Note what a script would have run; give it three steps' losses and a checkpoint."""
     runs: list[tuple[RunConfig, bool]] = []
 
     def supervise(config: RunConfig, resume: bool) -> None:
@@ -143,7 +143,7 @@ raise ValueError("workers do not come here")
 def test_i7_the_import_for_a_task_ends_at_its_own_train(
     name: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What follows would show a result of no steps before the run has begun."""
+    """Code after it would show a result of no steps before the run has begun."""
     file = tmp_path / "two.py"
     file.write_text(TWO_TRAINERS)
     task = load_task(TaskSection(path=f"{file}:{name}"))
@@ -538,10 +538,10 @@ def test_a_setting_that_the_script_gives_by_our_name_is_left_to_the_start() -> N
 
 def test_a_tokenizer_of_its_own_is_taken_by_its_name() -> None:
     trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
-    assert trainer._translated(None).sections["model"]["tokenizer"] == "org/tokenizer"
+    assert trainer.translated(None).sections["model"]["tokenizer"] == "org/tokenizer"
     Tokenizer.name_or_path = "org/model"
     trainer = GRPOTrainer("org/model", accuracy, None, ROWS, processing_class=Tokenizer())
-    assert "tokenizer" not in trainer._translated(None).sections["model"]
+    assert "tokenizer" not in trainer.translated(None).sections["model"]
 
 
 trainer = RLOOTrainer(

@@ -64,10 +64,10 @@ def test_a_trainer_takes_the_adapter_to_the_run() -> None:
     peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
     rows = [{"prompt": "Multiply 2 by 3."}]
     trainer = GRPOTrainer("org/model", accuracy, GRPOConfig(), rows, peft_config=peft.LoraConfig(r=4))
-    assert trainer._translated(None).sections["lora"]["r"] == 4
+    assert trainer.translated(None).sections["lora"]["r"] == 4
     over = GRPOConfig(slipstream={"lora": {"r": 2}})
     assert (
-        GRPOTrainer("m/m", accuracy, over, rows, peft_config=peft.LoraConfig())._translated(None).sections["lora"]["r"]
+        GRPOTrainer("m/m", accuracy, over, rows, peft_config=peft.LoraConfig()).translated(None).sections["lora"]["r"]
         == 2
     )
 

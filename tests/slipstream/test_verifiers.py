@@ -41,7 +41,7 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 
 def episode(**changes: Any) -> SimpleNamespace:
-    """What the library tells of an episode."""
+    """Return what the library tells of an episode."""
     reward = SimpleNamespace(value=0.5)
     trace = SimpleNamespace(
         ok=True,

@@ -27,7 +27,7 @@ from weight_sync.weights.snapshot import Snapshot
 
 
 class NcclReceiverEnd(Receiver):
-    """What vLLM's NCCL engine does, in as many `workers`: packed, with calls that block as NCCL's do.
+    """Does what vLLM's NCCL engine does, in as many `workers`: packed, with calls that block as NCCL's do.
 
     `test_nccl_engine.py` drives that engine itself.
     """
@@ -86,7 +86,7 @@ class NcclReceiverEnd(Receiver):
 
 
 class StagedReceiver(Receiver):
-    """What a `DeviceEngine` does: its real reception, and the staging of `StagedEngine` in the host's memory."""
+    """Does what a `DeviceEngine` does: its real reception, and the staging of `StagedEngine` in the host's memory."""
 
     runs_here = True
     learners_uuid = "GPU-0"

@@ -55,7 +55,7 @@ class Receiver:
 
 
 class GlooReceiverEnd(Receiver):
-    """What `GlooEngine` does, in as many `workers`."""
+    """Does what `GlooEngine` does, in as many `workers`."""
 
     runs_here = True
 
@@ -103,7 +103,7 @@ class GlooReceiverEnd(Receiver):
 
 
 class HttpReceiverEnd(Receiver):
-    """What `HttpEngine` does, in as many `workers`."""
+    """Does what `HttpEngine` does, in as many `workers`."""
 
     runs_here = True
 

@@ -33,7 +33,7 @@ def snapshot(version: int, shift: float = 0.0, seed: int | None = None) -> Snaps
 
 
 def fake() -> FakeVllm:
-    """Whose log-probs move with each adapter that it scores, by less than the tolerance."""
+    """Moves its log-probs with each adapter that it scores, by less than the tolerance."""
     server = FakeVllm(FakeEngine(), adapters=FakeAdapters())
     held = server.adapters
     assert held is not None

@@ -140,7 +140,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def files(tmp_path: Path) -> list[Path]:
-    """What lies in the server's folder."""
+    """Return the files in the server's folder."""
     return list(next(tmp_path.iterdir()).iterdir())
 
 

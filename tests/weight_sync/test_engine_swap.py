@@ -76,7 +76,7 @@ def test_i6_an_exchange_that_raises_is_never_labelled_and_never_resumed(swap: An
 
 
 def test_the_cause_of_an_exchange_that_fails_is_the_worker_s_own_words(swap: Any) -> None:
-    """Not vLLM's, which send the reader to a stack trace."""
+    """The message is ours: vLLM's sends the reader to a stack trace."""
     core = Core(exchange="OSError: no room")
     result = swap(core, "7", False)
     assert (result["whole"], result["error"]) == (False, "worker 1: OSError: no room")

@@ -160,13 +160,13 @@ def test_i8_a_frame_that_was_changed_repeated_or_reflected_is_refused(damage: st
 
 
 def gloo_port(address: bytes) -> int:
-    """Of a rank's address as gloo writes it into the store: a sockaddr_in on loopback."""
+    """Return the port of a rank's address as gloo writes it into the store: a sockaddr_in on loopback."""
     at = address.index(socket.inet_aton(HOST))
     return int.from_bytes(address[at - 2 : at])
 
 
 def groups(infos: list[GlooInitInfo], met: Rendezvous) -> list[Any]:
-    """What became of the learner (0) and the worker (1): their group or their error."""
+    """Return the group or the error of the learner (0) and of the worker (1)."""
 
     def learner() -> Any:
         return GlooGroup(met.store, 0, infos[0], HOST)
@@ -225,7 +225,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
     fake = FakeVllm()
     GlooReceiverEnd(fake.engine, 1)
     transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=10))
-    plain = transport._listen
+    plain = transport.listen
 
     def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
@@ -238,7 +238,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
             assert drained(one) == b""
         return info
 
-    transport._listen = with_a_stranger  # type: ignore[method-assign]
+    transport.listen = with_a_stranger  # type: ignore[method-assign]
     async with serving(fake) as url, ServerControl(url, 20) as control:
         await transport.connect(control, 1)
         await transport.publish(control, snapshot(), Pause(control, False, True))
@@ -248,7 +248,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
 async def test_i8_a_server_s_workers_are_told_where_strangers_came_instead() -> None:
     fake = FakeVllm()
     transport = GlooTransport(WeightSyncSection(timeout_s=1))
-    plain = transport._listen
+    plain = transport.listen
 
     def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
@@ -257,14 +257,14 @@ async def test_i8_a_server_s_workers_are_told_where_strangers_came_instead() -> 
             drained(one)
         return info
 
-    transport._listen = with_a_stranger  # type: ignore[method-assign]
+    transport.listen = with_a_stranger  # type: ignore[method-assign]
     async with serving(fake) as url, ServerControl(url, 20) as control:
         with pytest.raises(TransferError, match="1 connections without the secret were turned away there"):
             await transport.connect(control, 1)
 
 
 def test_i8_the_secret_of_a_transfer_is_new_each_time_and_in_no_text() -> None:
-    made = [GlooTransport(WeightSyncSection())._listen(1) for _ in range(2)]
+    made = [GlooTransport(WeightSyncSection()).listen(1) for _ in range(2)]
     assert made[0].secret != made[1].secret
     assert len(made[0].key) == 32
     assert made[0].secret not in repr(made[0])
@@ -278,8 +278,8 @@ def test_the_rendezvous_is_closed_once_all_are_there() -> None:
         transport = GlooTransport(WeightSyncSection(timeout_s=10))
         async with serving(fake) as url, ServerControl(url, 20) as control:
             await transport.connect(control, 2)
-            assert transport._rendezvous is not None
-            port = transport._rendezvous.port
+            assert transport.rendezvous is not None
+            port = transport.rendezvous.port
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((HOST, port), 2)
             await transport.close()

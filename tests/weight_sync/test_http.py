@@ -161,7 +161,7 @@ async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> N
 async def test_a_server_that_is_let_go_leaves_no_record_behind() -> None:
     async with connected() as r:
         await r.publish(snapshot(1))
-        key = r.transports[0]._key
+        key = r.transports[0].key
         assert record_of(key) is not None
         for reception in r.receivers[0].receptions:
             reception.close()

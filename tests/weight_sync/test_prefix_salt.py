@@ -90,7 +90,7 @@ class Engine:
         return request
 
     def step(self) -> Any:
-        """What was scheduled; its output is processed too."""
+        """Return what was scheduled, after processing its output."""
         from vllm.v1.outputs import ModelRunnerOutput
 
         scheduled = self.scheduler.schedule()

@@ -49,7 +49,7 @@ class Model(nn.Module):
 
     @property
     def name(self) -> str:
-        """Of the tensor that the linear layer computes with."""
+        """Return the name of the tensor that the linear layer computes with."""
         return "up.packed0" if self.packed else "up.weight"
 
 
@@ -183,7 +183,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 
 
 def test_torch_says_what_it_cannot_pack_on_a_cpu_with_avx2_alone() -> None:
-    """Of an x86 machine with more, oneDNN shows no more than AVX2 to a process that asks for it by this variable."""
+    """This variable has oneDNN use no more than AVX2, on an x86 machine that has more."""
     only_avx2 = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_BFLOAT16], capture_output=True, text=True, timeout=110, env=only_avx2

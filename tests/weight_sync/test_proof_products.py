@@ -63,7 +63,7 @@ def no_handle(weight: torch.Tensor, _primitives: int) -> None:
 
 @pytest.fixture
 def by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Who packs: "vllm", "stand-in", or "nobody", as on a CPU that cannot."""
+    """Choose who packs: "vllm", "stand-in", or "nobody", as on a CPU that cannot."""
     who: str = request.param
     ops: Any = importlib.import_module("vllm._custom_ops")
     if who != "vllm":

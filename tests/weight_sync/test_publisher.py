@@ -22,7 +22,7 @@ from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
 from rollout_queue.ledger.records import ServerRecord
-from rollout_queue.ledger.servers import ServerRegistry
+from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
@@ -196,7 +196,7 @@ def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_ski
         blocked_s = [publishing.publish(version, weights(), probe()) for version in (2, 3, 4, 5)]
         assert max(blocked_s) < 0.4
         assert publishing.in_flight == 5
-        assert publishing._snapshots.alive <= 3
+        assert publishing.snapshots.alive <= 3
         held.release()
         publishing.wait()
         assert publishing.in_flight is None
@@ -281,9 +281,9 @@ def test_one_server_under_two_names_is_taken_out_under_the_second(world: World) 
 
 
 def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_started_it(world: World) -> None:
-    """Also one that restarts with other flags; and it serves once it is started with the right ones."""
+    """The same holds for a server that restarts with other flags. It serves once it has the right ones."""
     first, second = world.fakes
-    second._says = {"logprobs_mode": "raw_logprobs"}
+    second.says = {"logprobs_mode": "raw_logprobs"}
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
         until(server_in(world, "vllm-1", ServerState.DOWN))
@@ -292,10 +292,10 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
         assert "--logprobs-mode processed_logprobs" in reason
         until(server_in(world, "vllm-0", ServerState.SERVING))
         assert "/slipstream/swap" not in second.calls
-        second._says = {}
+        second.says = {}
         second.engine.restart()
         until(server_in(world, "vllm-1", ServerState.SERVING))
-        first._says = {"max_model_len": 16}
+        first.says = {"max_model_len": 16}
         first.engine.restart()
         until(server_in(world, "vllm-0", ServerState.DOWN))
         assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
@@ -419,7 +419,7 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
     settings = world.config().model_copy(update={"model": ModelSection.model_validate({"path": "m", "dtype": dtype})})
     monkeypatch.setattr(world, "config", lambda: settings)
     for fake in world.fakes:
-        fake._says = {"dtype": f"torch.{dtype}"}
+        fake.says = {"dtype": f"torch.{dtype}"}
     fails = pytest.raises(PublishError) if state == ServerState.QUARANTINED else contextlib.nullcontext()
     with fails, world.publisher() as publisher:
         publisher.publish(1, [], probe(shift=0.2))
@@ -541,7 +541,7 @@ def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_co
         assert publishing.records[0].servers_ok == ["vllm-0"]
         plain = f"http://127.0.0.1:{port} does not answer yet (connection refused)"
         until(lambda: world.servers()["vllm-1"].reason == plain)
-        assert publishing._fleet.describe_waits() == f"vllm-1 (joining, {plain})"
+        assert publishing.fleet.describe_waits() == f"vllm-1 (joining, {plain})"
         world.do(world.stack.enter_async_context(serving(FakeVllm(), port=port)))
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
 

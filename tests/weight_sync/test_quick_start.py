@@ -41,7 +41,7 @@ def test_the_engine_is_forked_where_it_computes_alone_on_one_thread(
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=executor))
-    quick_start._fork_engine(Platform)
+    quick_start.fork_engine(Platform)
     Platform.check_and_update_config(config)
     assert checked == [config]
     assert os.environ[quick_start.METHOD] == method

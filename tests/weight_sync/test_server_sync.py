@@ -213,7 +213,7 @@ async def test_a_probe_that_is_not_a_number_is_a_mismatch() -> None:
 
 async def test_a_probe_without_log_probs_is_an_error() -> None:
     async with against(FakeVllm()) as s:
-        s.fake._scored = lambda prompt: []  # type: ignore[method-assign]
+        s.fake.scored = lambda prompt: []  # type: ignore[method-assign]
         s.fake.faults.append(Fault("status", None, "/slipstream/score", 501))
         with pytest.raises(ControlError, match="holds no prompt log-probs"):
             await s.server.publish(snapshot(1))
@@ -269,7 +269,7 @@ async def test_a_server_that_restarted_is_met_and_synced_anew() -> None:
 
 @pytest.mark.parametrize("label", ["default", "7"])
 async def test_i6_what_a_learner_that_died_left_is_cleared_by_its_successor(label: str) -> None:
-    """Also where it died in its first publication, when the server still has the label of its start."""
+    """This holds even if it died in its first publication, when the server still has the label of its start."""
     fake = FakeVllm()
     engine = fake.engine
     engine.weight_version = label

@@ -28,7 +28,7 @@ async def served(scope: Any, receive: Any, send: Any) -> None:
 
 
 def ask(path: str, authorization: str | None = None, kind: str = "http", root: str = "") -> list[dict[str, Any]]:
-    """What the guard, made now, sends for a request."""
+    """Return what a new guard sends for a request."""
     sent: list[dict[str, Any]] = []
 
     async def send(message: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tests.kit.worker import until
 from weight_sync.server.answers import ServerFacts
 from weight_sync.vllm import control_rules, engine_state
 from weight_sync.vllm.engine_state import EngineStatus, status_of
@@ -161,8 +162,7 @@ async def test_an_engine_that_hangs_for_good_ends_its_server(monkeypatch: pytest
         reply = await asyncio.wait_for(generating, 5)
         assert reply.status_code == 503
         assert "did not answer 3 times" in reply.json()["error"]["message"]
-        await asyncio.sleep(0.1)
-        assert server.engine.ended == ["ended"]
+        await until(lambda: server.engine.ended == ["ended"])
 
 
 async def test_a_persons_resume_within_a_swap_waits_for_its_end_and_goes_through() -> None:
@@ -307,8 +307,7 @@ async def test_i6_a_swap_that_fails_half_way_answers_503_to_all_at_once_and_ends
         assert (await server.post("/resume")).status_code == 503
         state = await server.get("/slipstream/state")
         assert (state.status_code, state.json()["whole"]) == (503, False)
-        await asyncio.sleep(0.2)
-        assert server.engine.ended == ["ended"]
+        await until(lambda: server.engine.ended == ["ended"])
 
 
 async def test_i6_a_pause_whose_owner_died_ends_by_resuming(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,8 +315,7 @@ async def test_i6_a_pause_whose_owner_died_ends_by_resuming(monkeypatch: pytest.
     async with serving() as server:
         await server.post("/pause", headers=OURS)
         assert (await server.get("/slipstream/state")).json()["pause_owner"] == "publication"
-        await asyncio.sleep(0.2)
-        assert not server.engine.paused
+        await until(lambda: not server.engine.paused)
         assert server.condition.pause_owner == "none"
 
 
@@ -325,12 +323,11 @@ async def test_i6_a_lease_that_is_renewed_holds() -> None:
     async with serving() as server:
         await server.post("/pause", headers=OURS)
         for _ in range(3):
-            reply = await server.post("/slipstream/lease", json={"owner": "publication", "seconds": 0.2})
+            reply = await server.post("/slipstream/lease", json={"owner": "publication", "seconds": 1.0})
             assert reply.status_code == 200
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.4)
         assert server.engine.paused
-        await asyncio.sleep(0.3)
-        assert not server.engine.paused
+        await until(lambda: not server.engine.paused)
         assert (await server.post("/slipstream/lease", json={"owner": "x", "seconds": 1})).status_code == 409
 
 
@@ -343,10 +340,9 @@ async def test_a_model_left_half_loaded_never_generates_and_ends_its_server(monk
         await server.post("/start_weight_update")
         assert (await server.post("/resume")).status_code == 409
         assert server.engine.paused
-        await asyncio.sleep(0.3)
+        await until(lambda: server.engine.ended == ["ended"])
         assert server.engine.paused
         assert (await server.post("/inference/v1/generate")).status_code == 503
-        assert server.engine.ended == ["ended"]
 
 
 async def test_a_persons_pause_stands_through_a_publication_in_place() -> None:

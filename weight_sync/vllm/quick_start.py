@@ -26,10 +26,10 @@ def install() -> None:
 
     # vLLM inspects in another process, as the import of a model class may initialise CUDA before a fork.
     registry._run_in_subprocess = lambda inspect: inspect()
-    _fork_engine(type(current_platform))
+    fork_engine(type(current_platform))
 
 
-def _fork_engine(platform: Any) -> None:
+def fork_engine(platform: Any) -> None:
     """Has the engine forked, if that is safe, after the platform has asked for a new interpreter."""
     check = platform.check_and_update_config
 

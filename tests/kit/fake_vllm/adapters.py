@@ -18,7 +18,7 @@ Refuse = Callable[[int, str], web.Response]
 
 
 class FakeAdapters:
-    """What a server with `--enable-lora` holds. `refusal`: why vLLM loads nothing; `chunks`: bytes of each chunk;
+    """Holds what a server with `--enable-lora` holds. `refusal`: why vLLM loads nothing; `chunks`: bytes of each chunk;
     `damaged`: chunks that arrive with a bit turned; `events`: what was loaded, scored and served, in order."""
 
     def __init__(self, max_rank: int = 16) -> None:

@@ -35,8 +35,8 @@ class Sample:
 
 @dataclass
 class FakeEngine:
-    """What vLLM's engine keeps. `hooks` are called with the body of the control route of that name; `aborted_after`:
-    the tokens that a continuation has when it is aborted."""
+    """Keeps what vLLM's engine keeps. `hooks` are called with the body of the control route of that name;
+    `aborted_after`: the tokens that a continuation has when it is aborted."""
 
     policy: Policy = _empty
     stop_token_ids: list[int] = field(default_factory=list)
@@ -146,7 +146,7 @@ class FakeEngine:
             raise EngineError("No weight update is active; call start_weight_update first")
 
     def drop_update(self) -> None:
-        """What vLLM does with an update whose `/update_weights` fails."""
+        """Does what vLLM does with an update whose `/update_weights` fails."""
         self.updating = False
 
     def finish_update(self, version: str | None) -> None:

@@ -44,7 +44,7 @@ class FakeVllm:
         takes them."""
         self.engine = engine or FakeEngine()
         self._version = version
-        self._says = says or {}
+        self.says = says or {}
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
         self.calls: list[str] = []
@@ -164,7 +164,7 @@ class FakeVllm:
             return problem
         if params.get("prompt_logprobs") is not None:
             await self.engine.until_resumed()
-            return web.json_response(replies.answer("probe", [], len(prompt), self._scored(prompt)))
+            return web.json_response(replies.answer("probe", [], len(prompt), self.scored(prompt)))
         n, limit = params.get("n", 1), min(params["max_tokens"], self.engine.max_model_len - len(prompt))
         stops = params.get("stop_token_ids") or []
         aborted = self._aborts[f"generate-tokens-{body['request_id']}"] = asyncio.Event()
@@ -238,10 +238,10 @@ class FakeVllm:
             stops = body.get("stop_token_ids") or []
             sample = await self.engine.sample(prompt, 0, body["max_tokens"], stops, asyncio.Event())
             return web.json_response(replies.completion(prompt, None, sample))
-        scored = self._scored(prompt) if body.get("prompt_logprobs") is not None else None
+        scored = self.scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))
 
-    def _scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+    def scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` of an answer: nothing for the first token."""
         return [None] + [
             {str(token): {"logprob": self.engine.probe_logprob(token, place), "rank": 1, "decoded_token": ""}}
@@ -329,7 +329,7 @@ class FakeVllm:
             "max_model_len": self.engine.max_model_len,
             "logprobs_mode": "processed_logprobs",
             "served_model_name": "policy",
-            **self._says,
+            **self.says,
         }
 
     async def _facts(self, request: web.Request) -> web.Response:

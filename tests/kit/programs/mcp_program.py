@@ -62,7 +62,7 @@ def picture() -> list[Any]:
 
 @server.tool()
 def secret() -> str:
-    """What the server sees of its starter."""
+    """Return what the server sees of its starter."""
     return f"{os.environ.get('SLIPSTREAM_TOKEN')} {os.environ.get('KIT_KEY')}"
 
 

@@ -471,7 +471,7 @@ async def test_a_ticket_that_is_lost_ends_its_agents():
     def lose(worker):
         if len(waiting) == 2 and not queue.lost:
             queue.lost.append("t0")
-            worker._heartbeat.now()
+            worker.heartbeat.now()
         return False
 
     server = fake(TALKATIVE)

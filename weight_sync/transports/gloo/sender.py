@@ -32,7 +32,7 @@ class GlooTransport(StagedTransport):
 
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
-        self._rendezvous: Rendezvous | None = None
+        self.rendezvous: Rendezvous | None = None
         self._group: GlooGroup | None = None
         self._base = DeltaBase(section.full_every)
         self._history: DeltaHistory | None = None
@@ -46,7 +46,7 @@ class GlooTransport(StagedTransport):
         if self._section.delta and self._history is None:
             self._history = HISTORY.take()
         self._base = DeltaBase(self._section.full_every)
-        info = await on_thread(self._listen, workers)
+        info = await on_thread(self.listen, workers)
         await gather(server.init_transfer(asdict(info)), on_thread(self._meet, info))
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
@@ -66,20 +66,21 @@ class GlooTransport(StagedTransport):
     async def close(self) -> None:
         await on_thread(self._let_go)
 
-    def _listen(self, workers: int) -> GlooInitInfo:
+    def listen(self, workers: int) -> GlooInitInfo:
+        """Opens the rendezvous for so many workers and returns where it is. Raises `TransferError` if it cannot."""
         host, timeout_s = self._section.host, self._section.timeout_s
         secret = secrets.token_bytes(32)
         try:
-            self._rendezvous = Rendezvous(host, secret, workers + 1, timeout_s)
+            self.rendezvous = Rendezvous(host, secret, workers + 1, timeout_s)
         except OSError as error:
             raise TransferError(
                 f"weight_sync.host = {host}: cannot listen there: {error}; name an address of the learner's machine"
             ) from error
-        port = self._rendezvous.port
+        port = self.rendezvous.port
         return GlooInitInfo(host, port, workers + 1, self._section.bucket_bytes, timeout_s, secret.hex())
 
     def _meet(self, info: GlooInitInfo) -> None:
-        rendezvous = self._rendezvous
+        rendezvous = self.rendezvous
         if rendezvous is None:
             raise TransferError("the transport was closed")
         try:
@@ -124,7 +125,7 @@ class GlooTransport(StagedTransport):
             group.tell(rank, *words)
 
     def _let_go(self) -> None:
-        rendezvous, self._rendezvous = self._rendezvous, None
+        rendezvous, self.rendezvous = self.rendezvous, None
         if rendezvous is not None:
             rendezvous.close()
         self._group = None  # blocks until gloo's threads have ended

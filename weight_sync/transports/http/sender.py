@@ -33,7 +33,7 @@ class HttpTransport(StagedTransport):
     def __init__(self, section: WeightSyncSection) -> None:
         super().__init__(section)
         self._blob_server: BlobServer | None = None
-        self._key = secrets.token_hex(8)
+        self.key = secrets.token_hex(8)
         self._base = DeltaBase(section.full_every)
 
     @property
@@ -51,7 +51,7 @@ class HttpTransport(StagedTransport):
         url = blob_server.url_of(greeting)
         try:
             await server.init_transfer(
-                asdict(HttpInitInfo(self._key, blob_server.secret, url, section.timeout_s, section.http_mbytes_per_s))
+                asdict(HttpInitInfo(self.key, blob_server.secret, url, section.timeout_s, section.http_mbytes_per_s))
             )
             if not blob_server.asked(greeting):
                 raise TransferError(
@@ -67,7 +67,7 @@ class HttpTransport(StagedTransport):
             raise TransferError("the transport is not connected")
         offers = blob_server.offers
         offer = await on_thread(offers.open, snapshot, min(self._section.bucket_bytes, offers.chunk_bytes))
-        own = server.url + chunks.CHUNKS_PREFIX + self._key
+        own = server.url + chunks.CHUNKS_PREFIX + self.key
         try:
             found = await on_thread(self._base.find_path, offers.history, snapshot) if self._section.delta else None
             if found is not None:

@@ -150,7 +150,7 @@ class BoundedRatio(Correction):
 
 
 class ImportanceWeight(BoundedRatio):
-    """A token's weight is multiplied by r, and the objective's ratio is then taken against the proximal policy: p /
+    """Multiplies a token's weight by r, and takes the objective's ratio against the proximal policy: p /
     proximal times proximal / behaviour is p / behaviour, so nothing counts twice. r is the whole rollout's for variants
     that are `by_rollout`, and the token's for the others."""
 

@@ -110,6 +110,6 @@ class PendingNotices:
         self._pending.append(Notice("server", text))
 
     def added_to(self, report: LearnerReport) -> LearnerReport:
-        """Returns the report with all pending notices, which count as told from here on."""
+        """Returns the report with all pending notices, which are no longer pending then."""
         pending, self._pending = self._pending, []
         return msgspec.structs.replace(report, notices=pending)

@@ -1,5 +1,5 @@
-"""The result of a run: `summary.json`, and the reward curve as `reward.png`, which grows with the run, and as a line of
-text.
+"""Writes the result of a run: `summary.json`, and the reward curve, as `reward.png` that grows with the run and as a
+line of text.
 """
 
 from __future__ import annotations

@@ -281,7 +281,7 @@ def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int,
     about = (rank.to_bytes(4), theirs, nonce)
     connection.sendall(nonce + mac_of(secret, b"learner", *about))
     if not hmac.compare_digest(_read(connection, _MAC_BYTES, deadline), mac_of(secret, b"worker", *about)):
-        raise AuthenticationError("its secret is another")
+        raise AuthenticationError("its secret is not the group's")
     return rank, Channel(connection, mac_of(secret, b"line", *about), b"l", b"w")
 
 

@@ -245,7 +245,7 @@ def replay(
         typer.Option(help="new folder for the metrics; default: replay-1, replay-2 and so on in the run directory"),
     ] = None,
 ) -> None:
-    """Train again what a run has trained, from its record alone. For bug reports."""
+    """Repeat a run's training from its record alone. For bug reports."""
     probes.require_modules("slipstream replay", probes.LEARNER_MODULES)
     from deploy.commands.replay import run
 

@@ -1,7 +1,7 @@
 """Loads the user's callbacks, which have transformers' interface, and calls them.
 
 They run in the learner's main thread, between steps. The run waits for them, and the status page says so. A callback
-that raises ends the run as a failure, also by sys.exit. What a callback sees as `args` are the run's settings by the
+that raises ends the run as a failure, also by sys.exit. The argument `args` of a callback has the run's settings by the
 names of transformers' TrainingArguments. No TrainingArguments are made: they would set up a device and process groups
 of their own.
 """

@@ -61,7 +61,7 @@ class Evaluator:
         return self._open
 
     def begin(self) -> None:
-        """Collects what an earlier session of the run has asked for."""
+        """Collects the evaluations that an earlier session of the run has asked for."""
         if self._journal is not None:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
 

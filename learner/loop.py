@@ -113,7 +113,7 @@ def begin_session(
     resume: bool,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Session:
-    """Begins a session at the queue and makes what it needs. Arguments and errors are those of `train`."""
+    """Begins a session at the queue and makes its parts. Arguments and errors are those of `train`."""
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
@@ -303,7 +303,7 @@ class Loop:
         self._reports.conclude(status)
 
     def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
-        """Returns what is published with `probe`."""
+        """Returns the weights to publish with `probe`."""
         adapter = self._trainer.policy.adapter
         if adapter is None:
             return self._trainer.weights()

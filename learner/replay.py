@@ -70,7 +70,7 @@ class Outcome(msgspec.Struct):
         compared: Steps that the run's own metrics.jsonl has too.
         first_difference: The first of them with another metric; None where all are the same to the bit.
         largest_difference: By metric.
-        left_out: What happened to each batch that the run left out.
+        left_out: Outcome of each batch that the run left out.
         ranks: Number of ranks that made the run's steps.
     """
 
@@ -309,7 +309,8 @@ def _introduce(
         progress.say(f"{ranks} ranks made the run's steps, and one makes them here: they agree but for rounding")
     made = made_with(config, chosen[0].step)
     if made and (different := [line for line in start.changed(config, made) if line.startswith(_THAT_COUNT)]):
-        progress.warn(f"not the settings that the run made step {chosen[0].step} with: {', '.join(different)}")
+        names = ", ".join(different)
+        progress.warn(f"these settings differ from those with which the run made step {chosen[0].step}: {names}")
 
 
 def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:

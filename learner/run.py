@@ -114,8 +114,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 
 
 def follow(place: RankInfo) -> None:
-    """Runs a rank other than the first: it does what rank 0 says, until there is nothing left to do. Raises
-    `RankLost`."""
+    """Runs a rank other than the first: follows rank 0 until there is nothing left to do. Raises `RankLost`."""
     for number in SIGNALS:  # Signals go to all ranks; rank 0 decides what follows.
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()

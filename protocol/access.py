@@ -288,6 +288,6 @@ def roles_of(method: str, path: str) -> tuple[Role, ...] | None:
 
     A route that is not declared changes the run, for all that is known: it is the learner's.
     """
-    # HEAD reads what GET does.
+    # HEAD needs the same role as GET.
     asked = "GET" if method == "HEAD" else method
     return next((route.roles for route in ROUTES if route.matches(asked, path)), _LEARNER)

@@ -138,7 +138,7 @@ class QueueClient:
         token: Sent as bearer token.
         patience_s: How long a call is retried, seconds.
         timeout_s: Time-out of one try, besides a long-poll's own wait, seconds.
-        said_by: Names what told the URL, for the error if there is no queue.
+        said_by: Names the source of the URL, for the error if there is no queue.
 
     Attributes:
         retries: Number of tries after the first of each call.

@@ -235,7 +235,7 @@ class Notice(msgspec.Struct, frozen=True):
     Attributes:
         kind: Of a worker: tool, environment, agent, reward, row, prompt, episode, ticket, server, or code where user
             code hangs or blocks others. Of the learner: checkpoint, batch or server.
-        text: What failed, with the error, file and line.
+        text: The failure, with the error, file and line.
     """
 
     kind: str
@@ -426,7 +426,7 @@ class LeaseRenewed(msgspec.Struct):
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     """Begins a learner session at step 0, or from a checkpoint of `step` and policy `version`.
 
-    `fingerprint`: what the learner expects of workers. `vocabulary`: the model's token ids are below it.
+    `fingerprint`: the fingerprint that workers must have. `vocabulary`: the model's token ids are below it.
     """
 
     step: Natural

@@ -1,4 +1,4 @@
-"""The JSON object of `GET /v1/status`, with who waits for whom and since when (I7); and evaluations, a part of it.
+"""The JSON object of `GET /v1/status`, with every wait and its seconds (I7); and evaluations, a part of it.
 
 Evaluations run beside training on the same workers and servers. Their groups are not trained.
 """
@@ -41,7 +41,7 @@ class Evaluation(msgspec.Struct):
         rows: None until a worker has said how many there are. `done`, `failed`: how many of them have ended so.
         failures: Failed rows by reason.
         ended: None while it is open.
-        waits_for: What keeps it from going on; None if nothing does.
+        waits_for: Obstacle that keeps it from going on; None if there is none.
         seconds: Time since it was asked for; once it has ended, how long it took.
         rollouts: Episodes that have a reward.
         reward: Mean over rows of each row's mean reward. `reward_std`: sample standard deviation of the rows' means.

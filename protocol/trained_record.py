@@ -1,4 +1,5 @@
-"""The record of what a run trained: files in `run_dir/record/`, written by the queue and read by `slipstream replay`.
+"""The record of a run's trained groups: files in `run_dir/record/`, written by the queue and read by `slipstream
+replay`.
 
 A record is a folder of parts, `part-000001.groups` and so on; the oldest ones may have been deleted. A part begins with
 `RECORD_MAGIC` and holds entries, one a group, in the order in which the learner acknowledged them: two little-endian
@@ -208,7 +209,7 @@ def _entries(path: Path) -> Iterator[RecordPosition]:
                 at = file.tell()
                 length, checksum = _FRAME.unpack(frame)
                 if length > _MAX_HEAD:
-                    raise _Damage(f"{path}: damaged at byte {at}: a head of {length} bytes")
+                    raise _Damage(f"{path}: damaged at byte {at}: its head would have {length} bytes")
                 encoded = file.read(length)
                 if len(encoded) < length:
                     return

@@ -99,7 +99,7 @@ def _digest_of_task(file: Path, tools: Sequence[Mapping[str, Any]]) -> str | Non
 
 
 def _plain(value: Any) -> Any:
-    """Return a value for JSON. What JSON cannot write becomes its type and its repr without addresses."""
+    """Return a value for JSON. An object that JSON cannot write becomes its type and its repr without addresses."""
     if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, np.generic | np.ndarray):

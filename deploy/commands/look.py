@@ -35,7 +35,7 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="redraw every second until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
 ) -> None:
-    """Show depth, staleness and who waits for whom."""
+    """Show depth, staleness and every wait."""
     from deploy.commands.status import show
 
     config = load(run_file, context.args)

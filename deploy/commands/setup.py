@@ -1,5 +1,5 @@
-"""`slipstream doctor` says what is installed, which devices are here and what is broken; `slipstream init` writes a run
-file, a task and its data to start from.
+"""`slipstream doctor` shows the installed packages, the devices and their faults; `slipstream init` writes a run file,
+a task and its data to start from.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine(config: RunConfig | None) -> int:
-    """Prints what is here, and a run file's ports and devices. Returns the exit code: 1 if something is broken."""
+    """Prints packages and devices, and a run file's ports and plan. Returns the exit code: 1 if something is broken."""
     table = Table(box=None, pad_edge=False, show_header=False)
     of_run = (*_ports(config), *_plan(config)) if config else ()
     for name, value in (*_software(), *_devices(), *of_run):

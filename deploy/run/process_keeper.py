@@ -1,7 +1,7 @@
 """Keeps the processes of a run running until the learner has ended.
 
 `RestartPolicy` decides without I/O whether a process that ended is done, is restarted, or ends the run. `ProcessKeeper`
-starts the processes, asks the policy, and says on the terminal what it waits for and what ended.
+starts the processes, asks the policy, and shows on the terminal each wait and each end.
 """
 
 from __future__ import annotations

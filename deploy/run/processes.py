@@ -1,4 +1,4 @@
-"""Starts and ends the processes of a run on one machine, and finds the first error in their logs.
+"""Starts and ends the processes of a run on one machine.
 
 Each child has a process group of its own and its output in a log file. None is left behind: if this process is killed,
 a guard process ends them.
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from deploy.run.first_error import first_error
 from deploy.servers.devices import DevicePlan, Placement, environment_of, nccl_environment, place_devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import access
@@ -222,7 +223,7 @@ class Children:
         """Starts a program.
 
         Args:
-            program: What to start.
+            program: The program.
             log_dir: Folder of the logs.
             stdout: Descriptor for a program whose stdout goes to the terminal; None for this process's.
 
@@ -296,69 +297,3 @@ def _on_cores(cores: Collection[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-_TRACEBACK = "Traceback (most recent call last):"
-
-# A line of our own log below ERROR, such as a failure that the process survives.
-_BELOW_ERROR = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING) ")
-
-_ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
-
-# vLLM's prefix of each line of a logged traceback: process, level, time and place.
-_VLLM_PREFIX = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
-
-# Our part of a vLLM server logs this after the errors that the engine's end has caused.
-_ENGINE_ENDED = re.compile(r"its EngineCore process ended \([^)]*\)")
-
-_OF_THE_ENGINE = re.compile(r"^\((EngineCore|(Vllm)?Worker)\S* pid=\d+\) ")
-
-# Detail lines of an error to quote: the first line of pydantic's only says that there is an error.
-_MAX_DETAILS = 2
-
-
-def first_error(lines: Sequence[str]) -> str | None:
-    """Finds the first error of a log: later ones usually only follow from it.
-
-    Returns:
-        The first line that reports an error; of a traceback the exception at its end, of a chain of tracebacks the
-        root. For a vLLM server whose engine ended, the engine's own first error, else that it ended. None if there is
-        no error.
-    """
-    if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
-        return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
-    return _first_error(lines)
-
-
-def _first_error(lines: Sequence[str]) -> str | None:
-    for place, line in enumerate(lines):
-        if _bare(line) == _TRACEBACK:
-            return _end_of_traceback(lines[place:]) or line.strip()
-        if _ERROR.search(line) and not _BELOW_ERROR.match(line):
-            if line != _bare(line) and _bare(line)[:1].isspace():
-                # The part of the log that was read begins within a traceback.
-                return _end_of_traceback([line, *lines[place:]]) or line.strip()
-            after = lines[place + 1 : place + 2]
-            cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
-            return cause or line.strip()
-    return None
-
-
-def _end_of_traceback(lines: Sequence[str]) -> str | None:
-    """Returns the exception of the traceback that `lines` begin with, None if it is cut off.
-
-    Lines of other processes may stand in between.
-    """
-    start = _VLLM_PREFIX.match(lines[0])
-    process = start.group(1) if start else None
-    own = [_bare(line) for line in lines[1:] if process is None or line.startswith(process)]
-    for place, line in enumerate(own):
-        if line and not line[0].isspace():
-            details = [detail.strip() for detail in own[place + 1 : place + 1 + _MAX_DETAILS] if detail[:1].isspace()]
-            return " ".join([line.strip(), *(detail for detail in details if not detail.startswith("For further"))])
-    return None
-
-
-def _bare(line: str) -> str:
-    """Removes vLLM's prefix."""
-    return _VLLM_PREFIX.sub("", line, count=1).rstrip()

@@ -62,7 +62,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
         planned, counted = devices.settle(counted, on_cpu(), terminal.say)
         with held_alone(config):
             if not resume and (aside := clear(config)):
-                terminal.say(f"an earlier start made no step; what it left is in {aside}")
+                terminal.say(f"an earlier start made no step; its files are in {aside}")
             if resume:
                 settings.enter_context(kept_if_no_step_is_made(config))
             run_file = write_resolved(with_cache_size(counted)).absolute()

@@ -18,7 +18,7 @@ class NumberGame:
     """One game at a time; `reset` begins the next. Its public methods, but for those, are the policy's tools."""
 
     def reset(self, secret: int, largest: int, **_: Any) -> str:
-        """Begin a game with two columns of the row. What it returns goes on where the prompt ends."""
+        """Begin a game with two columns of the row. The returned text is appended to the prompt."""
         self._secret = secret
         self._largest = largest
         self._guesses = 0

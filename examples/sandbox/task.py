@@ -34,7 +34,7 @@ def python(code: str) -> str:
     """Run a program.
 
     Args:
-        code: In Python; what it prints comes back.
+        code: A Python program; its output is returned.
     """
     return _SANDBOX.run(code) or "(nothing printed)"
 

@@ -162,7 +162,7 @@ class ImportanceWeight(BoundedRatio):
 
 
 class TruncatedWeight(ImportanceWeight):
-    """Weights within the bounds: an r above or below counts as the bound."""
+    """Replaces an r outside the bounds by the bound."""
 
     OUTSIDE: ClassVar[str] = "correction/truncated"
 
@@ -171,7 +171,7 @@ class TruncatedWeight(ImportanceWeight):
 
 
 class MaskedWeight(ImportanceWeight):
-    """No weight where r is outside the bounds."""
+    """Gives no weight to a token whose r is outside the bounds."""
 
     OUTSIDE: ClassVar[str] = "correction/masked"
 

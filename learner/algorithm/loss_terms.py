@@ -135,11 +135,11 @@ class Regulariser(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """Returns what is added to the objective's losses; its sums become metrics, as means over the tokens with
+        """Returns the losses to add to the objective's; their sums become metrics, as means over the tokens with
         weight."""
 
     def penalties(self, reference_drift: Floats) -> Floats:
-        """Returns what is taken from each rollout's reward, float64 [S].
+        """Returns the penalty to subtract from each rollout's reward, float64 [S].
 
         Args:
             reference_drift: float64 [S], sum of reference - behaviour over the rollout's tokens that train.

@@ -22,7 +22,7 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """The losses of a row's N tokens, and what the step's metrics are made from.
+    """The losses of a row's N tokens, and the sums and peaks for the step's metrics.
 
     A step's loss is the sum of `losses` over all of its rows. `sums` are added up over the rows; of `peaks` the
     greatest counts (a minimum is the peak of the negated value). A row must give the same names whatever is in it.
@@ -127,7 +127,7 @@ class RatioObjective(Objective):
         }
 
     def _share(self, tokens: Tokens) -> torch.Tensor:
-        """Returns what each token counts for in sums, [N]. With `by_rollout` the tokens of a rollout count as one."""
+        """Returns the weight of each token in sums, [N]. With `by_rollout` the tokens of a rollout count as one."""
         weighted = tokens.weights > 0
         return weighted / tokens.lengths if self.by_rollout else weighted
 

@@ -26,7 +26,7 @@ class StepRollouts:
         rewards: float64 [S].
         groups: int64 [S], number of each rollout's group, ascending.
         tokens: int64 [S], how many tokens of each train. That may be 0: its reward still counts in its group.
-        components: float64 [S, C], what each reward function gave, NaN where it gave nothing. A function whose weight
+        components: float64 [S, C], value of each reward function, NaN where it gave none. A function whose weight
             differs between groups has a column for each of its weights.
         reward_weights: float64 [C].
         servers: Names of the vLLM servers that sampled them.

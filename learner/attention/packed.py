@@ -19,7 +19,7 @@ from learner.attention.paths import sent
 from learner.feed.packing import PACKED_ATTENTION, PackedRow
 from protocol.config import ConfigError
 
-# Arguments by which models change what attention computes; ignoring one would train on wrong log-probs.
+# Arguments by which models change the computation of attention; ignoring one would train on wrong log-probs.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias", "attn_logit_softcapping")
 
 
@@ -49,7 +49,8 @@ class RowLayout:
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
-    """Returns what a transformers model needs, beside ids and positions, to keep the sequences of `row` apart."""
+    """Returns the arguments that a transformers model needs, beside ids and positions, to keep the sequences of `row`
+    apart."""
     if implementation == PACKED_ATTENTION:
         return {"row_layout": RowLayout(row)}
     bounds = sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)

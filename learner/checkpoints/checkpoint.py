@@ -1,4 +1,4 @@
-"""Checkpoints: complete, or not there at all.
+"""Writes, finds and reads checkpoints. Each is complete, or not there at all.
 
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` if one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
@@ -217,14 +217,14 @@ def _discard(path: Path) -> None:
 
 
 def _sweep(home: Path) -> None:
-    """Removes what a kill left behind."""
+    """Removes the remains of a checkpoint whose writing was killed."""
     for prefix in (_UNFINISHED, _DISCARDED):
         for left in home.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def copy_sources(sources: Sources, target: Path) -> None:
-    """Copies what a server needs beside the weights, so that the checkpoint can be served as it is."""
+    """Copies the files that a server needs beside the weights, so that the checkpoint can be served as it is."""
     model = sources.model
     if sources.chat_template is not None:
         shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)

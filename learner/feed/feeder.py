@@ -59,7 +59,7 @@ class _Prepared:
 class Feeder:
     """Batches for the steps after `start.step`, in order. A context manager: leaving it gives open leases back.
 
-    Its methods are for the learner's main thread, except `fail`. `next_batch` raises what went wrong on the loop.
+    Its methods are for the learner's main thread, except `fail`. `next_batch` raises errors of the loop.
 
     Args:
         start: Position of the run when the session began.

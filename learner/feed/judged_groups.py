@@ -134,7 +134,7 @@ def step_rollouts(
     Args:
         groups: The groups that train.
         tokens: int64 [G] for each group, how many tokens of each rollout train.
-        clip: Bounds of the rewards. What single reward functions gave is not clipped, as in TRL.
+        clip: Bounds of the rewards. Values of single reward functions are not clipped, as in TRL.
     """
     rewards = np.concatenate([rewards_of(group) for group in groups])
     numbers = np.repeat(np.arange(len(groups)), [len(group.rollouts) for group in groups])
@@ -157,8 +157,8 @@ def step_rollouts(
 
 
 def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:
-    """Yields what the reward functions gave each rollout, and their weights. A worker that names no function gave the
-    reward itself."""
+    """Yields the values of the reward functions for each rollout, and their weights. A worker that names no function
+    gave the reward itself."""
     named = any(value is not None for rollout in group.rollouts for value in rollout.reward_components.values())
     for rollout in group.rollouts:
         yield (rollout.reward_components, group.reward_weights) if named else ({"": rollout.reward}, {})
@@ -228,7 +228,7 @@ class StepCounts:
         tokens_dropped: By reason.
         packing_fill: Tokens of the rows, divided by rows times budget.
         tokens_forwarded: Tokens of the rows; tokens that samples share count once.
-        tokens_unshared: What they would be if nothing were shared.
+        tokens_unshared: Their number if nothing were shared.
         tokens_prompt: Of every group that arrived.
         epoch: Whole passes over the data before the newest group.
         tokens_by_staleness: Tokens that train, by `staleness/tokens_<s>`, from 0 to the bound; the last counts older

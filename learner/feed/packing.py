@@ -1,7 +1,7 @@
 """Packs sequences into rows of at most `token_budget` tokens, without padding, and deals the rows to the ranks.
 
-Packing must not change what is learnt. What sequences share stands in a row once, but each attends to its own tokens
-only (`learner.feed.trie`), and the loss is a sum over tokens with one normaliser for the step. No I/O.
+Packing must not change what is learnt. Tokens that sequences share stand in a row once, but each sequence attends to
+its own tokens only (`learner.feed.trie`), and the loss is a sum over tokens with one normaliser for the step. No I/O.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PackedRow:
         reach: n indices: where the descendants of each node end.
         copies: int64 [T], how many of the sequences have the token.
         longest: Tokens of the longest sequence.
-        raw_tokens: What T would be if nothing were shared.
+        raw_tokens: T if nothing were shared.
         positions: int64 [U], index in the row of the token before, whose output predicts.
         targets: int64 [U], the predicted id.
         scored: int64 [N], the pair of each token that trains.

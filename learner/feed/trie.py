@@ -1,4 +1,4 @@
-"""Arranges the samples of a row as a prefix trie in depth-first order, so that what they share stands there once.
+"""Arranges the samples of a row as a prefix trie in depth-first order, so that shared tokens stand there once.
 
 Sorted by their tokens, each sample adds only what follows its common prefix with the one before it. These runs, end to
 end, are the trie's nodes in depth-first order, and all descendants of a token stand right behind it: token i sees token

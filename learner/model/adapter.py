@@ -80,11 +80,11 @@ class Adapter:
         return sum(parameter.numel() for parameter in self._network.parameters() if parameter.requires_grad)
 
     def published(self) -> CheckpointView:
-        """Returns what the network publishes, by the names that its weights had without the adapter."""
+        """Returns the weights that the network publishes, by the names that they had without the adapter."""
         return held(self._network, self._published, self._dtype)
 
     def alone(self) -> AdapterAlone:
-        """Returns what is published in place of `published`, to servers that load adapters."""
+        """Returns the adapter's own weights, to publish in place of `published` to servers that load adapters."""
         return AdapterAlone(self.tensors(), self.config())
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -205,8 +205,8 @@ class Adapter:
 
     @torch.no_grad()
     def _keep_in_float32(self) -> None:
-        """Keeps what trains in float32: 16 bits would lose small steps, and DoRA's lengths in 16 bits would change the
-        base."""
+        """Keeps trained weights in float32: 16 bits would lose small steps, and DoRA's lengths in 16 bits would change
+        the base."""
         for module in self._network.modules():
             if hasattr(module, "lora_magnitude_vector") and ADAPTER in module.lora_magnitude_vector:
                 base = module.get_base_layer()

@@ -92,7 +92,7 @@ def check_packing(policy: Policy, longest: int | None) -> None:
     network's own eager attention. Costs forward passes over about 100 tokens.
 
     Args:
-        longest: The servers' `max_model_len`; None to leave out what only far positions show.
+        longest: The servers' `max_model_len`; None to leave out the check at far positions.
     """
     row, sequences = _made_up(policy)
     with _eager(policy) as eager:

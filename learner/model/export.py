@@ -54,7 +54,7 @@ class Published:
 
 
 def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
-    """Returns what `Published` yields for a network whose weights are shared out over ranks; all ranks must call it.
+    """Gathers the published weights of a network that is divided among ranks; all ranks must call it.
 
     Whole tensors, on the host of a rank with `keep`; nothing on the others.
     """
@@ -78,8 +78,8 @@ def trained_names(network: Any) -> list[str]:
 
 
 def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
-    """Raises `ConfigError` if what is published does not have the names and shapes of the checkpoint at `path`, or not
-    every trained weight once. Only checkpoints in safetensors are compared."""
+    """Raises `ConfigError` if the published weights do not have the names and shapes of the checkpoint at `path`, or if
+    a trained weight is not published exactly once. Only checkpoints in safetensors are compared."""
     kept = adapted or CheckpointView(_trained_state(network), {})
     weights = Published(network, kept).layout()
     own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}

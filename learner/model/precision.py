@@ -66,7 +66,7 @@ def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: fl
 def find_rounding_warning(
     precision: Precision, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], learning_rate: float
 ) -> str | None:
-    """Says what a low precision of the stepped weights costs; None in float32, for which `weights` is not called."""
+    """Warns of the steps that weights in a low precision lose; None in float32, for which `weights` is not called."""
     if precision.weights is torch.float32:
         return None
     name = str(precision.weights).removeprefix("torch.")

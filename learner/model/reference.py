@@ -38,7 +38,7 @@ class Reference(ABC):
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor] | None:
-        """Returns what a checkpoint must hold of it; None where it is as it was loaded."""
+        """Returns the state that a checkpoint must hold; None if the reference is as it was loaded."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:

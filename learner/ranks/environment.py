@@ -1,4 +1,4 @@
-"""Reads what the environment says of ranks and of accelerate's settings: launchers speak through it.
+"""Reads ranks and accelerate's settings from the environment, where launchers put them.
 
 Some of accelerate's variables change what is computed, in a way that no run file shows. Variables that only say where
 and how a process runs are used. Those that ask for another kind of training are refused. All others are removed from
@@ -35,7 +35,7 @@ HEEDED = frozenset(
 )
 # Values that ask for nothing, as accelerate launch writes them.
 NOTHING = ("", "0", "no", "none", "false", "default")
-# Variables without effect: the values that ask for nothing, and what decides instead.
+# Variables without effect: the values that ask for nothing, and the setting that decides instead.
 OVERRIDDEN = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (("1",), "a step's gradient is that of learner.groups_per_step groups"),
     "ACCELERATE_MIXED_PRECISION": (("no",), "model.dtype and learner.weights_dtype say in which types it computes"),
@@ -105,8 +105,8 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
 
 
 def check_environment(environment: Mapping[str, str]) -> list[str]:
-    """Returns warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that ask for
-    what the learner does not do."""
+    """Returns warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that the
+    learner cannot follow."""
     for name, what in REFUSED.items():
         if _is_true(environment.get(name)):
             raise ConfigError(

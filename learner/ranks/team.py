@@ -120,8 +120,8 @@ class Team:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wraps what rank 0's main thread does with the others. Raises `RankLost` for what failed because one of them
-        is gone."""
+        """Wraps work of rank 0's main thread with the others. Raises `RankLost` if it fails because one of them is
+        gone."""
         if self.alarm is None or not self.leads:
             yield
             return
@@ -144,7 +144,7 @@ class Team:
 
     @contextmanager
     def together(self, name: str, change: bool = False) -> Iterator[None]:
-        """Tells the other ranks to do what rank 0 does inside the `with`.
+        """Tells the other ranks to do the same work as rank 0 inside the `with`.
 
         Args:
             name: Of the command.
@@ -271,7 +271,7 @@ class Team:
             self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
 
     def out_of_memory(self) -> str | None:
-        """Returns what a rank said that ran out of memory; None if none did. For rank 0."""
+        """Returns the message of a rank that ran out of memory; None if none did. For rank 0."""
         try:
             if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
                 return str(self._store.get(OUT_OF_MEMORY).decode())

@@ -34,7 +34,7 @@ from protocol.status import Evaluation, Status
 # Seconds between printed lines of a wait: three heartbeats of a worker.
 SILENT_AFTER_S = 30.0
 
-# Waits that the line does not repeat: the learner says its own, and servers and workers stand there already.
+# Waits that the line leaves out, because it shows the learner's, the servers' and the workers' in another way.
 SHOWN_ELSEWHERE = ("learner", "learner's feeder", "the queue")
 
 PRINT_EVERY_STEPS = 10

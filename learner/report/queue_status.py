@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watch:
-    """Shows what the queue reports on the terminal while it is entered, whatever the learner is doing.
+    """Shows the queue's reports on the terminal while it is entered, whatever the learner is doing.
 
     It asks on the client's loop and prints from a thread: a terminal that is held would otherwise keep leases from
     renewal.
@@ -79,7 +79,7 @@ class Watch:
         for notice in status.notices:
             key = (notice.kind, notice.who, notice.text)
             if notice.who == LEARNER:
-                continue  # the learner has shown it when it happened
+                continue  # The learner showed it when it happened.
             if key not in self._told:  # not by id: a queue that restarts counts ids anew
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)

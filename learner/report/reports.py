@@ -98,7 +98,7 @@ class Reports:
         self._progress.say(f"metrics in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Lets each tracker send what still waits, for at most `timeout_s` seconds."""
+        """Lets each tracker send its waiting jobs, for at most `timeout_s` seconds."""
         if self._tracking.names:
             with self._progress.phase(f"sending the last metrics to {', '.join(self._tracking.names)}"):
                 self._tracking.close(timeout_s)

@@ -128,7 +128,7 @@ def _facts(view: RolloutView) -> str:
 
 
 def _notes(view: RolloutView) -> Iterator[Text]:
-    """Yields what the reward functions noted."""
+    """Yields the notes of the reward functions."""
     for name, text in view.extra.items():
         yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
 

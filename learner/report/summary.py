@@ -28,7 +28,7 @@ class Summary(msgspec.Struct):
         eval_reward_first: Of the evaluations that have a reward, by step; `_last` and `_best` likewise.
         sync_skipped: Versions that a newer one overtook before a server had taken them.
         sync_sent_bytes: To all servers.
-        sync_whole_bytes: What sending everything would have taken.
+        sync_whole_bytes: Bytes of all publications without deltas.
         sync_share_changed_mean: Over the publications with deltas.
     """
 

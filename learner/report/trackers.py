@@ -99,7 +99,7 @@ class Tracker:
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        PartialState()  # accelerate's trackers ask for it; the learner has it already
+        PartialState()  # accelerate's trackers ask for this state; the learner has made it already.
         # Trackers use matplotlib's Figure if matplotlib is loaded. While the curve's thread imports it, Figure is
         # missing, and trackio then drops all metrics of the step.
         import_module("matplotlib.figure")

@@ -145,7 +145,7 @@ class Tracking:
             tracker.put(_sends(tracker.name, numbers(metrics), (), step))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Sends what still waits, for at most `timeout_s` seconds a tracker."""
+        """Sends waiting jobs, for at most `timeout_s` seconds a tracker."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             tracker.close(timeout_s)

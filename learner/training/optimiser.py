@@ -78,14 +78,14 @@ def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimise
 
 
 def check_optimiser(section: LearnerSection) -> None:
-    """Raises `ConfigError` for what `build_optimiser` would refuse whatever the model."""
+    """Raises `ConfigError` for settings that `build_optimiser` would refuse for any model."""
     kind, _ = _class_of(section)
     _check_arguments(kind, section)
     schedule_factor(section)
 
 
 def starts_anew(before: str, now: str, then: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Says whether an optimiser can use nothing of what another one remembered.
+    """Says whether an optimiser can use nothing of another one's state.
 
     Args:
         before: Name of the optimiser that was saved.

@@ -121,12 +121,13 @@ def in_several_rows(rows: Sequence[PackedRow]) -> bool:
 
 
 class Preparation:
-    """Holds a step's rollouts, advantages and weights and what is known of its rows: the sources of a row's `Tokens`.
+    """Holds a step's rollouts, advantages and weights, and the values of its rows from before training: the sources of
+    a row's `Tokens`.
 
     Args:
         rows: This rank's rows.
-        known: What is known of each of them.
-        team: Adds up what depends on all rows of the step.
+        known: Values of each row from before training.
+        team: Adds up values that depend on all rows of the step.
     """
 
     def __init__(

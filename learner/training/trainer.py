@@ -249,7 +249,7 @@ class Trainer:
                 self.policy.save(folder, state)
 
     def take_part(self) -> None:
-        """Does what rank 0 does, on any other rank, until rank 0 has nothing left to do. Raises `RankLost`."""
+        """Takes part in rank 0's work, on any other rank, until none is left. Raises `RankLost`."""
         while (name := self.team.next_command().name) != END:
             match name:
                 case "step":
@@ -273,7 +273,8 @@ class Trainer:
                     raise ValueError(f"rank 0 asks for {name}, which this rank does not know")
 
     def _by_all(self, name: str) -> AbstractContextManager[None]:
-        """Wraps work that takes all ranks where each holds a part of the weights, and rank 0 alone otherwise."""
+        """Wraps work that all ranks must do together if each holds a part of the weights, and rank 0 alone
+        otherwise."""
         return self.team.together(name) if self.team.sharded else nullcontext()
 
     def state(self) -> dict[str, Any]:

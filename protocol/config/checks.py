@@ -31,12 +31,12 @@ from protocol.config.sections.presets import PRESETS
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something a check found that does not stop the start. What stops it is a `ConfigError`.
+    """A fault that does not stop the start. One that stops it is raised as a `ConfigError`.
 
     Attributes:
         severity: "warning" for a part that works, but probably not as intended; "error" for a part that cannot work.
-        text: What was found, with the value.
-        remedy: What to change; empty if the text says it.
+        text: The fault, with the value.
+        remedy: The change to make; empty if the text names it.
     """
 
     severity: Literal["warning", "error"]

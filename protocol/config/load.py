@@ -264,7 +264,7 @@ def import_for(named: str, setting: str) -> ModuleType:
 def end_import_at(holder: Any) -> None:
     """End the import of the running file if `holder` is, or has, the task that it is imported for.
 
-    What follows in the file is not for workers. Otherwise it returns.
+    Workers do not need the rest of the file. Otherwise it returns.
     """
     importing = _importing.get()
     if importing is None:

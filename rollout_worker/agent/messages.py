@@ -1,4 +1,4 @@
-"""Reads a request's messages, makes them comparable and turns them into what chat formats take; and errors in the form
+"""Reads a request's messages, makes them comparable and converts them for chat formats. Also defines errors in the form
 of OpenAI's API.
 
 Two messages are equal where the policy would read the same: role, text, reasoning, calls and the answered id are equal.

@@ -101,7 +101,7 @@ def choose_parser(setting: str, rendering: Rendering, stops: Sequence[str], thou
         (name, parser), *_ = candidates
         return ParserMatch(name, parser, rendering, shows_ids)
     if _written_call(rendering, stops, _IDS[0]) is None:
-        raise Unfit("it leaves out the tool calls that the assistant makes, so that no notation can be told")
+        raise Unfit("it leaves out the tool calls of the assistant, so their notation cannot be found")
     raise Unfit(
         f"none of the notations ({', '.join(NAMES)}) reads back a tool call that it wrote; name one with chat.parser, "
         f"or a function of yours with chat.parser = path/to/file.py:function"

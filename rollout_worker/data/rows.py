@@ -15,8 +15,8 @@ import numpy.typing as npt
 def without_none(columns: Any, deep: bool) -> Any:
     """Return a row's columns without each None that stands for a missing key of a message.
 
-    Files and Arrow tables fill up messages that differ in their keys. `deep`: inside of them too (tool calls), where
-    an Arrow table cannot tell None from what is not there.
+    Files and Arrow tables fill up messages that differ in their keys. `deep`: inside of them too (tool calls), where an
+    Arrow table cannot tell None from a missing key.
     """
     if not isinstance(columns, Mapping):
         raise TypeError(f"it is a {type(columns).__name__}, not a mapping of columns")

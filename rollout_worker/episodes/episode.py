@@ -45,7 +45,7 @@ class Episode:
         messages: The conversation after the prompt.
         text: Text of the last turn.
         rewards: The rewards that it brings with it, by component.
-        reward_inputs: Gives what reward functions may ask for besides its conversation, by name of the parameter. All
+        reward_inputs: Returns further arguments that reward functions may take besides its conversation, by name. All
             episodes of a task have the same names.
         why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
     """

@@ -120,14 +120,14 @@ class EpisodeSource(Protocol):
 
     @classmethod
     def open(cls, context: SourceContext) -> AbstractAsyncContextManager[Self]:
-        """Open what the source needs for a worker's life. Raises `ConfigError`."""
+        """Open the resources that the source holds for a worker's life. Raises `ConfigError`."""
         ...
 
     @classmethod
     async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
         """Try the task before a run, with rows of each data set.
 
-        A class method because some of what a worker opens, such as an agent's listener, belongs on its host alone.
+        A class method, because it must not open everything: an agent's listener, for one, belongs on the worker's host.
 
         Returns: Findings for each sample, in their order.
 

@@ -95,7 +95,7 @@ async def for_policy(results: list[ToolResult], max_tokens: int, chat: ChatForma
     markup = markup_of(chat.tokenizer)
     short = await cut_results(results, max_tokens, chat)
     broken = [markup.broken_in(result) for result in short]
-    # What is broken has more tokens than it had; what was not is the same object.
+    # A broken text has more tokens than before. A text without special tokens is the same object.
     return [
         after if after is before else (await cut_results([after], max_tokens, chat))[0]
         for before, after in zip(short, broken, strict=True)

@@ -20,7 +20,7 @@ ABORT = "/inference/v1/abort_requests"
 
 # vLLM closes idle connections after 5 s. Closing them earlier here means that few break in use.
 _KEEPALIVE_S = 3.0
-# A machine that is gone answers nothing: a connection attempt ends sooner than a whole request.
+# Seconds for a connection attempt, fewer than for a request: a machine that is gone never answers.
 _CONNECT_S = 10.0
 _ABORT_S = 5.0
 # Attempts of one request: a server names another adapter whenever one was published between two attempts.

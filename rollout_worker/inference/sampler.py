@@ -184,7 +184,7 @@ class Sampler:
         avoid: str | None,
         own: OwnParams,
     ) -> Sampled:
-        """Return what the pending request gives, or else one request."""
+        """Return the turn from the pending request if there is one, else from a new request."""
         if pending is not None:
             sampled = await pending
         else:

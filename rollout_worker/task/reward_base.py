@@ -216,7 +216,8 @@ class Notes:
                 self._leave_out(f"log_extra({column!r}, ...): {MAX_COLUMNS} columns are the most")
                 return
             found = self._columns.setdefault(column, [])
-            found += texts[: self._size + 1 - len(found)]  # one too many is enough to see that it is too many
+            # Reading one value beyond the maximum shows that there are too many.
+            found += texts[: self._size + 1 - len(found)]
 
     def _leave_out(self, reason: str) -> None:
         if len(self._left_out) < MAX_REASONS:

@@ -139,7 +139,7 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
     try:
         if issubclass(type(values), _NO_LISTS):
             raise TypeError(f"it is a {type_name(values)}")
-        # One too many is enough to see that it is too many, of values without end too.
+        # Reading one value beyond the count shows that there are too many, even of values without end.
         rewards = [None if value is None else float(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"

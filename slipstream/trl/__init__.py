@@ -1,6 +1,6 @@
 """TRL's classes: a script for TRL 1.16 runs when `from trl import ...` becomes `from slipstream.trl import ...`.
 
-docs/from_trl.md says what becomes of each field and argument.
+docs/from_trl.md lists how each field and argument is translated.
 """
 
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig

@@ -1,4 +1,4 @@
-"""TRL's config classes: they take TRL's fields and hold what a script gives.
+"""TRL's config classes: they take TRL's fields and hold the script's values.
 
 `DEFAULTS` has TRL's defaults of the fields that shape what is trained; they apply if a script leaves such a field out.
 Every other field that is left out has Slipstream's default.

@@ -1,4 +1,4 @@
-"""The table of TRL 1.16's fields: what becomes of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig and the
+"""The table of TRL 1.16's fields: the translation of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig and the
 TrainingArguments beneath them.
 
 Nothing else decides that: the configs take the fields of this table, `translate` follows it, and

@@ -1,4 +1,4 @@
-"""Translates what a TRL run learns into settings: objective, optimiser, schedule, adapter, quantised base.
+"""Translates the learning part of a TRL config into settings: objective, optimiser, schedule, adapter, quantised base.
 
 Pure: objects of peft and transformers are read, but neither is imported.
 """

@@ -44,7 +44,7 @@ class _Trainer:
 
     config: ClassVar[type[_Config]]
     suffix: ClassVar[str]
-    # Arguments that must be left out, and what to do instead.
+    # Arguments that must be left out, each with the remedy.
     refused: ClassVar[dict[str, str]] = {
         "rollout_func": "write what it does as tools of the task",
         "rollout_worker": "workers are processes of the run; leave it out",
@@ -131,7 +131,7 @@ class _Trainer:
             resume_from_checkpoint: True goes on from the newest checkpoint.
 
         Raises:
-            ConfigError: As `slipstream.train`, which also says what else it raises.
+            ConfigError: As for `slipstream.train`, which lists further exceptions.
         """
         end_import_at(self)
         if loading_a_task() is not None:

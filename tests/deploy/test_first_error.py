@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.run.processes import first_error
+from deploy.run.first_error import first_error
 
 # A model folder without weights: the worker's error is logged among the lines of two other processes.
 NO_WEIGHTS = """\

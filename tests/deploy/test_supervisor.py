@@ -67,7 +67,7 @@ def test_what_a_start_without_a_step_left_is_moved_aside_and_told(stage: Stage) 
     result = stage.run()
     assert result.returncode == 0, result.stderr
     aside = stage.run_dir / "failed-start-1"
-    assert f"slipstream: an earlier start made no step; what it left is in {aside}\n" in result.stdout
+    assert f"slipstream: an earlier start made no step; its files are in {aside}\n" in result.stdout
     assert (aside / FILE_NAME).exists()
     assert not (stage.run_dir / FILE_NAME).exists()
 

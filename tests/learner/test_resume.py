@@ -330,7 +330,10 @@ def test_a_replay_says_where_it_leaves_the_run(model_path: Path, tmp_path: Path)
     assert outcome.largest_difference["learning_rate"] == pytest.approx(0.75e-2)
     assert "step 1: learning_rate is 0.005, and was 0.0025 in the run" in said
     assert "differ from the run's own from step 1 on" in said
-    assert "not the settings that the run made step 1 with: learner.learning_rate = 0.02 (was 0.01) " in said
+    assert (
+        "these settings differ from those with which the run made step 1: learner.learning_rate = 0.02 (was 0.01) "
+        in said
+    )
 
 
 def test_what_steps_were_made_with_is_said_by_the_first_checkpoint_that_holds_them(tmp_path: Path) -> None:

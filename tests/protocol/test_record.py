@@ -95,7 +95,7 @@ def test_a_part_may_end_anywhere(tmp_path: Path) -> None:
     ("place", "says"),
     [
         (0, "not a record of groups, or one of another release"),
-        (len(trained_record.RECORD_MAGIC) + 3, "damaged at byte 28: a head of"),
+        (len(trained_record.RECORD_MAGIC) + 3, "damaged at byte 28: its head would have"),
         (len(trained_record.RECORD_MAGIC) + 5, "damaged at byte 28: the checksum of 0.0 does not fit"),
         (-1, r"damaged at byte \d+: the checksum of 0.0 does not fit"),
     ],

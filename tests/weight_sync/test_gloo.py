@@ -104,7 +104,7 @@ async def test_a_digest_that_differs_is_an_error_before_any_pause() -> None:
     async with connected(workers=2) as r:
         damaged = snapshot()
         damaged.__dict__["digest"] = bytes(16)
-        with pytest.raises(TransferError, match=r"workers \[0, 1\] received has another digest"):
+        with pytest.raises(TransferError, match=r"workers \[0, 1\] received have another digest"):
             await r.publish(damaged)
         assert "/pause" not in r.fake.calls
 

@@ -149,7 +149,7 @@ async def test_weights_damaged_at_the_learner_are_refused_though_everything_is_s
         await r.publish(snapshot(1))
         damaged = snapshot(2)
         damaged.__dict__["digest"] = bytes(16)
-        with pytest.raises(TransferError, match=r"workers \[0\] received has another digest"):
+        with pytest.raises(TransferError, match=r"workers \[0\] received have another digest"):
             await r.publish(damaged)
         assert len(r.receiver.loaded) == 1
 

@@ -20,10 +20,10 @@ from tests.weight_sync.receivers import HttpReceiverEnd
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import blob_server, chunks
+from weight_sync.transports.http import chunks, offers
 from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.receiver import record_of
 from weight_sync.transports.http.sender import BLOB_SERVERS, HttpTransport
+from weight_sync.transports.http.staging import record_of
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.weights import delta_codec
 from weight_sync.weights.snapshot import Snapshot
@@ -124,7 +124,7 @@ async def test_many_servers_pull_from_each_other_and_the_learner_sends_to_a_few(
             before = r.depot.served
             await asyncio.gather(*(r.publish(snapshot_, server) for server, snapshot_ in _same(version, 7)))
             # A chunk that has not changed since is not pulled again.
-            assert TOTAL < r.depot.served - before <= blob_server.LEARNER_SEATS * TOTAL
+            assert TOTAL < r.depot.served - before <= offers.LEARNER_SEATS * TOTAL
 
 
 def _same(version: int, servers: int) -> list[tuple[int, Snapshot]]:

@@ -299,7 +299,7 @@ def test_a_depot_is_shared_until_its_last_holder_leaves(flat: torch.Tensor) -> N
 
 
 def test_a_list_whose_parts_do_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 digests for 100 bytes in chunks of 10"):
+    with pytest.raises(ValueError, match="there are 1 digests, and 100 bytes in chunks of 10"):
         ChunkList(10, 100, ["00"])
     with pytest.raises(ValueError, match="chunks of 0 bytes"):
         ChunkList(0, 0, [])

@@ -21,11 +21,11 @@ import uvicorn
 from tests.kit.ports import free_port
 from weight_sync.server.cancellation import on_thread
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.http import blob_server
-from weight_sync.transports.http.blob_server import Offer
+from weight_sync.transports.http import offers
 from weight_sync.transports.http.chunks import ChunkList, digest_of
+from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.receiver import Record, SharedStaging, record_of
+from weight_sync.transports.http.staging import Record, SharedStaging, record_of
 from weight_sync.vllm.chunk_route import serve_chunks
 
 KEY = "0123456789abcdef"
@@ -223,7 +223,7 @@ class TestPeer:
 class TestOffers:
     @pytest.fixture
     def offer(self, monkeypatch: pytest.MonkeyPatch) -> Offer:
-        monkeypatch.setattr(blob_server, "PATIENCE_S", 0.2)
+        monkeypatch.setattr(offers, "PATIENCE_S", 0.2)
         return Offer("k", "learner", ChunkList(1, 0, []))
 
     async def test_the_learner_serves_a_few_and_the_others_pull_from_those(self, offer: Offer) -> None:
@@ -236,7 +236,7 @@ class TestOffers:
                 await asyncio.sleep(0.01)
 
         await asyncio.gather(*(server(name) for name in range(16)))
-        assert asked.count("learner") == blob_server.LEARNER_SEATS
+        assert asked.count("learner") == offers.LEARNER_SEATS
         assert all(asked.count(url) <= 14 for url in asked)
         assert len(set(asked)) > 4
 

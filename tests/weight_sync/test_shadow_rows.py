@@ -10,7 +10,8 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm.engine.shadow import Reading, check_rows, check_width
+from weight_sync.vllm.engine.shadow import Reading
+from weight_sync.vllm.engine.shadow_checks import check_rows, check_width
 from weight_sync.vllm.engine.shadow_modules import Pair
 
 NAME = "model.embed_tokens"

@@ -32,7 +32,7 @@ REMEDY = "or have the merged weights published, with weight_sync.adapter_only = 
 
 
 class AdapterTarget:
-    """Asks a loaded adapter what the proof asks of `ServerControl`: a `ProofTarget`."""
+    """Answers a proof's questions about a loaded adapter, as `ServerControl` does about the model: a `ProofTarget`."""
 
     def __init__(self, control: ServerControl, name: str) -> None:
         self.url = control.url

@@ -1,7 +1,7 @@
 """Follows the queue's registry of servers and runs one task per server, which keeps that server up to date.
 
-No server waits for another. Only what concerns several servers is decided here: which one is too far behind (stale),
-which one is registered under two names, and when enough of them have a version.
+No server waits for another. Only questions that concern several servers are decided here: which one is too far behind
+(stale), which one is registered under two names, and when enough of them have a version.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Fleet:
 
     Attributes:
         members: The servers, by name.
-        publications: What became of each version.
+        publications: Record of each version.
         queue_error: The queue's newest error, None while it answers.
         changed: Set, and replaced by a new event, whenever a server or the queue's health has changed.
     """

@@ -57,7 +57,7 @@ class Member:
 
     Attributes:
         version: The version that this learner proved on the server's present process, None before.
-        waits_for: What keeps it from being up to date, for people.
+        waits_for: Obstacle that keeps it from being up to date, for people.
         start_text: How it shows that it has not started yet, for people; None once it has.
         failures: Failed publications in a row.
         answers: Whether it answered at the last look.

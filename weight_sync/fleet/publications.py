@@ -24,7 +24,7 @@ class ServerMetrics:
         sent_bytes: Bytes that were sent; 0 where the transport does not tell.
         whole_bytes: Bytes of the whole snapshot; 0 where the transport does not tell.
         share_changed: Share of values that a delta changed, 0 to 1; None without a delta.
-        transport: What brought it, None where the server did not say so.
+        transport: Transport that brought it; None if the server did not name it.
     """
 
     transfer_s: float

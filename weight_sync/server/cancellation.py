@@ -81,7 +81,7 @@ async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
     except asyncio.CancelledError:
         await asyncio.wait([done], timeout=GRACE_S)
         if done.done() and not done.cancelled():
-            done.exception()  # retrieved: the cancellation is what counts
+            done.exception()  # Retrieve the error: only the cancellation counts.
         else:
             done.cancel()
         raise

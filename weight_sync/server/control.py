@@ -64,7 +64,7 @@ class AdapterRoutes(ABC):
         return await self._scores(f"{ROOT}/{name}/score", sequences)
 
     async def adapter_layers(self, name: str) -> dict[str, Any]:
-        """Compares what the layers hold of a loaded adapter with its file. Answers as `ServerControl.layers`."""
+        """Compares a loaded adapter in the layers with its file. Answers as `ServerControl.layers`."""
         reply: dict[str, Any] = await self._call("POST", f"{ROOT}/{name}/layers", {})
         return reply
 
@@ -160,7 +160,7 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def end_transfer(self) -> None:
-        """Ends what a dead learner or a failed publication left: an open update, and the workers' connection.
+        """Ends an open update and the workers' connection that a dead learner or a failed publication left.
 
         The model is not touched. A server with nothing open stays as it is.
         """
@@ -214,7 +214,7 @@ class ServerControl(AdapterRoutes):
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Compares what the live layers hold with what was proven before the swap; see `weight_sync.vllm.routes`."""
+        """Compares the live layers with the weights proven before the swap; see `weight_sync.vllm.routes`."""
         reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
         return reply
 

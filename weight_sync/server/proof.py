@@ -81,7 +81,7 @@ class ProofMetrics:
         difference: Median difference between server and learner.
         moved: Median difference between the learner and what the server computed before the swap; None: not asked.
         told_apart: Whether log-probs alone would have shown a swap that was left out.
-        layers: Number of tensors compared with what arrived; None if the server's layers cannot be read.
+        layers: Number of tensors compared with those that arrived; None if the server's layers cannot be read.
         seconds: Time that the proof took.
     """
 
@@ -132,7 +132,7 @@ class ServerProof:
         A second attempt keeps the first one's answer, which v-1 gave.
 
         Args:
-            known: Whether the server holds what was last proven on it.
+            known: Whether the server still holds the weights last proven on it.
 
         Raises:
             ControlError: A call to the server failed.
@@ -183,7 +183,8 @@ class ServerProof:
         return int((before.words != snapshot.words).sum())
 
     async def _layers(self, control: ProofTarget, snapshot: Snapshot) -> int | None:
-        """Returns how many tensors of the live layers were compared with what arrived. Raises `ProofFailed`."""
+        """Returns the number of tensors of the live layers that were compared with those that arrived. Raises
+        `ProofFailed`."""
         if self._layers_unreadable:
             return None
         try:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-# v and what was there before are told apart where they differ by this many times the server's usual difference.
+# v and the weights before it can be told apart where they differ by this many times the server's usual difference.
 APART = 4.0
 UNUSUAL = 10.0
 
@@ -67,8 +67,8 @@ class Evidence:
 
     Attributes:
         learner: Log-probs by version v.
-        served: What the server gives after the swap.
-        before: What it gave before the swap, None if it was not asked.
+        served: Log-probs by the server after the swap.
+        before: Log-probs by the server before the swap, None if it was not asked.
         changed: How many words sampled from the weights differ between v and what was proven on the server before;
             None if unknown, or if the server may round the difference away.
     """
@@ -88,7 +88,7 @@ class Judgement:
         difference: Median difference between server and learner.
         moved: Median difference between the learner and the server before the swap, None if unknown.
         told_apart: Whether rule 2 or 3 could find a swap that was left out.
-        fault: What is wrong, None if nothing is.
+        fault: The fault, None if there is none.
     """
 
     max_abs_diff: float

@@ -114,7 +114,7 @@ class AdapterStore:
         found = blake3(max_threads=1).update_mmap(arriving.path) if arriving.size else blake3()
         if found.update(config.encode()).hexdigest() != digest or digest[:16] != name.rpartition(".")[2]:
             self._drop(name)
-            raise StoreError(400, f"{name}: what arrived has another digest than what was sent")
+            raise StoreError(400, f"{name}: the file that arrived has another digest than the one sent")
         if not _is_table(config):
             raise StoreError(400, f"{name}: its configuration is not a JSON object")
         folder = self.folder / name

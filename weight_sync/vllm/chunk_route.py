@@ -13,7 +13,7 @@ from typing import Any
 from weight_sync.transports.http import chunks
 from weight_sync.transports.http.chunks import digest_of
 from weight_sync.transports.http.listener import Throttle
-from weight_sync.transports.http.receiver import record_of
+from weight_sync.transports.http.staging import record_of
 
 Scope = MutableMapping[str, Any]
 

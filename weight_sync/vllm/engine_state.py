@@ -135,7 +135,7 @@ class EngineStatus:
         scale_out: Whether it generates from token ids.
         swapped: Set at the end of the running swap, None without one.
         owner: The run that it belongs to.
-        lease_owner: Who holds the pause of a publication, None if nobody.
+        lease_owner: Holder of the pause of a publication, None without one.
         lease_ends: Timer that ends that pause.
         ending: The task that resumes after a lease that was not renewed.
         heartbeat: The task that watches the engine.

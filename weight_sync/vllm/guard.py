@@ -17,7 +17,7 @@ HEALTH = "/health"
 _FOR_ALL_ROLES = ("/metrics", "/version", "/ping", "/load")
 # Routes that sample; the learner scores its probe there.
 _SAMPLING = ("/inference/", "/v1/")
-# Routes under /v1/ that change what is sampled from.
+# Routes under /v1/ that change the weights to sample from.
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 

@@ -51,7 +51,7 @@ def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Compares the live layers with what was proven before the swap to `{"label": str}`, over all workers.
+    """Compares the live layers with the weights proven before the swap to `{"label": str}`, over all workers.
 
     Returns:
         `{"checked": int, "wrong": [str], "unread": [str]}`.

@@ -37,7 +37,7 @@ class AdapterMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
-        """Begins to compare what this worker holds of an adapter. `slipstream_layers` returns what was found."""
+        """Begins to compare an adapter on this worker with its file. `slipstream_layers` returns the findings."""
         from weight_sync.vllm.engine import adapter_proof
 
         name, _, folder = which
@@ -66,7 +66,7 @@ class ProofMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:
-        """Begins to read on a thread what the live layers hold. Returns `cannot`: why not, if so."""
+        """Begins to read the live layers on a thread. Returns `cannot`, the reason, if that is not possible."""
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
@@ -78,7 +78,7 @@ class ProofMixin:
         return {}
 
     def slipstream_layers(self) -> dict[str, Any]:
-        """Returns what was read: the fields of `fingerprints.Difference`, {} while it is not done."""
+        """Returns the findings: the fields of `fingerprints.Difference`, {} while they are not complete."""
         reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()
 

@@ -15,7 +15,7 @@ CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
 
 
 class ObjectiveSection(Section):
-    """A part of [learner]."""
+    """Settings of [learner] for advantage, objective, corrections and masks."""
 
     algorithm: Literal[
         "grpo",
@@ -39,17 +39,17 @@ class ObjectiveSection(Section):
         "grpo",
         description="preset of the settings below, by name, as docs/algorithms.md lists them; a setting of your own "
         "overrides the preset",
-        why="the one that most people know",
+        why="the best-known algorithm",
     )
     advantage: Literal["grpo", "async_grpo", "dr_grpo", "rloo", "batch", "gdpo"] = setting(
         "grpo",
         description="advantage of a reward r in its group: grpo (r - mean) / std; async_grpo as grpo, with the "
         "population's std; dr_grpo r - mean; rloo r - mean of the others; batch (r - mean) / std of the step; gdpo as "
         "grpo for each reward function, summed, and then normalised over the step",
-        why="what most people mean by GRPO",
+        why="the usual meaning of GRPO",
     )
     advantage_epsilon: float = setting(
-        1e-4, gt=0, le=1, description="added to the standard deviation before the division", why="TRL's"
+        1e-4, gt=0, le=1, description="added to the standard deviation before dividing by it", why="TRL's value"
     )
     reward_clip: tuple[float, float] | None = setting(
         None,
@@ -101,24 +101,24 @@ class ObjectiveSection(Section):
         "auto",
         description="dppo: a token that has moved farther than this in the direction of its advantage loses its "
         "gradient; auto is 0.15 for tv, 0.05 for kl",
-        why="its authors' values",
+        why="the authors' values",
     )
     dppo_ratio_max: float = setting(
-        20.0, gt=1, le=10**6, description="dppo: maximum of the ratio", why="its authors' code has it"
+        20.0, gt=1, le=10**6, description="dppo: maximum of the ratio", why="the value in its authors' code"
     )
     sapo_temperature_pos: float = setting(
         1.0,
         gt=0,
         le=1000,
         description="sapo: how fast the gate closes as the ratio leaves 1, where the advantage is positive",
-        why="the paper's, and TRL's",
+        why="the paper's value, and TRL's",
     )
     sapo_temperature_neg: float = setting(
         1.05,
         gt=0,
         le=1000,
         description="sapo: the same where it is negative",
-        why="the paper's, and TRL's: bad tokens spread their gradient over all others",
+        why="the paper's value, and TRL's: bad tokens spread their gradient over all others",
     )
     vespo_k_pos: float = setting(
         2.0,
@@ -126,16 +126,18 @@ class ObjectiveSection(Section):
         le=100,
         description="vespo: power k of the ratio w in the weight w^k exp(lambda (1 - w)), where the advantage is not "
         "negative",
-        why="TRL's",
+        why="TRL's value",
     )
-    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's")
-    vespo_k_neg: float = setting(3.0, ge=0, le=100, description="vespo: k where the advantage is negative", why="TRL's")
+    vespo_lambda_pos: float = setting(3.0, gt=0, le=100, description="vespo: lambda of the same", why="TRL's value")
+    vespo_k_neg: float = setting(
+        3.0, ge=0, le=100, description="vespo: k where the advantage is negative", why="TRL's value"
+    )
     vespo_lambda_neg: float = setting(
-        2.0, gt=0, le=100, description="vespo: lambda where the advantage is negative", why="TRL's"
+        2.0, gt=0, le=100, description="vespo: lambda where the advantage is negative", why="TRL's value"
     )
     normaliser: Literal["tokens", "sequences", "constant", "rollouts"] = setting(
         "tokens",
-        description="what the sum of the losses is divided by: tokens, all tokens of the step; sequences, each "
+        description="divisor of the sum of the losses: tokens, all tokens of the step; sequences, each "
         "rollout's own tokens and then the number of rollouts; constant, rollouts x rollout.max_episode_tokens; "
         "rollouts, the number of rollouts",
         why="every token counts alike, in long answers too (DAPO)",
@@ -153,7 +155,7 @@ class ObjectiveSection(Section):
         description="correction for tokens that an older version sampled, by r = p of the proximal policy / p of "
         "the sampler: token_* "
         "weight each token by its r, sequence_* by that of the whole rollout; *_truncate keep the weight within the "
-        "bounds, *_mask leave out what is outside; geometric_mask leaves out rollouts by the mean of log r and weights "
+        "bounds, *_mask leave out tokens outside; geometric_mask leaves out rollouts by the mean of log r and weights "
         "nothing; decoupled is decoupled PPO",
         why="the clip bounds the ratio to the policy that sampled",
     )
@@ -258,7 +260,7 @@ class ObjectiveSection(Section):
 
 
 class AlgorithmSection(ObjectiveSection):
-    """A part of [learner]."""
+    """Settings of [learner] for the reference model and other terms of the loss."""
 
     kl_coef: float = setting(
         0.0,
@@ -278,7 +280,7 @@ class AlgorithmSection(ObjectiveSection):
         True,
         description="each token's KL in the loss is multiplied by p / p of the sampler, as it was not the policy that "
         "sampled it",
-        why="TRL's; without it the gradient is not that of the KL, the less so the staler a token is",
+        why="TRL's value; without it the gradient is not that of the KL, the less so the staler a token is",
     )
     reference_sync_steps: CountOrZero = setting(
         0,
@@ -290,7 +292,7 @@ class AlgorithmSection(ObjectiveSection):
         gt=0,
         le=1,
         description="then the reference is this x policy + (1 - this) x reference",
-        why="TRL's; 1 would make the policy itself the reference",
+        why="TRL's value; 1 would make the policy itself the reference",
     )
     entropy_coef: float = setting(
         0.0,
@@ -305,7 +307,7 @@ class AlgorithmSection(ObjectiveSection):
         le=1,
         description="for mixtures of experts: weight of the loss that keeps experts evenly used, over all tokens of "
         "the step; 0: none",
-        why="a short run moves the routers little; the model's own config names what it was trained with",
+        why="a short run moves the routers little; the model's own config names the value that it was trained with",
     )
 
     def chooses(self, name: str) -> bool:

@@ -56,7 +56,7 @@ ScheduleName = Literal[
 
 
 class OptimiserSection(AlgorithmSection):
-    """A part of [learner]."""
+    """Settings of [learner] for the optimiser and its schedule."""
 
     optim: OptimiserName = setting(
         "adamw_torch_fused",
@@ -135,7 +135,7 @@ class LearnerSection(OptimiserSection):
     logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
         512,
         description="maximum MiB of logits and of all that is computed from them, at one time",
-        why="a 28th of what 8,192 tokens and 150,000 words would take at once, and no slower",
+        why="a 28th of the memory that 8,192 tokens and 150,000 words would take at once, and no slower",
     )
     weights_dtype: Literal["float32", "model"] = setting(
         "float32",
@@ -203,7 +203,7 @@ class LearnerSection(OptimiserSection):
     callbacks: list[str] = setting(
         [],
         description="transformers' TrainerCallback objects or classes, or lists of them, each as path/to/file.py:name",
-        why="metrics.jsonl and [tracking] report what a step did; a callback may act on it",
+        why="metrics.jsonl and [tracking] report each step; a callback may also act on it",
     )
     stall_timeout_s: Seconds = setting(
         3600.0,
@@ -248,8 +248,8 @@ class LoraSection(Section):
     target_modules: str | list[str] = setting(
         "all-linear",
         description="linear layers that get a part of the adapter: names, a regular expression of whole names, "
-        "all-linear for all but the output layer (of a mixture of experts, those of attention), or auto for what peft "
-        "has for the architecture",
+        "all-linear for all but the output layer (of a mixture of experts, those of attention), or auto for peft's "
+        "choice for the architecture",
         why="the most that an adapter of a rank can learn",
     )
     exclude_modules: list[str] = setting([], description="names of layers that get no part of it", why="none")

@@ -22,7 +22,7 @@ class QueueSection(Section):
         None,
         description="the run's secret, which every role's token is derived from; SLIPSTREAM_TOKEN in the environment "
         "overrides it",
-        why="loopback needs none; every other address refuses to start without",
+        why="loopback needs no token; on every other address the start is refused without one",
         repr=False,
     )
     store: Literal["sqlite", ":memory:"] = setting(
@@ -52,8 +52,8 @@ class QueueSection(Section):
     )
     overage: Literal["mask", "drop"] = setting(
         "mask",
-        description="what happens to tokens older than K: mask them, or drop the whole group",
-        why="keeps what is young of a long episode",
+        description="treatment of tokens older than K: mask them, or drop the whole group",
+        why="keeps the young tokens of a long episode",
     )
     depth: float | Literal["auto"] = setting(
         "auto",
@@ -129,7 +129,7 @@ class WorkerSection(Section):
         "no less with 16, where max_staleness is the bound; an open episode takes about 80 bytes a token",
     )
     request_timeout_s: Seconds = setting(
-        600.0, description="time-out of one generation request", why="TRL's request_timeout"
+        600.0, description="time-out of one generation request", why="the default of TRL's request_timeout"
     )
     request_attempts: Count = setting(
         4, description="tries of a request after a 5xx or a lost connection", why="outlives the restart of one server"

@@ -73,12 +73,13 @@ class ModelSection(Section):
     load_in_4bit: bool = setting(
         False,
         description="the learner's base in 4 bits (QLoRA, arXiv:2305.14314), with lora.r; needs a GPU and "
-        "bitsandbytes. Servers get what the learner computes with: what the 4 bits stand for, and the adapter",
+        "bitsandbytes. Servers get the weights that the learner computes with: the base from its 4 bits, and the "
+        "adapter",
         why="exact; for a base that does not fit the learner's memory otherwise",
     )
     load_in_8bit: bool = setting(False, description="the same in 8 bits", why="exact, as above")
     bnb_4bit_quant_type: Literal["nf4", "fp4"] = setting(
-        "nf4", description="what the 4 bits stand for", why="nf4 suits weights that are normally distributed"
+        "nf4", description="type of the 4-bit values", why="nf4 suits weights that are normally distributed"
     )
     bnb_4bit_use_double_quant: bool = setting(
         False, description="quantise the 4 bits' scales, too", why="saves 0.4 bits a weight, for a little accuracy"

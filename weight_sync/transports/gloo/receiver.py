@@ -28,7 +28,7 @@ class DeltaInfo:
     """The deltas from one snapshot to the new one, sent one behind the other in the order to apply them.
 
     Attributes:
-        base: Digest of what to apply them to, in hex.
+        base: Digest of the snapshot to apply them to, in hex.
         sizes: Bytes of each payload.
     """
 

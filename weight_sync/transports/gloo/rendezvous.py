@@ -261,7 +261,8 @@ def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> 
         about = (rank.to_bytes(4), nonce, theirs)
         if not hmac.compare_digest(answer, mac_of(secret, b"learner", *about)):
             raise AuthenticationError(
-                f"who listens at {host}:{port} does not hold the secret of the transfer: not the learner"
+                f"the process that listens at {host}:{port} does not hold the secret of the transfer: it is not the "
+                f"learner"
             )
         connection.sendall(mac_of(secret, b"worker", *about))
         return Channel(connection, mac_of(secret, b"line", *about), b"w", b"l")

@@ -135,10 +135,11 @@ class GlooTransport(StagedTransport):
 
 
 def _check(statuses: list[int]) -> None:
-    """Raises `TransferError` if a worker has not got what was sent. `statuses`: in the order of their ranks."""
+    """Raises `TransferError` if a worker did not get the bytes that were sent. `statuses`: in the order of their
+    ranks."""
     unmapped = [worker for worker, status in enumerate(statuses) if status == NOT_MAPPED]
     if unmapped:
         raise TransferError(f"workers {unmapped} cannot map the memory of the one that received for them")
     bad = [worker for worker, status in enumerate(statuses) if status != OK]
     if bad:
-        raise TransferError(f"what workers {bad} received has another digest than what was sent")
+        raise TransferError(f"the bytes that workers {bad} received have another digest than those sent")

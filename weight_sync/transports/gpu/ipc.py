@@ -175,7 +175,7 @@ class IpcReceiver:
             Its tensors by name, as views of `flat`.
 
         Raises:
-            TransferError: The copy is not what the learner put there.
+            TransferError: The copy differs from the learner's buffer.
         """
         handle = Handle(**update.handle)
         try:

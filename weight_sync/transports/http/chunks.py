@@ -1,4 +1,4 @@
-"""The wire of the http transport: chunks with digests, and what a request for a range of bytes must look like.
+"""Defines the wire format of the http transport: chunks with digests, and requests for ranges of bytes.
 
 The learner and a server that passes bytes on share it.
 """
@@ -39,7 +39,8 @@ class ChunkList:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, {self.total_bytes} in all")
         if len(self.digests) != -(-self.total_bytes // self.chunk_bytes):
             raise ValueError(
-                f"{len(self.digests)} digests for {self.total_bytes} bytes in chunks of {self.chunk_bytes}"
+                f"there are {len(self.digests)} digests, and {self.total_bytes} bytes in chunks of {self.chunk_bytes} "
+                f"need another number"
             )
 
     @classmethod

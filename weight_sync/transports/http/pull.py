@@ -100,7 +100,7 @@ class Pull:
             world: The clock and the network; None: the real ones.
         """
         if len(into) != chunks.total_bytes:
-            raise ValueError(f"a buffer of {len(into)} bytes for {chunks.total_bytes}")
+            raise ValueError(f"the buffer has {len(into)} bytes, and the chunks have {chunks.total_bytes}")
         if not sources:
             raise ValueError("no source to pull from")
         self.report = PullReport(kept=len(held or ()))

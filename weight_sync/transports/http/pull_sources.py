@@ -141,7 +141,7 @@ class Sources:
             source.refused_since = None
         elif source.refused_since is None:
             source.refused_since = now
-        # What fails on several connections at once is one fault.
+        # A fault on several connections at once counts once.
         if attempt.began >= source.fault_at:
             source.fault_at = now
             source.faults += 1
@@ -168,7 +168,7 @@ class Sources:
         source.last_error = "its bytes were wrong"
 
     def describe_failures(self) -> str:
-        """Describes what went wrong, by source; "" for nothing."""
+        """Describes the last error of each source; "" if there is none."""
         return "; ".join(f"{source.url}: {source.last_error}" for source in self.all if source.last_error)
 
     def _usable(self) -> list[PullSource]:
@@ -218,13 +218,14 @@ class Wire:
         if response.status != 206:
             text = f"{parts.scheme}://{parts.netloc} answered HTTP {response.status}: "
             text += response.read(300).decode(errors="replace")
-            # 5xx is what a proxy says of a moment.
+            # A 5xx is a proxy's answer to a short outage.
             raise OSError(text) if response.status >= 500 else GoneError(text)
         if (length := response.headers.get("Content-Length", "")) != str(len(into)):
             raise OSError(f"{url}: an answer of {length[:40]!r} bytes to {len(into)} asked")
         done = 0
         while done < len(into):
-            # Not `readinto`: it waits for all, and what has come when the connection breaks off would not be counted.
+            # Not `readinto`: it waits for all, and bytes that came before the connection broke off would not be
+            # counted.
             piece = response.read1(min(chunks.SLICE_BYTES, len(into) - done))
             if not piece:
                 raise OSError(f"the connection ended after {done} of {len(into)} bytes")

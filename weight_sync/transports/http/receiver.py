@@ -1,25 +1,10 @@
-"""A worker's end of the http transport. One worker of a host pulls into a staging buffer that the others map.
-
-The buffer is anonymous shared memory (memfd): it needs no room in /dev/shm and is gone with the last process that maps
-it. A small record in a folder of this user says whose it is and what it holds. A lock beside it says who fills it, and
-is released if that process dies. Needs no vLLM.
-"""
+"""A worker's end of the http transport. One worker of a host pulls into a buffer that the others map. Needs no vLLM."""
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import json
 import logging
-import mmap
-import os
-import re
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,191 +12,13 @@ import torch
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
+from weight_sync.transports.http.staging import Record, SharedStaging
 from weight_sync.weights.delta_codec import DeltaError, apply
 from weight_sync.weights.flat_buffer import Manifest
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.02
-_KEY = re.compile(r"[0-9a-f]{16}")
 GREETING = ChunkList.of(torch.ones(1, dtype=torch.uint8))
-
-
-@dataclass(frozen=True)
-class Record:
-    """Names a buffer and its content.
-
-    Attributes:
-        pid: Process that holds the buffer, under its file descriptor `fd`.
-        holds: Root of its chunks, "" while it is being filled or after that broke off.
-        digests: Digests of its chunks.
-        secret_hash: BLAKE3 of the secret that a request for its bytes must bring.
-        mbytes_per_s: Bound on what the server passes on of it, in 10**6 bytes per second; 0 for none.
-    """
-
-    pid: int
-    fd: int
-    total_bytes: int
-    holds: str = ""
-    chunk_bytes: int = 0
-    digests: list[str] = field(default_factory=list)
-    secret_hash: str = ""
-    mbytes_per_s: float = 0.0
-
-    def open(self) -> int:
-        """Opens a file descriptor of the buffer. Raises OSError if the process that held it is gone."""
-        fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(fd).st_size != self.total_bytes:
-            os.close(fd)
-            raise OSError("the buffer has another size than its record says")
-        return fd
-
-
-def record_of(key: str) -> Record | None:
-    """Reads the record of the transfer `key`; None if there is none that can be read."""
-    if not _KEY.fullmatch(key):
-        return None
-    try:
-        return Record(**json.loads((_folder() / f"{key}.json").read_text()))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
-# Fills the buffer with what is wanted. Takes the buffer and its record as it was (None: fresh memory).
-Fill = Callable[[torch.Tensor, Record | None], None]
-
-
-class SharedStaging:
-    """The buffer of one transfer (`key`: 16 hex digits), as one worker sees it."""
-
-    def __init__(self, key: str) -> None:
-        if not _KEY.fullmatch(key):
-            raise ValueError(f"transfer key {key!r}: must be 16 hex digits")
-        _sweep()
-        self._key = key
-        self._fd: int | None = None
-        self._flat: torch.Tensor | None = None
-
-    def receive(self, wanted: Record, fill: Fill, timeout_s: float) -> torch.Tensor:
-        """Returns the buffer with `wanted.holds` in it, filled here if no other worker has done it.
-
-        Returns:
-            uint8 [wanted.total_bytes].
-
-        Raises:
-            TransferError: Another worker has been filling it for `timeout_s` seconds. Errors of `fill` propagate.
-        """
-        deadline = time.monotonic() + timeout_s
-        while True:
-            with self._lock() as mine:
-                if mine:
-                    return self._receive_alone(wanted, fill)
-            if time.monotonic() >= deadline:
-                raise TransferError(f"another worker of this host has been pulling for {timeout_s:g} s")
-            time.sleep(LOOK_EVERY_S)
-
-    def close(self) -> None:
-        """Releases the buffer and its record; views of it stay good. Never raises."""
-        with contextlib.suppress(OSError), self._lock() as mine:
-            if mine:
-                for suffix in (".json", ".lock"):
-                    (_folder() / (self._key + suffix)).unlink(missing_ok=True)
-        self._forget()
-
-    def forget_buffer(self) -> None:
-        """Never uses the present memory again: something may still write into it."""
-        with contextlib.suppress(OSError):
-            (_folder() / f"{self._key}.json").unlink(missing_ok=True)
-        self._forget()
-
-    def _receive_alone(self, wanted: Record, fill: Fill) -> torch.Tensor:
-        found = record_of(self._key)
-        before = self._map(found, wanted.total_bytes)
-        assert self._flat is not None
-        assert self._fd is not None
-        if before is not None and before.holds == wanted.holds:
-            return self._flat
-        pid, fd, flat = os.getpid(), self._fd, self._flat
-        self._write(Record(pid, fd, wanted.total_bytes))
-        fill(flat, before)
-        self._write(replace(wanted, pid=pid, fd=fd))
-        return flat
-
-    def _map(self, found: Record | None, size: int) -> Record | None:
-        """Maps the buffer that `found` names, or a fresh one. Returns `found` if its buffer could be mapped."""
-        if found is not None and found.total_bytes == size:
-            if self._flat is not None and found.pid == os.getpid() and found.fd == self._fd:
-                return found
-            try:
-                self._take(found.open(), size)
-            except OSError:
-                pass  # The process that held it is gone.
-            else:
-                return found
-        fd = os.memfd_create(f"slipstream-{self._key}", os.MFD_CLOEXEC)
-        os.ftruncate(fd, size)
-        self._take(fd, size)
-        return None
-
-    def _take(self, fd: int, size: int) -> None:
-        self._forget()
-        self._fd = fd
-        self._flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8) if size else torch.empty(0).byte()
-
-    def _forget(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-        self._fd = self._flat = None
-
-    def _write(self, record: Record) -> None:
-        path = _folder() / f"{self._key}.json"
-        fresh = path.with_suffix(f".{os.getpid()}")
-        fresh.write_text(json.dumps(asdict(record)))
-        fresh.replace(path)
-
-    @contextmanager
-    def _lock(self) -> Iterator[bool]:
-        """Yields whether this worker alone may fill the buffer."""
-        with _locked(_folder() / f"{self._key}.lock") as mine:
-            yield mine
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[bool]:
-    """Yields whether this process has the lock. Its holder may remove the file, which is no lock from then on."""
-    fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            mine = os.fstat(fd).st_nlink > 0
-        except BlockingIOError:
-            mine = False
-        yield mine
-    finally:
-        os.close(fd)
-
-
-def _sweep() -> None:
-    """Removes what killed processes left: their records, and locks that nobody holds."""
-    folder = _folder()
-    for key in {path.stem for suffix in ("json", "lock") for path in folder.glob(f"*.{suffix}")}:
-        record = record_of(key)
-        if record is not None and Path(f"/proc/{record.pid}").exists():
-            continue
-        with _locked(folder / f"{key}.lock") as mine:
-            if mine:
-                for suffix in ("json", "lock"):
-                    (folder / f"{key}.{suffix}").unlink(missing_ok=True)
-
-
-def _folder() -> Path:
-    """Returns this user's folder of records. Raises OSError if another user has made it."""
-    folder = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} must be a folder that only this user can read; remove it or set TMPDIR")
-    return folder
 
 
 @dataclass(frozen=True)
@@ -238,7 +45,7 @@ class DeltaInfo:
     """The deltas from one snapshot to the new one.
 
     Attributes:
-        base: What to apply them to (`ChunkList.root`).
+        base: Digest of the snapshot to apply them to (`ChunkList.root`).
         url: Where the payloads are, one behind the other, in the order to apply them.
         chunks: Fields of their `ChunkList`.
         sizes: Bytes of each payload.
@@ -292,7 +99,9 @@ class HttpReceiver:
         """
         manifest, chunks = Manifest(**info.manifest), ChunkList(**info.chunks)
         if chunks.total_bytes != manifest.total_bytes():
-            raise ValueError(f"chunks of {chunks.total_bytes} bytes for a manifest of {manifest.total_bytes()}")
+            raise ValueError(
+                f"the chunks have {chunks.total_bytes} bytes, and the manifest has {manifest.total_bytes()}"
+            )
         filling = _Filling(self, info, manifest, chunks, time.monotonic() + self._init.timeout_s)
         secret_hash = digest_of(memoryview(self._init.secret.encode()))
         wanted = Record(
@@ -310,7 +119,7 @@ class HttpReceiver:
         self._share.close()
 
     def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
-        """Blocks until `into` is what `chunks` describes. Raises `TransferError`."""
+        """Blocks until `into` holds the blob of `chunks`. Raises `TransferError`."""
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
@@ -324,7 +133,7 @@ class HttpReceiver:
 
 @dataclass(frozen=True)
 class _Filling:
-    """Brings the shared buffer from what it holds to what is wanted: a `Fill`."""
+    """Updates the shared buffer to the wanted blob: a `Fill`."""
 
     reception: HttpReceiver
     info: HttpUpdateInfo

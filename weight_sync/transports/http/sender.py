@@ -17,8 +17,9 @@ from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
 from weight_sync.transports.base import Sent, StagedTransport, TransferError
 from weight_sync.transports.http import chunks
-from weight_sync.transports.http.blob_server import BlobServer, Offer, SharedBlobServers
+from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
 from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.receiver import DeltaInfo, HttpInitInfo, HttpUpdateInfo
 from weight_sync.weights.delta_base import DeltaBase, DeltaPath
 from weight_sync.weights.snapshot import Snapshot

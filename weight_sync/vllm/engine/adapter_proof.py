@@ -1,4 +1,4 @@
-"""Compares what a worker holds of an adapter with the bytes that were sent.
+"""Compares an adapter in a worker's layers with the bytes that were sent.
 
 The adapter's slot in vLLM's stacked LoRA layers is copied on the engine's thread, as a later step may give it to
 another adapter, and compared on a thread of its own. What it must hold comes from the adapter's file on the server's
@@ -119,7 +119,7 @@ def compare(copied: Copied, name: str, folder: Path) -> Difference:
                 checked += 1
                 if not _holds(found, should):
                     wrong.append(f"{slot.names[place]}.lora_{kind}")
-    # vLLM refused to load what it has no layer for; what is left here is in layers of another kind.
+    # vLLM refuses tensors that it has no layer for, so those left here are in layers of another kind.
     return Difference(checked, sorted(wrong), sorted({*copied.unread, *sent}))
 
 

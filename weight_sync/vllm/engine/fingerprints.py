@@ -1,4 +1,4 @@
-"""Fingerprints what the layers of a model hold: of the shadow before the swap, of the live model after it.
+"""Fingerprints the layers of a model: of the shadow before the swap, of the live model after it.
 
 Log-probs show what a layer does to the tokens of a probe. They do not show a row that the probe does not touch, or one
 value that is slightly off; fingerprints do. On a CPU, linear layers compute with packed copies: those that torch packed
@@ -29,7 +29,7 @@ class Products:
         number: Number of the update.
         dtype: Type of the vectors.
         columns: Columns of the weight.
-        expected: float32 [2 * HALF, rows], what the layer must give.
+        expected: float32 [2 * HALF, rows], products that the layer must give.
         slack: float32 [2 * HALF, rows], how far it may be off.
     """
 
@@ -74,7 +74,8 @@ class Difference:
 
 
 def held(model: torch.nn.Module) -> ModelFingerprints:
-    """Reads every parameter, buffer and packed weight of `model`, on any thread. What modules share is read once."""
+    """Reads every parameter, buffer and packed weight of `model`, on any thread. Tensors that modules share are read
+    once."""
     found = ModelFingerprints()
     known: dict[tuple[Any, ...], str] = {}
     for name, tensor in _tensors(model):
@@ -89,7 +90,7 @@ def held(model: torch.nn.Module) -> ModelFingerprints:
 
 
 def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
-    """Compares the live model with what was proven on the shadow.
+    """Compares the live model with the fingerprints of the shadow.
 
     A tensor that `proven.known` does not have is `unread` if it differs, and known from now on if it does not.
     """

@@ -50,7 +50,7 @@ class Reading(threading.Thread):
         self._error: Exception | None = None
 
     def difference(self) -> Difference:
-        """Compares what the worker holds with what it should hold."""
+        """Compares the worker's weights with the proven ones."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -67,7 +67,7 @@ class Reading(threading.Thread):
 
 
 class ModelReading(Reading):
-    """Compares what `model` holds with `proven`, and adds `probed`: what the engine's thread found by products."""
+    """Compares the weights of `model` with `proven`, and adds `probed`: the engine thread's findings by products."""
 
     def __init__(self, model: torch.nn.Module, proven: ModelFingerprints, probed: Difference | None = None) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def _known(name: str) -> str:
 
 @contextmanager
 def watching(layers: Iterable[tuple[str, Any, Any]], prints: bool = False) -> Iterator[Watched]:
-    """Notes what weights are while they are loaded, before vLLM packs or quantises them.
+    """Notes the values of weights while they are loaded, before vLLM packs or quantises them.
 
     Args:
         layers: Name, live module, and the module that is loaded, which may be the same one.

@@ -1,4 +1,4 @@
-"""vLLM's own NCCL engine, with a check of what it loads in place.
+"""Extends vLLM's own NCCL engine by a check of the tensors that it loads in place.
 
 Nothing is built beside generation, so there is no shadow to compare the live layers with. Each tensor is noted as it
 passes: each must come once, and every parameter of the model must get some. A tensor that is a parameter as it stands
@@ -24,7 +24,7 @@ class NcclEngine(NCCLWeightTransferEngine):
     """Engine of one vLLM worker.
 
     Attributes:
-        proven: What the live layers must hold since the last update, None if unknown.
+        proven: Fingerprints that the live layers must have since the last update, None if unknown.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

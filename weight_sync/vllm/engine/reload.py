@@ -24,7 +24,7 @@ class Reload:
     """Weights (tensors by name, as in a checkpoint) to be loaded into the live model under the pause.
 
     Attributes:
-        proven: What the live model must hold after `exchange`, None before.
+        proven: Fingerprints that the live model must have after `exchange`, None before.
     """
 
     def __init__(self, model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
-from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
@@ -25,6 +24,14 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.reload import Reload
+from weight_sync.vllm.engine.shadow_checks import (
+    NoShadow,
+    another_model,
+    check_can_be_shadowed,
+    check_rows,
+    check_types,
+    check_width,
+)
 from weight_sync.vllm.engine.shadow_modules import (
     CONTAINERS,
     LOOKUP_ONLY,
@@ -40,12 +47,7 @@ logger = logging.getLogger(__name__)
 
 # The old weights are freed this long after the pause, as that takes longer than the exchange.
 FREE_AFTER_S = 0.2
-SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
-
-
-class NoShadow(Exception):
-    """No shadow can be built of this model; the text says why."""
 
 
 def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
@@ -67,57 +69,12 @@ def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
         return Reload(model, vllm_config.model_config, weights)
 
 
-def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
-    """Checks the types of tensors. Loaders cast silently, but a tensor of another type was not meant for this model."""
-    known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
-    for name, tensor in weights.items():
-        if tensor.dtype not in known:
-            raise ValueError(f"{name} came as {tensor.dtype}, and this server's model is {dtype}: set model.dtype")
-
-
-def check_width(model: Any, of: str, weights: Weights) -> None:
-    """Checks rows and width of the token table before anything is loaded, as they tell models apart.
-
-    vLLM's loaders only assert shapes, without a text.
-
-    Args:
-        of: Name of the model that the server was started with.
-    """
-    for name, module in model.named_modules():
-        sent = weights.get(f"{name}.weight")
-        if sent is None or not isinstance(module, VocabParallelEmbedding) or sent.ndim != 2:
-            continue
-        wanted = (module.org_vocab_size, module.embedding_dim)
-        if tuple(sent.shape) != wanted:
-            raise ValueError(
-                f"{name}.weight came as {list(sent.shape)}, and this server's model has {list(wanted)}: {_another(of)}"
-            )
-
-
-def _another(of: str) -> str:
-    return (
-        f"this server runs {of}, and the learner trains another model: start both with the same model.path and revision"
-    )
-
-
-def check_can_be_shadowed(model: Any) -> None:
-    """Raises `NoShadow` if a layer keeps weights that a shadow could not exchange."""
-    for name, module in model.named_modules():
-        method = getattr(module, "quant_method", None)
-        if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
-            raise NoShadow(f"{name} is quantised ({type(method).__name__})")
-        if is_deferred_attention_layer(module) and module._parameters:
-            raise NoShadow(f"{name} ({type(module).__name__}) makes weights of its own when it is loaded")
-        if getattr(module, "w13_bias", None) is not None:
-            raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
-
-
 class Shadow:
     """The new weights in modules of their own.
 
     Attributes:
         pairs: The live modules that get new weights, and their shadows.
-        proven: What the shadows hold, which the live modules must hold after the exchange.
+        proven: Fingerprints of the shadows, which the live modules must have after the exchange.
     """
 
     def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
@@ -184,7 +141,7 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
         # Loaders assert shapes and look names up. Other errors, such as too little memory, say nothing of the model.
         if isinstance(error, RuntimeError) and not _OF_SHAPES.search(str(error)):
             raise RuntimeError(f"{failed}: {_words(error)}; the server's log has the traceback") from error
-        raise ValueError(f"{failed} ({_words(error)}): {_another(of)}") from error
+        raise ValueError(f"{failed} ({_words(error)}): {another_model(of)}") from error
     placed = sum(
         size if not pair.info.can_load() else pair.info.load_numel for pair, size in zip(pairs, sizes, strict=True)
     )
@@ -269,30 +226,6 @@ def _check_complete(left: list[Pair]) -> None:
         raise ValueError(f"{len(missing)} parameters of this server's model were not sent, among them {missing[0]}")
 
 
-def check_rows(pairs: list[Pair], weights: Weights) -> None:
-    """Checks that embedding and output head hold what arrived, row for row.
-
-    A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
-    rows does so on purpose.
-
-    Raises:
-        ValueError: Some rows differ.
-    """
-    for pair in pairs:
-        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.shadow, "weight", None)
-        if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
-            continue
-        if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
-            continue
-        held_rows = weight.detach()[: len(sent)]
-        if torch.equal(held_rows, sent):
-            continue
-        differ = (held_rows != sent.to(held_rows.device)).any(dim=1) & ~sent.isnan().any(dim=1).to(held_rows.device)
-        wrong = differ.nonzero().flatten().tolist()
-        if 0 < len(wrong) < len(sent) / 2:
-            raise ValueError(f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}")
-
-
 def _sizes(pair: Pair) -> Iterator[tuple[str, int]]:
     params, _ = pair.info.restore_metadata
     yield from ((name, tensor.numel()) for name, tensor in params.items())
@@ -318,7 +251,7 @@ def _pack_experts(shadow: Any) -> None:
 
 
 def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """Yields calls that make the live module hold what its shadow holds. Each returns what it took out."""
+    """Yields calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced."""
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
         for name, tensor in getattr(pair.shadow, container).items():

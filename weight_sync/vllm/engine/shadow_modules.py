@@ -29,7 +29,7 @@ class Pair:
 
     @property
     def info(self) -> Any:
-        """vLLM's record of what was loaded into the shadow."""
+        """vLLM's record of the tensors loaded into the shadow."""
         return get_layerwise_info(self.shadow)
 
 

@@ -40,7 +40,7 @@ class StagedEngine(WeightTransferEngine):
     vLLM's `WeightTransferEngine` says when each method is called.
 
     Attributes:
-        proven: What the shadow held that was swapped in last (`fingerprints.ModelFingerprints`), None if unknown.
+        proven: Fingerprints of the shadow that was swapped in last (`fingerprints.ModelFingerprints`), None if unknown.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

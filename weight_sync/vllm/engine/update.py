@@ -52,7 +52,10 @@ class UpdateCheck:
         known |= {str(buffer.dtype) for buffer in self._model.buffers()}
         for name, dtype in zip(names, dtypes, strict=True):
             if f"torch.{dtype}" not in known:
-                raise ValueError(f"{name} came as {dtype}, and this server's model is {sorted(known)}: set model.dtype")
+                raise ValueError(
+                    f"{name} came as {dtype}, and this server's model is {sorted(known)}: "
+                    f"set model.dtype to one type for both"
+                )
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Notes a tensor that is about to be loaded."""
@@ -61,7 +64,8 @@ class UpdateCheck:
             self.prints[name] = fingerprint(tensor)
 
     def take(self, watched: Watched) -> None:
-        """Adds what layers held as they were loaded. Fingerprints of what arrived under a parameter's name prevail."""
+        """Adds the values that layers had when they were loaded. Fingerprints of tensors that arrived under a
+        parameter's name take precedence."""
         self.prints = watched.prints | self.prints
         self.products |= watched.products
 
@@ -127,7 +131,7 @@ class Staging(threading.Thread):
             self._seconds["building"] = time.monotonic() - began
             self._stage = "ready"
         except BaseException as error:
-            # The learner that sent them may be gone; the next caller that asks for a swap is told.
+            # The learner that sent the weights may be gone. The next caller that asks for a swap gets the error.
             self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._stage = "failed"
             logger.warning("weights were not staged while %s: %s", *self._place())

@@ -1,0 +1,92 @@
+"""Checks that a model can have a shadow, and that weights are this model's, before and after they are loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from weight_sync.vllm.engine.shadow_modules import Pair
+from weight_sync.vllm.engine.update import Weights
+
+SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
+
+
+class NoShadow(Exception):
+    """No shadow can be built of this model; the text says why."""
+
+
+def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
+    """Checks the types of tensors. Loaders cast silently, but a tensor of another type was not meant for this model."""
+    known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
+    for name, tensor in weights.items():
+        if tensor.dtype not in known:
+            raise ValueError(
+                f"{name} came as {tensor.dtype}, and this server's model is {dtype}: "
+                f"set model.dtype to one type for both"
+            )
+
+
+def check_width(model: Any, of: str, weights: Weights) -> None:
+    """Checks rows and width of the token table before anything is loaded, as they tell models apart.
+
+    vLLM's loaders only assert shapes, without a text.
+
+    Args:
+        of: Name of the model that the server was started with.
+    """
+    for name, module in model.named_modules():
+        sent = weights.get(f"{name}.weight")
+        if sent is None or not isinstance(module, VocabParallelEmbedding) or sent.ndim != 2:
+            continue
+        wanted = (module.org_vocab_size, module.embedding_dim)
+        if tuple(sent.shape) != wanted:
+            raise ValueError(
+                f"{name}.weight came as {list(sent.shape)}, and this server's model has {list(wanted)}: "
+                f"{another_model(of)}"
+            )
+
+
+def another_model(of: str) -> str:
+    return (
+        f"this server runs {of}, and the learner trains another model: start both with the same model.path and revision"
+    )
+
+
+def check_can_be_shadowed(model: Any) -> None:
+    """Raises `NoShadow` if a layer keeps weights that a shadow could not exchange."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
+            raise NoShadow(f"{name} is quantised ({type(method).__name__})")
+        if is_deferred_attention_layer(module) and module._parameters:
+            raise NoShadow(f"{name} ({type(module).__name__}) makes weights of its own when it is loaded")
+        if getattr(module, "w13_bias", None) is not None:
+            raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
+
+
+def check_rows(pairs: list[Pair], weights: Weights) -> None:
+    """Checks that embedding and output head hold the rows that arrived.
+
+    A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
+    rows does so on purpose.
+
+    Raises:
+        ValueError: Some rows differ.
+    """
+    for pair in pairs:
+        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.shadow, "weight", None)
+        if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
+            continue
+        if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
+            continue
+        held_rows = weight.detach()[: len(sent)]
+        if torch.equal(held_rows, sent):
+            continue
+        differ = (held_rows != sent.to(held_rows.device)).any(dim=1) & ~sent.isnan().any(dim=1).to(held_rows.device)
+        wrong = differ.nonzero().flatten().tolist()
+        if 0 < len(wrong) < len(sent) / 2:
+            raise ValueError(f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}")

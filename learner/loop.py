@@ -46,7 +46,7 @@ def train(
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Begins a session at the queue and trains to the last step.
+    """Begin a session at the queue and trains to the last step.
 
     Args:
         trainer: Holds the weights of `checkpoint`, or the initial model's where that is None.
@@ -97,7 +97,7 @@ class Loop:
         self._alone: bool | None = None
 
     def run(self) -> None:
-        """Trains to the last step. Raises what `train` does."""
+        """Train to the last step. Raises what `train` does."""
         try:
             self._callbacks.begin()
             self._run_session()
@@ -197,7 +197,7 @@ class Loop:
         self._reports.conclude(status)
 
     def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
-        """Returns the weights to publish with `probe`."""
+        """Return the weights to publish with `probe`."""
         adapter = self._trainer.policy.adapter
         if adapter is None:
             return self._trainer.weights()
@@ -209,7 +209,7 @@ class Loop:
         return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:
-        """Hands the weights over. Returns the seconds that this took."""
+        """Hand the weights over. Returns the seconds that this took."""
         version = self._position.version
         ids = probe_token_ids(
             self._trainer.policy.vocabulary_size, version // self._config.weight_sync.every, self._config.run.seed
@@ -235,7 +235,7 @@ class Loop:
 def adapter_published_alone(
     config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
 ) -> bool:
-    """Decides whether an adapter is published by itself, or merged into the model's weights.
+    """Decide whether an adapter is published by itself, or merged into the model's weights.
 
     With `weight_sync.adapter_only = "auto"` a server is asked to load it; with true the publication itself finds out
     whether it can. Blocks while it asks.

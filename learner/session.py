@@ -68,7 +68,7 @@ def begin_session(
     resume: bool,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Session:
-    """Begins a session at the queue and makes its parts. Arguments and errors are those of `train`."""
+    """Begin a session at the queue and makes its parts. Arguments and errors are those of `train`."""
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
@@ -79,7 +79,7 @@ def begin_session(
     publisher.session, publisher.run_id = session, position.run
 
     def rank_is_silent(who: str | None) -> None:
-        """Tells the queue, from a thread: the main one may be in a collective with that rank."""
+        """Tell the queue, from a thread: the main one may be in a collective with that rank."""
         what = who and f"a sign of life of {who}"
         # The terminal shows the same text, so a queue that does not answer costs nothing.
         with suppress(QueueError, TimeoutError):

@@ -28,38 +28,40 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 LONG_FILES = (
     "e2e/test_up.py",
     "e2e/test_run.py",
-    "learner/test_learner_loop.py",
-    "learner/test_adapter.py",
-    "learner/test_optimiser.py",
+    "learner/test_loop.py",
+    "learner/model/test_adapter.py",
+    "learner/training/test_optimiser.py",
     "deploy/test_launch.py",
     "slipstream/test_trl.py",
-    "deploy/test_light_core.py",
+    "deploy/servers/test_light_core.py",
     "learner/test_resume.py",
-    "rollout_worker/test_mcp.py",
-    "learner/test_checkpoint_kills.py",
+    "rollout_worker/tools/test_mcp.py",
+    "learner/checkpoints/test_checkpoint_kills.py",
     "weight_sync/test_publisher.py",
-    "learner/test_rank_processes.py",
+    "learner/ranks/test_rank_processes.py",
     "rollout_queue/test_service.py",
     "examples/test_every_example.py",
     "deploy/test_cli.py",
-    "learner/test_rank_mixtures.py",
-    "learner/test_rank_checkpoints.py",
-    "learner/test_ranks.py",
-    "agent/test_episodes.py",
-    "weight_sync/test_vllm_middleware.py",
-    "rollout_worker/test_isolation.py",
+    "learner/ranks/test_rank_mixtures.py",
+    "learner/ranks/test_rank_checkpoints.py",
+    "learner/ranks/test_ranks.py",
+    "rollout_worker/agent/test_episodes.py",
+    "weight_sync/vllm/test_vllm_middleware.py",
+    "rollout_worker/user_code/test_isolation.py",
     "slipstream/test_script.py",
-    "rollout_queue/test_door.py",
+    "rollout_queue/api/test_connection.py",
     "deploy/test_bad_input.py",
-    "deploy/test_programs.py",
+    "deploy/run/test_programs.py",
     "deploy/test_supervisor.py",
     "deploy/test_supervisor_restarts.py",
     "deploy/test_supervisor_stops.py",
     "rollout_worker/test_process.py",
     "rollout_worker/test_evaluation_processes.py",
-    "weight_sync/test_transport_contract.py",
-    "weight_sync/test_http_bad_sources.py",
+    "weight_sync/transports/test_transport_contract.py",
+    "weight_sync/transports/test_http_bad_sources.py",
 )
+
+TESTS = Path(__file__).parent
 
 # Files with real vLLM servers of their own. All others in that folder share one, and so one copy of this process.
 OWN_SERVERS = ("e2e/test_up.py", "e2e/test_adapters.py", "e2e/test_engine.py", "e2e/test_http.py")
@@ -98,7 +100,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort long files to the front, the order within a file stays; leave out what is for `--all`."""
     first = {name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: first.get("/".join(item.path.parts[-2:]), len(first)))
+    items.sort(key=lambda item: first.get(item.path.relative_to(TESTS).as_posix(), len(first)))
     if config.getoption("all"):
         return
     wide = {item for item in items if item.get_closest_marker("wide")}

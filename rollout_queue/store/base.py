@@ -1,6 +1,6 @@
 """The interface of a store. Calls block; the broker makes them one at a time, from one thread.
 
-`tests/rollout_queue/test_store_contract.py` tests these docstrings for every store.
+`tests/rollout_queue/store/test_store_contract.py` tests these docstrings for every store.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from protocol.rollouts import WHY_FAILED
 from protocol.status import Evaluation, evaluation_metrics
 from tests.kit import group
 from tests.kit.learner import tokens
-from tests.learner.test_summary import step_record
+from tests.learner.report.test_summary import step_record
 
 PAGE = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text(encoding="utf-8")
 # A name after the first of a row may leave out the folder that it shares with it.

@@ -94,3 +94,7 @@ def test_after_as_many_failures_as_allowed_no_other_file_is_begun(tmp_path: Path
     assert done.returncode == pytest.ExitCode.TESTS_FAILED, done.stdout + done.stderr
     assert "!! stopping after " in done.stdout
     assert not (tmp_path / "begun").exists()
+
+
+def test_the_files_that_begin_first_exist() -> None:
+    assert [name for name in (*LONG_FILES, *OWN_SERVERS) if not (TESTS / name).is_file()] == []

@@ -25,9 +25,9 @@ from protocol.config import ConfigError, LearnerSection
 from protocol.config import load as load_run_file
 from tests.kit import LEARNER, config
 from tests.kit.learner import FakeQueue, endless
-from tests.learner.test_evaluations import Queue, evaluating
-from tests.learner.test_learner_loop import config_for, lines, milestones, train
-from tests.learner.test_summary import step_record
+from tests.learner.report.test_evaluations import Queue, evaluating
+from tests.learner.report.test_summary import step_record
+from tests.learner.test_loop import config_for, lines, milestones, train
 
 EVENTS = (
     *("on_init_end", "on_train_begin", "on_step_begin", "on_step_end", "on_log", "on_evaluate", "on_save"),

@@ -38,7 +38,7 @@ OptimiserName = Literal[
     "rmsprop",
 ]
 
-# Optimisers that can step on sharded weights: tests/learner/test_sharded_optimisers.py tries each.
+# Optimisers that can step on sharded weights: tests/learner/ranks/test_sharded_optimisers.py tries each.
 SHARDED = frozenset({"adamw_torch_fused", "adamw_torch", "muon", "sgd", "adagrad", "rmsprop"})
 
 ScheduleName = Literal[

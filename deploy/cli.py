@@ -279,7 +279,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Loads the task to count its rows, and returns `config` with `learner.steps` in place of `learner.epochs`."""
+    """Load the task to count its rows, and returns `config` with `learner.steps` in place of `learner.epochs`."""
     from deploy.run import run_directory
     from rollout_worker.task.task import load_task
 
@@ -290,7 +290,7 @@ def _with_steps(config: RunConfig) -> RunConfig:
 
 
 def main() -> None:
-    """Runs the command line. Exits with 2 and one message for a setting or state that cannot work, with 1 for a run
+    """Run the command line. Exits with 2 and one message for a setting or state that cannot work, with 1 for a run
     that failed."""
     logging.basicConfig(
         level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),

@@ -30,7 +30,7 @@ YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
 
 
 def reading(*settings: str, others: bool = False) -> dict[str, Any]:
-    """Returns the arguments of `app.command` for a command that takes settings.
+    """Return the arguments of `app.command` for a command that takes settings.
 
     Args:
         settings: Settings that the command reads, for its help: each a section or a section.key.
@@ -50,7 +50,7 @@ class SettingsCommand(TyperCommand):
     others: ClassVar[bool] = False
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises `ConfigError` for an unknown option, with the nearest name."""
+        """Raise `ConfigError` for an unknown option, with the nearest name."""
         flags = {name for param in self.params if getattr(param, "is_flag", False) for name in param.opts}
         options = {name for param in self.params for name in param.opts} | {*ctx.help_option_names}
         given, rest = _split_settings(args, options)
@@ -72,7 +72,7 @@ class SettingsCommand(TyperCommand):
 
 
 def _split_settings(args: list[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """Splits a command line into settings with their values, and the other words."""
+    """Split a command line into settings with their values, and the other words."""
     given: list[str] = []
     rest: list[str] = []
     words: Iterator[str] = iter(args)
@@ -86,7 +86,7 @@ def _split_settings(args: list[str], options: Collection[str]) -> tuple[list[str
 
 
 def _check_options(rest: list[str], unknown: list[str], flags: Collection[str], options: Collection[str]) -> None:
-    """Raises `ConfigError` for a mistyped option with a near name; `parse_overrides` refuses the others."""
+    """Raise `ConfigError` for a mistyped option with a near name; `parse_overrides` refuses the others."""
     for option, value in pairwise(rest):
         if option in flags and value.lower() in YES_OR_NO:
             raise ConfigError(f"{option} {value}: {option} takes no value; give it alone, or leave it out")
@@ -111,7 +111,7 @@ def _table(reads: Collection[str]) -> Table:
 
 @contextlib.contextmanager
 def ending_at_once() -> Iterator[None]:
-    """Ends the process with the exit code that `main` would give, without waiting for threads of the task's code."""
+    """End the process with the exit code that `main` would give, without waiting for threads of the task's code."""
     try:
         yield
     except typer.Exit as ended:
@@ -125,7 +125,7 @@ def ending_at_once() -> Iterator[None]:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process. A thread or executor that the task file started would keep `sys.exit` from ending it."""
+    """End the process. A thread or executor that the task file started would keep `sys.exit` from ending it."""
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError, AttributeError):  # the task's code may have closed it
@@ -134,13 +134,13 @@ def leave(code: int) -> NoReturn:
 
 
 def print_findings(findings: Iterable[Finding]) -> None:
-    """Prints one line for each finding on stderr, with its severity."""
+    """Print one line for each finding on stderr, with its severity."""
     for finding in findings:
         print(f"slipstream: {finding.severity}: {finding}", file=sys.stderr, flush=True)
 
 
 def print_error(error: Exception) -> int:
-    """Prints the error on stderr and returns its exit code."""
+    """Print the error on stderr and returns its exit code."""
     with contextlib.suppress(OSError, ValueError):  # the task's code may have closed stderr
         print(f"slipstream: {error}", file=sys.stderr)
     if isinstance(error, RunFailed):

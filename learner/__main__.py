@@ -15,7 +15,7 @@ USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the learner.
+    """Run the learner.
 
     Returns:
         The exit code: 0 the run is done, 1 it failed, 2 the run file or the arguments are wrong.
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def follow_rank_0() -> int:
-    """Runs a rank that rank 0 has started on its own machine; the environment says which.
+    """Run a rank that rank 0 has started on its own machine; the environment says which.
 
     Returns:
         The exit code: 0 there is nothing left to do, 1 rank 0 has gone, 2 the model cannot be loaded here.
@@ -69,7 +69,7 @@ def follow_rank_0() -> int:
 
 
 def _end_with_rank_0() -> None:
-    """Ends this process when rank 0 ends: rank 0 writes nothing to our standard input, which closes with it."""
+    """End this process when rank 0 ends: rank 0 writes nothing to our standard input, which closes with it."""
     # Not through sys.stdin: a thread that holds its lock makes Python abort as it ends, and the exit code is lost.
     os.read(sys.stdin.fileno(), 1)
     os._exit(0)

@@ -94,20 +94,20 @@ class Callbacks:
         return bool(self._control.should_training_stop)
 
     def begin(self) -> None:
-        """Calls on_init_end and on_train_begin, before the first step of the session."""
+        """Call on_init_end and on_train_begin, before the first step of the session."""
         if self._callbacks:
             self._call("on_init_end")
             self._control.should_training_stop = False
             self._call("on_train_begin")
 
     def step_begins(self) -> None:
-        """Calls on_step_begin."""
+        """Call on_step_begin."""
         if self._callbacks:
             self._control.should_save = self._control.should_evaluate = False
             self._call("on_step_begin")
 
     def stepped(self, record: StepRecord) -> Wish:
-        """Calls on_step_end and on_log, after a step that the queue has acknowledged, and returns what callbacks ask
+        """Call on_step_end and on_log, after a step that the queue has acknowledged, and returns what callbacks ask
         for."""
         if not self._callbacks:
             return Wish()
@@ -122,7 +122,7 @@ class Callbacks:
         return Wish(control.should_training_stop, control.should_save, control.should_evaluate)
 
     def evaluated(self, ended: Sequence[Mapping[str, float]]) -> None:
-        """Calls on_evaluate for evaluations that have ended, the oldest first. Their metrics get transformers' names:
+        """Call on_evaluate for evaluations that have ended, the oldest first. Their metrics get transformers' names:
         eval_reward."""
         for metrics in ended if self._callbacks else ():
             self._evaluated({f"eval_{name.removeprefix('eval/')}": value for name, value in metrics.items()})
@@ -134,12 +134,12 @@ class Callbacks:
             self._state.best_metric, self._state.best_global_step = reward, int(metrics["eval_step"])
 
     def saved(self) -> None:
-        """Calls on_save, when a checkpoint is complete."""
+        """Call on_save, when a checkpoint is complete."""
         if self._callbacks:
             self._call("on_save")
 
     def end(self) -> None:
-        """Calls on_train_end, after the last step, its publication and its checkpoint."""
+        """Call on_train_end, after the last step, its publication and its checkpoint."""
         if self._callbacks:
             self._call("on_train_end")
 
@@ -205,12 +205,12 @@ class Arguments:
         return asdict(self)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Returns plain values only, as transformers gives them to trackers."""
+        """Return plain values only, as transformers gives them to trackers."""
         return {name: value for name, value in asdict(self).items() if isinstance(value, bool | int | float | str)}
 
 
 def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
-    """Makes the object that callbacks get as `args`.
+    """Make the object that callbacks get as `args`.
 
     Args:
         settings: The content of `args.settings`.
@@ -236,7 +236,7 @@ def arguments(config: RunConfig, settings: dict[str, Any]) -> Arguments:
 
 
 def load(named: Sequence[str]) -> list[TrainerCallback]:
-    """Loads callbacks.
+    """Load callbacks.
 
     Args:
         named: path/to/file.py:name each, where name is a callback, a class of one, a list of these, or an object with
@@ -286,7 +286,7 @@ def _is_own(frame: traceback.FrameSummary) -> bool:
 
 
 def _describe_failure(name: str, error: Exception | SystemExit) -> str:
-    """Describes the failure of a callback, with the last frame that is neither a library's nor ours: that is the user's
+    """Describe the failure of a callback, with the last frame that is neither a library's nor ours: that is the user's
     code."""
     frames = traceback.extract_tb(error.__traceback__)[1:]
     own = [frame for frame in frames if _is_own(frame)] or frames

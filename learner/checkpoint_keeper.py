@@ -73,7 +73,7 @@ class CheckpointKeeper:
         self._on_saved = on_saved
 
     def keep_if_due(self, position: RunPosition, wanted: bool = False) -> None:
-        """Writes a checkpoint after a step if one is due or `wanted`, and tells the queue."""
+        """Write a checkpoint after a step if one is due or `wanted`, and tells the queue."""
         every = self._config.learner.checkpoint_every
         if not (wanted or (every and position.step % every == 0)):
             return
@@ -89,7 +89,7 @@ class CheckpointKeeper:
             self._report(text)
 
     def keep_last(self, position: RunPosition) -> None:
-        """Writes a checkpoint at the end of the run unless there is one of `position`, and tells the queue. Raises
+        """Write a checkpoint at the end of the run unless there is one of `position`, and tells the queue. Raises
         `CheckpointError`, `QueueError`."""
         try:
             self._keep(position)
@@ -112,12 +112,12 @@ class CheckpointKeeper:
                 self._on_saved(self._saved)
 
     def settle(self) -> None:
-        """Names the best checkpoint after the last evaluation, and deletes those kept only until it was known."""
+        """Name the best checkpoint after the last evaluation, and deletes those kept only until it was known."""
         if self._evaluator is not None:
             checkpoints.prune(self._config.run_dir, self._config.learner.keep_checkpoints, self._spared())
 
     def leave(self, position: RunPosition, halfway: bool) -> None:
-        """Writes a checkpoint after a signal if there is time, and says how to resume.
+        """Write a checkpoint after a signal if there is time, and says how to resume.
 
         Args:
             halfway: Whether the weights hold a step that the queue has not acknowledged.
@@ -161,7 +161,7 @@ class CheckpointKeeper:
             )
 
     def _newer_session(self, position: RunPosition) -> int | None:
-        """Returns the session of a learner that has begun since; None if there is none, or if the queue does not
+        """Return the session of a learner that has begun since; None if there is none, or if the queue does not
         answer: a resume compares the checkpoint with the queue's history anyway (`resuming.astray`)."""
         try:
             session = self._client.call(lambda queue: asyncio.wait_for(queue.position(), REPORT_TIMEOUT_S)).session
@@ -180,7 +180,7 @@ class CheckpointKeeper:
         return info
 
     def _spared(self) -> set[int]:
-        """Returns the steps whose checkpoints stay, however old. Writes the best one down, and reports it if it is
+        """Return the steps whose checkpoints stay, however old. Writes the best one down, and reports it if it is
         another."""
         if self._evaluator is None:
             return set()
@@ -207,7 +207,7 @@ class CheckpointKeeper:
 
 
 def best_of(steps: Collection[int], evaluations: Sequence[EvaluationRecord]) -> Best | None:
-    """Returns the checkpoint of `steps` whose own evaluation gave the highest mean reward; the earlier of two.
+    """Return the checkpoint of `steps` whose own evaluation gave the highest mean reward; the earlier of two.
 
     An evaluation that was cut short does not count: its rows are the quick ones.
     """
@@ -220,6 +220,6 @@ def best_of(steps: Collection[int], evaluations: Sequence[EvaluationRecord]) -> 
 
 
 def spared(steps: Collection[int], best: Best | None, pending: Collection[int]) -> set[int]:
-    """Returns the steps whose checkpoints must not be deleted, however old: the best one, and those that may prove
+    """Return the steps whose checkpoints must not be deleted, however old: the best one, and those that may prove
     better, as their evaluation is still running."""
     return {*(step for step in pending if step in steps), *([] if best is None else [best.step])}

@@ -61,12 +61,12 @@ class Evaluator:
         return self._open
 
     def begin(self) -> None:
-        """Collects the evaluations that an earlier session of the run has asked for."""
+        """Collect the evaluations that an earlier session of the run has asked for."""
         if self._journal is not None:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
 
     def ask_if_due(self, step: int, version: int, wanted: bool = False) -> None:
-        """Asks for the evaluation of `step` if one is due.
+        """Ask for the evaluation of `step` if one is due.
 
         Args:
             version: The newest that was published.
@@ -99,14 +99,14 @@ class Evaluator:
             self._progress.warn(f"there is no evaluation of step {step}: {refusal}")
 
     def fresh(self) -> list[dict[str, float]]:
-        """Returns the metrics of each evaluation that ended since the last call, by step. Each is in the journal."""
+        """Return the metrics of each evaluation that ended since the last call, by step. Each is in the journal."""
         if self._journal is not None and self._open:
             self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations()))
         fresh, self._fresh = self._fresh, []
         return [evaluation_metrics(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
     def wait(self) -> None:
-        """Waits for open evaluations. The queue ends each at its time-out at the latest."""
+        """Wait for open evaluations. The queue ends each at its time-out at the latest."""
         if self._journal is None or not self._open:
             return
         deadline = self._clock() + self._config.eval.timeout_s + _MARGIN_S
@@ -128,6 +128,6 @@ class Evaluator:
 
 
 def open_eval_journal(config: RunConfig, step: int) -> Journal[EvaluationRecord] | None:
-    """Opens the journal of the run's evaluations up to `step`; None where there are none and none are to come."""
+    """Open the journal of the run's evaluations up to `step`; None where there are none and none are to come."""
     path = config.run_dir / FILE_NAME
     return Journal(path, EvaluationRecord, step) if config.eval.is_on or path.exists() else None

@@ -7,37 +7,23 @@ until the step is acknowledged. Then leases are given back, and a checkpoint is 
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
-from learner import start
-from learner.callbacks import Callbacks
-from learner.checkpoint_keeper import CheckpointKeeper
-from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint
-from learner.checkpoints.model_card import Results
-from learner.checkpoints.uploads import Models
-from learner.evaluator import Evaluator, open_eval_journal
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
 from learner.model.adapter import Adapter
 from learner.ranks.stopping import Stop, Stopped
 from learner.report.progress import TerminalProgress
-from learner.report.queue_status import PendingNotices
 from learner.report.records import StepRecord, StepTimes
-from learner.report.reports import Reports
-from learner.report.sampler_checks import ServerWatch
-from learner.skipping import Attempts
+from learner.session import Session, begin_session
 from learner.training.trainer import StepMetrics, Trainer
-from protocol.client import QueueError, RunFinished
+from protocol.client import RunFinished
 from protocol.config import RunConfig, adapter_checks
-from protocol.messages import RunPosition
 from weight_sync.fleet import adapter_publication
 from weight_sync.publisher import Publisher
 from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
@@ -47,8 +33,6 @@ if TYPE_CHECKING:
 
 # Seconds that trackers may take to send the last steps when the run fails or is stopped.
 ENDED_CLOSE_S = 10.0
-
-TOLD_WITHIN_S = 5.0
 
 
 def train(
@@ -62,7 +46,7 @@ def train(
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Begins a session at the queue and trains to the last step.
+    """Begin a session at the queue and trains to the last step.
 
     Args:
         trainer: Holds the weights of `checkpoint`, or the initial model's where that is None.
@@ -78,96 +62,6 @@ def train(
     """
     session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
     Loop(config, trainer, client, publisher, progress, stop, session).run()
-
-
-@dataclass(frozen=True)
-class Session:
-    """The parts that one session of the learner works with, from the position at which the queue began it.
-
-    Attributes:
-        position: The run's position when the session began.
-        notices: Failures that the queue is not told of yet.
-        watch: Compares the servers' samples with the policy.
-        attempts: Trains batches, and leaves out those that cannot be trained.
-    """
-
-    position: RunPosition
-    reports: Reports
-    evaluator: Evaluator
-    callbacks: Callbacks
-    models: Models
-    keeper: CheckpointKeeper
-    notices: PendingNotices
-    watch: ServerWatch
-    attempts: Attempts
-
-
-def begin_session(
-    config: RunConfig,
-    trainer: Trainer,
-    client: BlockingQueueClient,
-    publisher: Publisher,
-    progress: TerminalProgress,
-    stop: Stop,
-    checkpoint: Checkpoint | None,
-    resume: bool,
-    callbacks: Sequence[TrainerCallback] = (),
-) -> Session:
-    """Begins a session at the queue and makes its parts. Arguments and errors are those of `train`."""
-    # torch calls it right before weights change.
-    trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
-    trainer.team.guard(stop)
-    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size)
-    with progress.phase("waiting for the queue"):
-        position = client.call(lambda queue: queue.begin_session(begin))
-    session = position.session
-    publisher.session, publisher.run_id = session, position.run
-
-    def rank_is_silent(who: str | None) -> None:
-        """Tells the queue, from a thread: the main one may be in a collective with that rank."""
-        what = who and f"a sign of life of {who}"
-        # The terminal shows the same text, so a queue that does not answer costs nothing.
-        with suppress(QueueError, TimeoutError):
-            client.call(lambda queue: asyncio.wait_for(queue.waiting(session, what), TOLD_WITHIN_S))
-
-    trainer.team.on_silent(rank_is_silent)
-    checkpoints.set_aside(config.run_dir, begin.step)
-    reports = Reports(config, begin.step, progress)
-    notices = PendingNotices()
-    evaluator = Evaluator(config, client, session, open_eval_journal(config, begin.step), progress)
-    models = Models(config, progress)
-    tokenizer = start.tokenizer(config.model) if callbacks else None
-    called = Callbacks(callbacks, config, trainer, begin.step, tokenizer, lambda what: client.waiting(session, what))
-
-    def saved(checkpoint: Checkpoint) -> None:
-        evaluated = [(of.step, of.evaluation.reward) for of in evaluator.records]
-        known = [(step, reward) for step, reward in evaluated if reward is not None]
-        models.saved(checkpoint.model_path, Results(checkpoint.info.step, reports.rewards, known))
-        called.saved()
-
-    return Session(
-        position=position,
-        reports=reports,
-        evaluator=evaluator,
-        callbacks=called,
-        models=models,
-        keeper=CheckpointKeeper(
-            config,
-            trainer,
-            client,
-            progress,
-            stop,
-            begin.step if checkpoint else None,
-            evaluator,
-            notices.checkpoint,
-            saved,
-        ),
-        notices=notices,
-        watch=ServerWatch(),
-        attempts=Attempts(
-            trainer, config.learner.skip_bad_batches, config.run_dir, begin.step, progress, notices.batch
-        ),
-    )
 
 
 class Loop:
@@ -203,7 +97,7 @@ class Loop:
         self._alone: bool | None = None
 
     def run(self) -> None:
-        """Trains to the last step. Raises what `train` does."""
+        """Train to the last step. Raises what `train` does."""
         try:
             self._callbacks.begin()
             self._run_session()
@@ -303,7 +197,7 @@ class Loop:
         self._reports.conclude(status)
 
     def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
-        """Returns the weights to publish with `probe`."""
+        """Return the weights to publish with `probe`."""
         adapter = self._trainer.policy.adapter
         if adapter is None:
             return self._trainer.weights()
@@ -315,7 +209,7 @@ class Loop:
         return adapter.alone() if self._alone else self._trainer.weights()
 
     def _publish(self) -> float:
-        """Hands the weights over. Returns the seconds that this took."""
+        """Hand the weights over. Returns the seconds that this took."""
         version = self._position.version
         ids = probe_token_ids(
             self._trainer.policy.vocabulary_size, version // self._config.weight_sync.every, self._config.run.seed
@@ -341,7 +235,7 @@ class Loop:
 def adapter_published_alone(
     config: RunConfig, adapter: Adapter, probe: Probe, on_gpu: bool, say: Callable[[str], None], run_id: str
 ) -> bool:
-    """Decides whether an adapter is published by itself, or merged into the model's weights.
+    """Decide whether an adapter is published by itself, or merged into the model's weights.
 
     With `weight_sync.adapter_only = "auto"` a server is asked to load it; with true the publication itself finds out
     whether it can. Blocks while it asks.

@@ -89,7 +89,7 @@ class Outcome(msgspec.Struct):
 
 
 def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> Outcome:
-    """Replays a record.
+    """Replay a record.
 
     Raises:
         ConfigError: Before anything is written.
@@ -119,7 +119,7 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
 
 
 def starting_step(recorded: Sequence[int], kept: Collection[int], request: Request) -> int:
-    """Returns the step to begin after, 0 for the initial model.
+    """Return the step to begin after, 0 for the initial model.
 
     Args:
         kept: Steps of the run's checkpoints.
@@ -144,7 +144,7 @@ def starting_step(recorded: Sequence[int], kept: Collection[int], request: Reque
 
 
 def consecutive(recorded: Sequence[RecordedStep], first: int, most: int | None) -> list[RecordedStep]:
-    """Returns the steps after `first`, up to `most` of them or to one that is missing."""
+    """Return the steps after `first`, up to `most` of them or to one that is missing."""
     found: list[RecordedStep] = []
     for of in (of for of in recorded if of.step > first):
         if of.step != first + len(found) + 1 or len(found) == most:
@@ -211,7 +211,7 @@ class _Replay:
         return draft.finish()
 
     def _try(self, recorded: RecordedStep, lease: str, groups: Sequence[RecordPosition]) -> None:
-        """Says whether a batch that the run left out fails here too. No weight is changed either way."""
+        """Say whether a batch that the run left out fails here too. No weight is changed either way."""
         name = f"step {recorded.step}, batch {lease}"
         batch = self._batch(recorded, groups)
         try:
@@ -288,7 +288,7 @@ def _without_a_change(trainer: Trainer) -> Iterator[None]:
 
 
 def digest(trainer: Trainer) -> str:
-    """Returns the SHA-256 over the names and bytes of all weights."""
+    """Return the SHA-256 over the names and bytes of all weights."""
     sums = hashlib.sha256()
     for name, weight in sorted(trainer.policy.named_weights()):
         sums.update(name.encode())
@@ -314,7 +314,7 @@ def _introduce(
 
 
 def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:
-    """Returns the checkpoint whose settings made `step`: the first that holds it, or the one before; None without any.
+    """Return the checkpoint whose settings made `step`: the first that holds it, or the one before; None without any.
 
     A resume between the two may have changed settings.
     """
@@ -324,7 +324,7 @@ def made_with(config: RunConfig, step: int) -> CheckpointInfo | None:
 
 
 def ranks_of(config: RunConfig) -> int:
-    """Returns how many ranks made the run's steps: as its file says, or as a launcher had it, which checkpoints
+    """Return how many ranks made the run's steps: as its file says, or as a launcher had it, which checkpoints
     know."""
     newest = checkpoints.latest(config.run_dir)
     known = newest.info.settings if newest is not None else None
@@ -332,7 +332,7 @@ def ranks_of(config: RunConfig) -> int:
 
 
 def _figures_of(path: Path) -> Mapping[tuple[int, int], dict[str, Any]]:
-    """Reads the lines of the run's metrics by step and version."""
+    """Read the lines of the run's metrics by step and version."""
     if not path.exists():
         return {}
     lines = (msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.endswith(b"}"))

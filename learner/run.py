@@ -36,7 +36,7 @@ from weight_sync.weights import snapshot
 
 
 def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
-    """Trains `config.learner.steps` steps.
+    """Train `config.learner.steps` steps.
 
     Raises:
         ConfigError: Before anything is changed.
@@ -114,7 +114,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
 
 
 def follow(place: RankInfo) -> None:
-    """Runs a rank other than the first: follows rank 0 until there is nothing left to do. Raises `RankLost`."""
+    """Run a rank other than the first: follows rank 0 until there is nothing left to do. Raises `RankLost`."""
     for number in SIGNALS:  # Signals go to all ranks; rank 0 decides what follows.
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
@@ -124,7 +124,7 @@ def follow(place: RankInfo) -> None:
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
-    """Builds the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
+    """Build the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
     only loaded for their shapes."""
     set_seed(config.run.seed)
     team = team or Team()

@@ -75,7 +75,7 @@ class Attempts:
         trainer.optimiser.optimizer.register_step_pre_hook(self._on_change)
 
     def step(self, batch: Batch, feeder: Feeder) -> StepMetrics | None:
-        """Trains on a batch; returns None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
+        """Train on a batch; returns None where it was left out. Raises `DivergedError`, `OutOfMemory`."""
         self._changing = False
         ranks_stuck = False
         try:

@@ -33,7 +33,7 @@ def starting_point(
     position: RunPosition | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> Checkpoint | None:
-    """Returns the checkpoint to start from, see `resuming.choose`; None for the initial model.
+    """Return the checkpoint to start from, see `resuming.choose`; None for the initial model.
 
     Raises:
         ConfigError: The run is not resumed but has a checkpoint, or none of its checkpoints can be used.
@@ -49,18 +49,18 @@ def starting_point(
 
 
 def is_over(config: RunConfig, checkpoint: Checkpoint, position: RunPosition) -> bool:
-    """Says whether the run has made its last step and told the queue so."""
+    """Say whether the run has made its last step and told the queue so."""
     return checkpoint.info.step >= config.learner.steps and position.finished
 
 
 def algorithm(learner: LearnerSection) -> str:
-    """Describes the run's algorithm: the preset, and the run file's own values."""
+    """Describe the run's algorithm: the preset, and the run file's own values."""
     beside = [f"{name} = {toml_value(value)}" for name, value in learner.beside_preset().items()]
     return f"algorithm {learner.algorithm}{', but with ' if beside else ''}{', '.join(beside)}"
 
 
 def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: RunPosition) -> list[str]:
-    """Says from where a run resumes, and which settings differ from those that the checkpoint was made with.
+    """Say from where a run resumes, and which settings differ from those that the checkpoint was made with.
 
     Settings are those of this start, whatever the checkpoint holds.
     """
@@ -82,13 +82,13 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
 
 
 def changed(config: RunConfig, info: CheckpointInfo) -> list[str]:
-    """Lists the settings that a checkpoint was not made with, each with both values."""
+    """List the settings that a checkpoint was not made with, each with both values."""
     now, then = settings(config), _then(config, info)
     return [f"{name} = {now[name]} (was {then[name]})" for name in now if name in then and now[name] != then[name]]
 
 
 def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
-    """Returns the settings that the checkpoint was made with. One that names no learner.weights_dtype stepped on
+    """Return the settings that the checkpoint was made with. One that names no learner.weights_dtype stepped on
     weights in model.dtype, which were rounded at each step."""
     then = dict(info.settings or {})
     if then and then.get("model.dtype") != "float32" and config.model.dtype != "float32":
@@ -97,7 +97,7 @@ def _then(config: RunConfig, info: CheckpointInfo) -> dict[str, str]:
 
 
 def settings(config: RunConfig) -> dict[str, str]:
-    """Returns every setting by its name, as text, without the token."""
+    """Return every setting by its name, as text, without the token."""
     sections = config.model_dump(mode="json")
     return {
         f"{section}.{name}": str(value)
@@ -108,7 +108,7 @@ def settings(config: RunConfig) -> dict[str, str]:
 
 
 def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int) -> BeginSession:
-    """Makes the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
+    """Make the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
 
     Args:
         vocabulary: Token ids that the model knows.
@@ -124,7 +124,7 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
 
 
 def tokenizer(model: ModelSection) -> Any:
-    """Loads the tokenizer as the workers do, so that the same files have the same fingerprint."""
+    """Load the tokenizer as the workers do, so that the same files have the same fingerprint."""
     path, revision = model.tokenizer_path, model.tokenizer_revision
     try:
         try:
@@ -143,7 +143,7 @@ def tokenizer(model: ModelSection) -> Any:
 
 
 def command() -> str:
-    """Returns the command that started this run."""
+    """Return the command that started this run."""
     if given := os.environ.get(COMMAND_VARIABLE):
         return given
     program, *arguments = sys.argv
@@ -152,7 +152,7 @@ def command() -> str:
 
 
 def resume_command() -> str:
-    """Returns the command that resumes this run, as it was started."""
+    """Return the command that resumes this run, as it was started."""
     if command().startswith("python ") and not command().startswith("python -m"):
         return f"{command()}, with {os.environ.get(RESUME_VARIABLE, 'resume=True')} given to train()"
     return command() if "--resume" in shlex.split(command()) else f"{command()} --resume"

@@ -313,7 +313,7 @@ def episodes_at(status: Status) -> dict[str, int]:
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """Describes an evaluation in one line."""
+    """Describe an evaluation in one line."""
     rows = evaluation.rows
     if rows is None:
         return f"evaluation of step {evaluation.step}: it ended ({evaluation.ended}) before any row was handed out"

@@ -146,7 +146,7 @@ def read_record(path: Path) -> Recorded:
 
 
 def _with(found: dict[int, RecordedStep], place: RecordPosition) -> dict[int, RecordedStep]:
-    """Returns the steps known so far, with one more entry of the record."""
+    """Return the steps known so far, with one more entry of the record."""
     head = place.head
     known = found.get(head.step)
     if known is None or known.version != head.version or head.ticket_id in _tickets(known):

@@ -42,7 +42,7 @@ class Words:
     name_setting: str = "run.name"
 
     def reworded(self, text: str) -> str:
-        """Returns the message with the script's words."""
+        """Return the message with the script's words."""
         text = re.sub(r"--resume\b", self.resume, text)
         text = re.sub(r"--run\.name (?!and )([^\s;,:]+)", lambda given: self.name(given[1]), text)
         text = re.sub(r"--model\.path ([^\s;,]+)", lambda given: self.model(given[1]), text)
@@ -54,7 +54,7 @@ TRAIN = Words("resume=True", lambda name: f"run={{'name': {name!r}}}", lambda pa
 
 
 def of_a_trainer(run_dir: Path) -> Words:
-    """Returns the words of a trainer of `slipstream.trl`, whose `output_dir` is `run_dir`."""
+    """Return the words of a trainer of `slipstream.trl`, whose `output_dir` is `run_dir`."""
     return Words(
         "resume_from_checkpoint=True",
         lambda name: f"output_dir={str(run_dir.parent / name)!r}",
@@ -72,7 +72,7 @@ _Result = TypeVar("_Result")
 
 
 def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Removes the inner frames from a `ConfigError` or `RunFailed`, so that a reader sees its message first."""
+    """Remove the inner frames from a `ConfigError` or `RunFailed`, so that a reader sees its message first."""
 
     @functools.wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
@@ -94,7 +94,7 @@ class HoldsTask(Protocol):
 def train(
     task: Task | HoldsTask, run_file: str | Path | None = None, *, resume: bool = False, **sections: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Runs everything on this machine until the learner is done.
+    """Run everything on this machine until the learner is done.
 
         task = Task(dataset=..., rewards=[...])
 
@@ -128,7 +128,7 @@ def run(
     sections: Mapping[str, Mapping[str, Any]],
     words: Words = TRAIN,
 ) -> dict[str, Any]:
-    """Runs as `train` does, with all sections in one mapping. `words`: the script's words, for messages."""
+    """Run as `train` does, with all sections in one mapping. `words`: the script's words, for messages."""
     _refuse_while_loading_a_task()
     _refuse_in_an_event_loop()
     path = {"path": path_of(task)}
@@ -145,7 +145,7 @@ def run(
 
 
 def loading_a_task() -> str | None:
-    """Returns the file that is being imported for its task and has led to this call; None if there is none."""
+    """Return the file that is being imported for its task and has led to this call; None if there is none."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE_PREFIX):
@@ -174,7 +174,7 @@ def _refuse_in_an_event_loop() -> None:
 
 
 def path_of(task: Task | HoldsTask) -> str:
-    """Returns where a worker finds the task, as path/to/file.py:name. Raises `ConfigError` if it could not."""
+    """Return where a worker finds the task, as path/to/file.py:name. Raises `ConfigError` if it could not."""
     if not isinstance(task, Task) and not isinstance(getattr(task, "task", None), Task):
         raise ConfigError(f"train(task): the task is a {type(task).__name__}; give a Task(dataset=..., rewards=[...])")
     main = sys.modules["__main__"]
@@ -201,7 +201,7 @@ def _load(run_file: str | Path | None, sections: Mapping[str, Mapping[str, Any]]
 
 
 def overrides(sections: Mapping[str, Mapping[str, Any]]) -> dict[tuple[str, str], Any]:
-    """Returns the sections as the command line would give them. Raises `ConfigError` for a section that is no dict."""
+    """Return the sections as the command line would give them. Raises `ConfigError` for a section that is no dict."""
     given: list[str] = []
     for section, settings in sections.items():
         if not isinstance(settings, Mapping):

@@ -93,7 +93,7 @@ class _Player:
         view = vf.load_taskset(self._config.taskset).select(self._selection)
         if not view.bounded:
             raise ConfigError(
-                f"the task set {self._config.taskset.id!r} has no end; say how many tasks are to be drawn from: "
+                f"the task set {self._config.taskset.id!r} has no end; limit the number of its tasks: "
                 f"verifiers_task(..., select={{'limit': 1000}})"
             )
         self._tasks = list(view)

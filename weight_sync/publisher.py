@@ -64,7 +64,7 @@ class Publisher:
     def __init__(
         self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
     ) -> None:
-        """Prepares to publish.
+        """Prepare to publish.
 
         Args:
             make_transport: Makes a transport for each connection to a server; by default the one that
@@ -110,7 +110,7 @@ class Publisher:
         return handed if handed is not None and (counted is None or handed > counted) else None
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
-        """Takes a snapshot of `weights` and publishes it in the background.
+        """Take a snapshot of `weights` and publishes it in the background.
 
         Args:
             weights: Names and tensors as in a checkpoint, on any device.
@@ -132,7 +132,7 @@ class Publisher:
         return time.monotonic() - began
 
     def wait(self) -> None:
-        """Waits until the newest version counts.
+        """Wait until the newest version counts.
 
         The first version has `vllm.start_timeout_s`. A later one has `weight_sync.timeout_s`, and goes on in the
         background after that. Time in a person's pause does not count.
@@ -228,7 +228,7 @@ class Publisher:
         return f"version {version} on {quorum} servers, {has} have it: {self.fleet.describe_waits()}"
 
     async def _tell(self, what: str | None, loading: bool = False) -> None:
-        """Reports to the queue what the learner waits for, for the status (I7). The wait goes on if the queue is
+        """Report to the queue what the learner waits for, for the status (I7). The wait goes on if the queue is
         silent."""
         if what is not None:
             logger.info("waiting for %s", what)

@@ -39,7 +39,7 @@ _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deep
 
 
 def check_model(config: RunConfig) -> None:
-    """Raises `ConfigError` if the model cannot be loaded, is given too long a context, or lacks `model.attention`."""
+    """Raise `ConfigError` if the model cannot be loaded, is given too long a context, or lacks `model.attention`."""
     model = config.model
     architecture = _architecture(model)
     if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
@@ -54,7 +54,7 @@ def check_model(config: RunConfig) -> None:
 
 
 def check_resumed(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` if `model.path` has another shape than the newest checkpoint.
+    """Raise `ConfigError` if `model.path` has another shape than the newest checkpoint.
 
     The servers start with `model.path`, and could not take the checkpoint's weights. Only config files are compared.
     """
@@ -80,12 +80,12 @@ def _differences(was: Any, now: Any) -> list[str]:
 
 
 def context_of(path: str) -> int | None:
-    """Returns the model's context in tokens, None if its config does not say. Raises `ConfigError` if it has none."""
+    """Return the model's context in tokens, None if its config does not say. Raises `ConfigError` if it has none."""
     return longest_context(_architecture(ModelSection(path=path)))
 
 
 def longest_context(architecture: Any) -> int | None:
-    """Returns the context in tokens that a transformers config allows, scaling included; None if it does not say."""
+    """Return the context in tokens that a transformers config allows, scaling included; None if it does not say."""
     text = architecture.get_text_config()
     length = next((value for name in _LENGTHS if (value := getattr(text, name, None))), None)
     if length is None:

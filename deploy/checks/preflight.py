@@ -49,7 +49,7 @@ class RunCheck:
 
 
 def check_run(config: RunConfig, resume: bool) -> RunCheck:
-    """Checks everything that can be checked before a process starts.
+    """Check everything that can be checked before a process starts.
 
     Args:
         config: The run file.
@@ -110,7 +110,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
 
 
 def check_learner(config: RunConfig) -> None:
-    """Raises `ConfigError` if the optimiser, the schedule, the adapter or the precision cannot be made here."""
+    """Raise `ConfigError` if the optimiser, the schedule, the adapter or the precision cannot be made here."""
     defaults = LearnerSection()
     if any(getattr(config.learner, name) != getattr(defaults, name) for name in _NAMED_ELSEWHERE):
         from learner.training import optimiser
@@ -127,7 +127,7 @@ def check_learner(config: RunConfig) -> None:
 
 
 def check_adapter(config: RunConfig, resume: bool) -> None:
-    """Raises `ConfigError` if the adapter fits neither the model nor the checkpoint to resume."""
+    """Raise `ConfigError` if the adapter fits neither the model nor the checkpoint to resume."""
     kept = checkpoints.complete(config.run_dir) if resume else {}
     had_one = bool(kept) and (kept[max(kept)] / checkpoints.ADAPTER).is_dir()
     if config.lora.r or had_one:
@@ -137,7 +137,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
 
 
 def _check_addresses(config: RunConfig) -> list[Finding]:
-    """Checks that ports are free and that `vllm.servers` can be used. A run that is over needs neither."""
+    """Check that ports are free and that `vllm.servers` can be used. A run that is over needs neither."""
     run_file = config.run_file.absolute()
     findings: list[Finding] = []
     check_port(config.queue.host, config.queue.port, "queue.port", run_file)
@@ -155,7 +155,7 @@ def _check_addresses(config: RunConfig) -> list[Finding]:
 
 
 def check_servers(config: RunConfig) -> dict[str, ServerFacts]:
-    """Asks each server of `vllm.servers` for its flags, since the probe of weight sync is blind to some of them.
+    """Ask each server of `vllm.servers` for its flags, since the probe of weight sync is blind to some of them.
 
     Returns:
         Each server's description of itself, by URL.
@@ -172,7 +172,7 @@ def check_servers(config: RunConfig) -> dict[str, ServerFacts]:
 
 
 def find_untried_versions(servers: Mapping[str, ServerFacts]) -> list[Finding]:
-    """Finds servers whose vLLM is not the version that weight sync was tried with."""
+    """Find servers whose vLLM is not the version that weight sync was tried with."""
     return [
         Finding(
             "warning",
@@ -186,7 +186,7 @@ def find_untried_versions(servers: Mapping[str, ServerFacts]) -> list[Finding]:
 
 
 def fetch(url: str, token: str | None) -> ServerFacts:
-    """Returns the description that the vLLM server at `url` gives of itself.
+    """Return the description that the vLLM server at `url` gives of itself.
 
     Raises:
         ConfigError: No vLLM server answers, or one without the routes of weight sync.
@@ -215,7 +215,7 @@ def fetch(url: str, token: str | None) -> ServerFacts:
 
 
 def _is_vllm(url: str, token: str | None) -> bool:
-    """Tells whether the server answers /version, as every vLLM server does."""
+    """Tell whether the server answers /version, as every vLLM server does."""
     try:
         return isinstance(_ask(url, "/version", token).get("version"), str)
     except ConfigError:
@@ -225,7 +225,7 @@ def _is_vllm(url: str, token: str | None) -> bool:
 def _ask(
     url: str, path: str, token: str | None, *, body: bytes | None = None, timeout_s: float = TIMEOUT_S
 ) -> Mapping[str, Any]:
-    """Returns the JSON object that the route answers with, {} for another kind of JSON."""
+    """Return the JSON object that the route answers with, {} for another kind of JSON."""
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     headers |= {"Content-Type": "application/json"} if body else {}
     # Workers use no proxy of the environment either.

@@ -28,7 +28,7 @@ MAX_RENDERED = 64
 
 
 def check_task(config: RunConfig, task: Task) -> list[Finding]:
-    """Checks a task that has been imported: renders prompts, resets environments, starts MCP servers.
+    """Check a task that has been imported: renders prompts, resets environments, starts MCP servers.
 
     The eval_dataset is checked like the data set if the run has evaluations. Prompts of a task with an agent are not
     rendered, since only the agent knows what it sends.
@@ -62,12 +62,12 @@ def check_task(config: RunConfig, task: Task) -> list[Finding]:
 
 
 def training_rows(config: RunConfig, task: Task) -> RowSample:
-    """Returns the rows that the run trains on."""
+    """Return the rows that the run trains on."""
     return RowSample(task.rows, task.rows.sample, f"task.path = {config.task.path}", "", "will be dropped")
 
 
 def evaluation_rows(config: RunConfig, task: Task) -> RowSample:
-    """Returns the rows of the eval_dataset that evaluations take."""
+    """Return the rows of the eval_dataset that evaluations take."""
     rows, most = task.eval_rows, config.eval.rows
 
     def first_ones(wanted: int) -> Iterator[tuple[int, Any]]:
@@ -85,7 +85,7 @@ def evaluation_rows(config: RunConfig, task: Task) -> RowSample:
 
 
 def check_eval_count(config: RunConfig, task: Task) -> list[Finding]:
-    """Finds an `eval.rows` above the number of rows. Raises `ConfigError` as `count_eval_rows` does."""
+    """Find an `eval.rows` above the number of rows. Raises `ConfigError` as `count_eval_rows` does."""
     there, wanted = count_eval_rows(task.eval_rows, config.eval.rows), config.eval.rows
     if isinstance(wanted, str) or wanted <= there:
         return []
@@ -94,7 +94,7 @@ def check_eval_count(config: RunConfig, task: Task) -> list[Finding]:
 
 
 def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
-    """Finds rows that cannot be used, and columns whose values are of several kinds."""
+    """Find rows that cannot be used, and columns whose values are of several kinds."""
     findings = []
     if rows.unusable:
         number, why = next(iter(rows.unusable.items()))
@@ -111,7 +111,7 @@ def find_row_warnings(sample: RowSample, rows: Findings) -> list[Finding]:
 
 
 async def check_reward_servers(config: RunConfig, task: Task) -> None:
-    """Has each classifier of the task score one completion. Raises `ConfigError` for one that gives no score."""
+    """Have each classifier of the task score one completion. Raises `ConfigError` for one that gives no score."""
     first = next((row for _, row in task.rows.sample(1)), None)
     messages = not (isinstance(first, Mapping) and isinstance(first["prompt"], str))
     for name in task.rewards:
@@ -122,7 +122,7 @@ async def check_reward_servers(config: RunConfig, task: Task) -> None:
 async def _check_by_kind(
     config: RunConfig, task: Task, samples: Sequence[RowSample]
 ) -> tuple[list[PromptFindings], list[Finding]]:
-    """Has the task's source try it as a worker will.
+    """Have the task's source try it as a worker will.
 
     Returns:
         The source's findings for each sample; and failures of user code that end no episode, one of each kind, since
@@ -146,7 +146,7 @@ async def _check_by_kind(
 def check_prompts(
     config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str]
 ) -> list[Finding]:
-    """Renders up to `MAX_RENDERED` prompts of a data set and compares their lengths with the model's context.
+    """Render up to `MAX_RENDERED` prompts of a data set and compares their lengths with the model's context.
 
     Args:
         unusable: Rows to leave out: the reason for each, by number.
@@ -192,7 +192,7 @@ def check_prompts(
 def _check_lengths(
     config: RunConfig, sample: RowSample, lengths: list[int], which: str, alone: bool = False
 ) -> list[Finding]:
-    """Finds prompts that do not fit, or leave no room for the first turn. Raises `ConfigError` if none fits.
+    """Find prompts that do not fit, or leave no room for the first turn. Raises `ConfigError` if none fits.
 
     Args:
         lengths: Tokens of each prompt.
@@ -218,7 +218,7 @@ def _check_lengths(
 
 
 def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None:
-    """Raises `ConfigError` for a `chat.system_prompt` beside prompts that are text."""
+    """Raise `ConfigError` for a `chat.system_prompt` beside prompts that are text."""
     if config.chat.system_prompt is not None and isinstance(row["prompt"], str):
         raise ConfigError(
             f"chat.system_prompt = {config.chat.system_prompt[:80]!r}: the prompts{sample.suffix} of "
@@ -228,12 +228,12 @@ def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None
 
 
 def _tokens(chat: ChatFormat, row: Any) -> int:
-    """Returns the tokens of a row's prompt. Raises `PromptError`, or any error of a data set's own row."""
+    """Return the tokens of a row's prompt. Raises `PromptError`, or any error of a data set's own row."""
     return len(asyncio.run(chat.prompt_ids(row["prompt"])))
 
 
 def _length_alone(chat: ChatFormat, row: Any) -> int | None:
-    """Returns the tokens of a row's prompt; None if it is no prompt before reset adds to it."""
+    """Return the tokens of a row's prompt; None if it is no prompt before reset adds to it."""
     try:
         return _tokens(chat, row)
     except PromptError:
@@ -241,7 +241,7 @@ def _length_alone(chat: ChatFormat, row: Any) -> int | None:
 
 
 def _first_length(config: RunConfig, sample: RowSample, chat: ChatFormat, row: Any) -> int:
-    """Returns the tokens of the first row's prompt. Raises `ConfigError` if it cannot be rendered."""
+    """Return the tokens of the first row's prompt. Raises `ConfigError` if it cannot be rendered."""
     try:
         return _tokens(chat, row)
     except PromptError as error:

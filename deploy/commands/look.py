@@ -82,7 +82,7 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 
 
 def print_ledger(config: RunConfig) -> None:
-    """Prints one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
+    """Print one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
     if config.queue.store == ":memory:":
         raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
     for row in store.open_for_reading(config).read_ledger():
@@ -136,7 +136,7 @@ class _Registry:
 
 
 def _registry(run_file: str | None, queue: str | None) -> _Registry:
-    """Raises `ConfigError` if neither names a queue."""
+    """Raise `ConfigError` if neither names a queue."""
     if run_file is not None:
         config = load(run_file, [])
         return _Registry(queue or config.queue.url, config.token_for("learner"))

@@ -16,7 +16,7 @@ from protocol.trained_record import RECORD_FOLDER
 
 
 def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int | None, steps: int | None) -> None:
-    """Replays a record.
+    """Replay a record.
 
     Args:
         config: The run file.
@@ -42,5 +42,5 @@ def run(config: RunConfig, record: Path | None, out: Path | None, from_step: int
 
 
 def _new_folder(run_dir: Path) -> Path:
-    """Returns the first of replay-1, replay-2 and so on that does not exist."""
+    """Return the first of replay-1, replay-2 and so on that does not exist."""
     return next(path for number in count(1) if not (path := run_dir / f"replay-{number}").exists())

@@ -50,7 +50,7 @@ class Wanted:
     evals: bool = False
 
     def choose(self, rollouts: Iterable[RolloutView]) -> list[RolloutView]:
-        """Chooses from rollouts in the order in which they were written. Holds at most `limit` of them in memory."""
+        """Choose from rollouts in the order in which they were written. Holds at most `limit` of them in memory."""
         candidates = (rollout for rollout in rollouts if self.step in (None, rollout.step, rollout.evaluation))
         if self.order == "newest":
             return list(deque(candidates, maxlen=self.limit))[::-1]
@@ -59,7 +59,7 @@ class Wanted:
 
 
 def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) -> list[RolloutView]:
-    """Finds rollouts in the run directory, or at the queue.
+    """Find rollouts in the run directory, or at the queue.
 
     Args:
         run_dir: The run directory.
@@ -90,7 +90,7 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
 
 
 def print_json(rollouts: Sequence[RolloutView]) -> None:
-    """Prints one JSON object a line."""
+    """Print one JSON object a line."""
     for rollout in rollouts:
         print(msgspec.json.encode(rollout).decode())
 
@@ -104,7 +104,7 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
 
 
 def render(rollout: RolloutView) -> RenderableType:
-    """Renders two lines of facts, then the messages, each tool call with its answer on one line."""
+    """Render two lines of facts, then the messages, each tool call with its answer on one line."""
     parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     if rollout.evaluation is not None:
@@ -165,7 +165,7 @@ class _Call(msgspec.Struct):
     function: _Function
 
     def text(self) -> str:
-        """Writes the call as Python would, long values cut."""
+        """Write the call as Python would, long values cut."""
         written = (f"{name}={_value(value)}" for name, value in self.function.arguments.items())
         return f"{self.function.name}({', '.join(written)})"
 
@@ -178,7 +178,7 @@ class _Message(msgspec.Struct):
 
 
 def _line(text: str) -> Text:
-    """Renders one line, cut at the terminal's width."""
+    """Render one line, cut at the terminal's width."""
     return Text(f"    {printable(' '.join(text.split()))}", style="cyan", no_wrap=True, overflow="ellipsis")
 
 
@@ -203,7 +203,7 @@ def _versions(versions: tuple[int, int] | None) -> str:
 
 
 def _read(path: Path) -> Iterator[RolloutView]:
-    """Reads line by line. The last line may be half-written, so it is skipped if it cannot be read."""
+    """Read line by line. The last line may be half-written, so it is skipped if it cannot be read."""
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             try:
@@ -214,7 +214,7 @@ def _read(path: Path) -> Iterator[RolloutView]:
 
 
 async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
-    """Returns rollouts in the order in which they came to the queue."""
+    """Return rollouts in the order in which they came to the queue."""
     async with client:
         if wanted.order == "worst" and wanted.step is None:
             return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)

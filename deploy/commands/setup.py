@@ -46,7 +46,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine(config: RunConfig | None) -> int:
-    """Prints packages and devices, and a run file's ports and plan. Returns the exit code: 1 if something is broken."""
+    """Print packages and devices, and a run file's ports and plan. Returns the exit code: 1 if something is broken."""
     table = Table(box=None, pad_edge=False, show_header=False)
     of_run = (*_ports(config), *_plan(config)) if config else ()
     for name, value in (*_software(), *_devices(), *of_run):
@@ -78,7 +78,7 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 
 def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Prints the GPUs that each process of the run would get."""
+    """Print the GPUs that each process of the run would get."""
     try:
         planned = devices.here(config, on_cpu())
     except ConfigError as error:
@@ -106,7 +106,7 @@ def _gpus() -> list[str]:
 
 
 def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Prints whether each port that the run would listen on is free."""
+    """Print whether each port that the run would listen on is free."""
     listeners = {f"queue.port {config.queue.port}": config.queue.port}
     if not config.vllm.servers:
         ports = range(config.vllm.port, config.vllm.port + config.vllm.count)
@@ -119,7 +119,7 @@ def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _holders() -> dict[int, str]:
-    """Describes the listening processes, by port."""
+    """Describe the listening processes, by port."""
     try:
         connections = psutil.net_connections("tcp")
     except psutil.AccessDenied:  # macOS shows them to root only
@@ -138,7 +138,7 @@ def _process(pid: int | None) -> str:
 
 
 def find_unfit_packages() -> Iterator[Finding]:
-    """Finds packages in a version that Slipstream cannot work with, and packages that an extra lacks."""
+    """Find packages in a version that Slipstream cannot work with, and packages that an extra lacks."""
     try:
         needed = requires(DISTRIBUTION) or []
     except PackageNotFoundError:
@@ -160,7 +160,7 @@ def find_unfit_packages() -> Iterator[Finding]:
 
 
 def find_broken_imports() -> Iterator[Finding]:
-    """Finds the first installed package that cannot be imported; those after it would fail for the same reason."""
+    """Find the first installed package that cannot be imported; those after it would fail for the same reason."""
     for name, remedy in IMPORTED.items():
         if find_spec(name) is None:
             continue
@@ -192,7 +192,7 @@ MAX_TURN_TOKENS = 512
 
 
 def write_task_files(folder: Path, model: str) -> None:
-    """Writes the files into `folder` and prints what to do next. Raises `ConfigError` rather than overwrite a file."""
+    """Write the files into `folder` and prints what to do next. Raises `ConfigError` rather than overwrite a file."""
     if taken := [str(folder / name) for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(taken)}: already there, and nothing is overwritten; give another folder")
     settings = {"name": _run_name(folder), **_model_settings(model)}
@@ -213,13 +213,13 @@ def write_task_files(folder: Path, model: str) -> None:
 
 
 def _run_name(folder: Path) -> str:
-    """Returns the folder's name with the characters that a run's name may have."""
+    """Return the folder's name with the characters that a run's name may have."""
     name = re.sub(r"[^A-Za-z0-9._-]", "-", folder.resolve().name).lstrip(".")
     return name or str(RunSection.model_fields["name"].default)
 
 
 def _model_settings(model: str) -> dict[str, object]:
-    """Returns type and context of a local model, and usual ones for a hub name, which is not looked up.
+    """Return type and context of a local model, and usual ones for a hub name, which is not looked up.
 
     Raises:
         ConfigError: The folder is missing or its config.json cannot be read.

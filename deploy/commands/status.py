@@ -21,7 +21,7 @@ _MIN_SHOWN_SHARE = 0.05
 
 
 async def show(client: QueueClient, watch: bool) -> None:
-    """Prints the status once, or redraws it every second."""
+    """Print the status once, or redraws it every second."""
     async with client:
         if not watch:
             Console().print(render(await client.status()))
@@ -33,7 +33,7 @@ async def show(client: QueueClient, watch: bool) -> None:
 
 
 def render(status: Status) -> RenderableType:
-    """Renders headline with alarm, notices, metrics and waits; then workers, servers and dropped groups."""
+    """Render headline with alarm, notices, metrics and waits; then workers, servers and dropped groups."""
     parts: list[RenderableType] = [_headline(status)]
     if status.notices:
         parts.append(_notices(status))
@@ -109,7 +109,7 @@ def _metrics(status: Status) -> Table:
 
 
 def _policy(metrics: Mapping[str, float]) -> str:
-    """Describes the newest step: distance of the policy to the one that sampled, and how busy its device was. Empty if
+    """Describe the newest step: distance of the policy to the one that sampled, and how busy its device was. Empty if
     neither is known."""
     parts = []
     ratios = [metrics.get(f"sampler/ratio_p{percent}") for percent in (1, 50, 99)]
@@ -124,7 +124,7 @@ def _policy(metrics: Mapping[str, float]) -> str:
 
 
 def _evaluations(status: Status) -> list[str]:
-    """Returns a line for each open evaluation, and one for the newest that has ended."""
+    """Return a line for each open evaluation, and one for the newest that has ended."""
     ended = [evaluation for evaluation in status.evaluations if evaluation.ended is not None]
     lines = [describe_evaluation(ended[-1]).removeprefix("evaluation ")] if ended else []
     for evaluation in status.evaluations:
@@ -157,7 +157,7 @@ def _workers(status: Status) -> Table:
 
 
 def _open(status: Status) -> str:
-    """Counts the open episodes of all workers by what they are doing."""
+    """Count the open episodes of all workers by what they are doing."""
     at = episodes_at(status)
     places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
     full = max((w.full_share for w in status.workers), default=0.0)
@@ -190,7 +190,7 @@ def _server_table(servers: Sequence[ServerStatus]) -> Table:
 
 
 def _text(text: str) -> Text:
-    """Removes control characters: names and reasons come from other processes, and a terminal would obey them."""
+    """Remove control characters: names and reasons come from other processes, and a terminal would obey them."""
     return Text(printable(text))
 
 

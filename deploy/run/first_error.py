@@ -25,7 +25,7 @@ _MAX_DETAILS = 2
 
 
 def first_error(lines: Sequence[str]) -> str | None:
-    """Finds the first error of a log: later ones usually only follow from it.
+    """Find the first error of a log: later ones usually only follow from it.
 
     Returns:
         The first line that reports an error; of a traceback the exception at its end, of a chain of tracebacks the
@@ -52,7 +52,7 @@ def _first_error(lines: Sequence[str]) -> str | None:
 
 
 def _end_of_traceback(lines: Sequence[str]) -> str | None:
-    """Returns the exception of the traceback that `lines` begin with, None if it is cut off.
+    """Return the exception of the traceback that `lines` begin with, None if it is cut off.
 
     Lines of other processes may stand in between.
     """
@@ -67,5 +67,5 @@ def _end_of_traceback(lines: Sequence[str]) -> str | None:
 
 
 def _bare(line: str) -> str:
-    """Removes vLLM's prefix."""
+    """Remove vLLM's prefix."""
     return _VLLM_PREFIX.sub("", line, count=1).rstrip()

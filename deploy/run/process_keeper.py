@@ -86,12 +86,12 @@ class RestartPolicy:
         self._was_up: set[str] = set()
 
     def up(self, name: str) -> None:
-        """Notes that the process answers, or has started if it has no route to ask."""
+        """Note that the process answers, or has started if it has no route to ask."""
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
     def ended(self, name: str, role: Role, code: int, goes_on: bool = False) -> Verdict:
-        """Decides what follows from the end of a process.
+        """Decide what follows from the end of a process.
 
         A server or a queue has no good reason to end, even with 0.
 
@@ -153,7 +153,7 @@ class ProcessKeeper:
         self._terminal = terminal
 
     async def keep(self, programs: Sequence[Program]) -> None:
-        """Runs the programs until the learner is done. Raises `RunFailed` if the policy ends the run."""
+        """Run the programs until the learner is done. Raises `RunFailed` if the policy ends the run."""
         self._terminal.say(f"starting {', '.join(program.name for program in programs)}; logs in {self._log_dir}")
         try:
             async with _session() as http, asyncio.TaskGroup() as tasks:
@@ -167,7 +167,7 @@ class ProcessKeeper:
             raise (failures or errors).exceptions[0] from None
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession) -> None:
-        """Runs one program, restarts included."""
+        """Run one program, restarts included."""
         name = program.name
         while True:
             child = self._start(program)
@@ -201,7 +201,7 @@ class ProcessKeeper:
                     await asyncio.sleep(pause_s)
 
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
-        """Waits while the queue has given the run up: the learner then ends too, and reports the reason once.
+        """Wait while the queue has given the run up: the learner then ends too, and reports the reason once.
 
         A late success withdraws the verdict, and the worker is restarted.
         """
@@ -211,11 +211,11 @@ class ProcessKeeper:
             await asyncio.sleep(GIVE_UP_POLL_S)
 
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
-        """Tells whether the queue says that the run is not finished."""
+        """Tell whether the queue says that the run is not finished."""
         return (await self._ask_queue(access.POLICY, http)).get("finished", True) is False
 
     async def _ask_queue(self, route: str, http: aiohttp.ClientSession) -> Mapping[str, Any]:
-        """Returns the queue's JSON object, {} if it does not answer."""
+        """Return the queue's JSON object, {} if it does not answer."""
         token = self._config.token_for("viewer")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         try:
@@ -235,7 +235,7 @@ class ProcessKeeper:
             raise RunFailed(f"{program.name} cannot be started: {error}") from error
 
     async def _until_up(self, child: Child, http: aiohttp.ClientSession) -> None:
-        """Waits until the child answers, then tells the policy and the terminal."""
+        """Wait until the child answers, then tells the policy and the terminal."""
         health, started = child.program.health, time.monotonic()
         if health:
             with self._terminal.waiting_for(child.name, child.log):
@@ -250,7 +250,7 @@ class ProcessKeeper:
 
 
 def _quoted(child: Child) -> str:
-    """Quotes the child's log: its first error, else its last lines."""
+    """Quote the child's log: its first error, else its last lines."""
     if cause := child.first_error():
         return f"; the first error in {child.log}:\n{cause}"
     lines = "\n".join(child.tail()[-LAST_LINES:])

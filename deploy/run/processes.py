@@ -59,13 +59,13 @@ class Program:
 
 
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
-    """Returns the program of the checks, which need a process of their own: they run the user's task file."""
+    """Return the program of the checks, which need a process of their own: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
     return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
 
 
 def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: DevicePlan | None = None) -> list[Program]:
-    """Returns all programs of a run in the order in which they are started.
+    """Return all programs of a run in the order in which they are started.
 
     Args:
         config: The run file as read.
@@ -107,14 +107,14 @@ def _with(program: Program, env: Mapping[str, str]) -> Program:
 
 
 def _placement(config: RunConfig) -> Placement | None:
-    """Divides the cores on a CPU machine. None with GPUs, with servers elsewhere, and on platforms without affinity."""
+    """Divide the cores on a CPU machine. None with GPUs, with servers elsewhere, and on platforms without affinity."""
     if config.vllm.servers or not on_cpu() or not hasattr(os, "sched_setaffinity"):
         return None
     return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
 def _environment(config: RunConfig, role: Role) -> dict[str, str]:
-    """Returns the variables of a role: its token, and the PATH of this Python's environment.
+    """Return the variables of a role: its token, and the PATH of this Python's environment.
 
     The token is never on a command line, which other users can read. Queue and servers check tokens, so they get the
     run's secret; the others run the user's code, so they get the token of their role only. vLLM finds programs such as
@@ -128,7 +128,7 @@ def _environment(config: RunConfig, role: Role) -> dict[str, str]:
 
 
 def _typed() -> str:
-    """Returns the command that was typed, for the line that says how to go on."""
+    """Return the command that was typed, for the line that says how to go on."""
     program, *arguments = sys.argv
     if Path(program).parent.name == "deploy" or Path(program).name == "slipstream":
         return shlex.join(["slipstream", *arguments])
@@ -165,7 +165,7 @@ class Child:
         self._ended = asyncio.Event()
 
     def poll(self) -> int | None:
-        """Returns the exit code, 128 + n for signal n; None while it runs."""
+        """Return the exit code, 128 + n for signal n; None while it runs."""
         code = self._process.poll()
         if code is None:
             return None
@@ -173,19 +173,19 @@ class Child:
         return 128 - code if code < 0 else code
 
     async def wait(self) -> int:
-        """Waits until `Children.reap` has seen the end, and returns the exit code."""
+        """Wait until `Children.reap` has seen the end, and returns the exit code."""
         await self._ended.wait()
         code = self.poll()
         assert code is not None
         return code
 
     def signal(self, number: int) -> bool:
-        """Sends a signal, 0 for none, to the process and all that it started. Returns False if none of them is left."""
+        """Send a signal, 0 for none, to the process and all that it started. Returns False if none of them is left."""
         self.poll()  # a process that has ended counts until its code is read
         return signal_group(self.pid, number)
 
     def tail(self) -> list[str]:
-        """Returns the last lines of its log without control characters."""
+        """Return the last lines of its log without control characters."""
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(self._log_start, log.seek(0, os.SEEK_END) - TAIL_BYTES))
             text = log.read().decode(errors="replace")
@@ -193,7 +193,7 @@ class Child:
         return []
 
     def first_error(self) -> str | None:
-        """Returns the first error in the last lines of its log."""
+        """Return the first error in the last lines of its log."""
         return first_error(self.tail())
 
 
@@ -220,7 +220,7 @@ class Children:
         self.guard.close(KILLED_WITHIN_S)  # all children have ended: it has nothing to do
 
     def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
-        """Starts a program.
+        """Start a program.
 
         Args:
             program: The program.
@@ -248,13 +248,13 @@ class Children:
         return child
 
     def reap(self) -> None:
-        """Looks which children have ended and wakes their waiters. Call it on SIGCHLD."""
+        """Look which children have ended and wakes their waiters. Call it on SIGCHLD."""
         for child in self.living:
             child.poll()
         self.guard.replace_if_ended()
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
-        """Ends the children and all processes that they started, even those of a child that has ended itself."""
+        """End the children and all processes that they started, even those of a child that has ended itself."""
         for child in children:
             child.signal(signal.SIGTERM)
         if not await _gone(children, self._grace_s if grace_s is None else grace_s):
@@ -268,7 +268,7 @@ class Children:
 
 
 def describe_end(name: str, code: int) -> str:
-    """Describes the end of a process by its exit code; 128 + n names signal n."""
+    """Describe the end of a process by its exit code; 128 + n names signal n."""
     if code > 128:
         with contextlib.suppress(ValueError):
             return f"{name} ended with code {code} ({signal.Signals(code - 128).name})"
@@ -276,7 +276,7 @@ def describe_end(name: str, code: int) -> str:
 
 
 async def _gone(children: Collection[Child], within_s: float) -> bool:
-    """Waits until all processes are gone; False after `within_s`. The end of grandchildren can only be polled."""
+    """Wait until all processes are gone; False after `within_s`. The end of grandchildren can only be polled."""
     deadline = time.monotonic() + within_s
     while [child for child in children if child.signal(0)]:
         if time.monotonic() >= deadline:
@@ -287,7 +287,7 @@ async def _gone(children: Collection[Child], within_s: float) -> bool:
 
 @contextlib.contextmanager
 def _on_cores(cores: Collection[int]) -> Iterator[None]:
-    """Lets processes that are started meanwhile run on `cores` only: a child inherits its parent's affinity."""
+    """Let processes that are started meanwhile run on `cores` only: a child inherits its parent's affinity."""
     if not cores:
         yield
         return

@@ -26,7 +26,7 @@ _KEPT = (FAILED, LAUNCHER_LOCK, QUEUE_LOCK)
 
 
 def check_run_directory(config: RunConfig, resume: bool) -> None:
-    """Checks that the run can start in its directory.
+    """Check that the run can start in its directory.
 
     Raises:
         ConfigError: The directory cannot be written, holds a run that would be overwritten, or holds none to `resume`.
@@ -52,7 +52,7 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
 
 
 def to_go_on(config: RunConfig) -> str:
-    """Says what to do after the learner has failed."""
+    """Say what to do after the learner has failed."""
     if has_checkpoint(config):
         return "go on from its newest checkpoint with --resume"
     if _steps(config):
@@ -61,12 +61,12 @@ def to_go_on(config: RunConfig) -> str:
 
 
 def has_checkpoint(config: RunConfig) -> bool:
-    """Tells whether the directory holds a complete checkpoint."""
+    """Tell whether the directory holds a complete checkpoint."""
     return bool(checkpoints.complete(config.run_dir))
 
 
 def finished(config: RunConfig) -> int | None:
-    """Returns the steps of a run that has ended after all of `learner.steps`.
+    """Return the steps of a run that has ended after all of `learner.steps`.
 
     Returns:
         None if the run has more to do, or if its queue must run before that is known.
@@ -81,7 +81,7 @@ def finished(config: RunConfig) -> int | None:
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Moves the files of a start that made no step into a folder of their own.
+    """Move the files of a start that made no step into a folder of their own.
 
     Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
 
@@ -113,7 +113,7 @@ def clear(config: RunConfig) -> Path | None:
 
 
 def check_unused(config: RunConfig) -> None:
-    """Raises `ConfigError` if another launcher holds the run directory. Creates nothing."""
+    """Raise `ConfigError` if another launcher holds the run directory. Creates nothing."""
     if (config.run_dir / LAUNCHER_LOCK).exists():
         with held_alone(config):
             pass
@@ -121,7 +121,7 @@ def check_unused(config: RunConfig) -> None:
 
 @contextlib.contextmanager
 def held_alone(config: RunConfig) -> Iterator[None]:
-    """Holds the run directory against other launchers. Raises `ConfigError` if one holds it.
+    """Hold the run directory against other launchers. Raises `ConfigError` if one holds it.
 
     A second launcher would overwrite the run file that the first restarts its processes with.
     """
@@ -135,7 +135,7 @@ def held_alone(config: RunConfig) -> Iterator[None]:
 
 
 def resolved(config: RunConfig) -> str:
-    """Returns the resolved run file, valid from any folder. It holds no token: the environment carries it."""
+    """Return the resolved run file, valid from any folder. It holds no token: the environment carries it."""
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     queue = config.queue.model_copy(update={"token": None})
     return to_toml(config.model_copy(update={"run": run, "queue": queue}))
@@ -143,7 +143,7 @@ def resolved(config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
-    """Restores the present run file at the end if no step was made meanwhile.
+    """Restore the present run file at the end if no step was made meanwhile.
 
     The file says with which settings the run's steps were made, and a start that failed has made none.
     """
@@ -158,7 +158,7 @@ def kept_if_no_step_is_made(config: RunConfig) -> Iterator[None]:
 
 
 def write_resolved(config: RunConfig) -> Path:
-    """Writes the resolved run file into the run directory, where all processes of the run read it."""
+    """Write the resolved run file into the run directory, where all processes of the run read it."""
     path = config.run_file
     try:
         config.run_dir.mkdir(parents=True, exist_ok=True)
@@ -169,19 +169,19 @@ def write_resolved(config: RunConfig) -> Path:
 
 
 def _newest_version(config: RunConfig) -> int:
-    """Returns the newest version in the learner's metrics: the queue may keep nothing."""
+    """Return the newest version in the learner's metrics: the queue may keep nothing."""
     from learner.report.journal import newest_version
 
     return newest_version(config.run_dir / "metrics.jsonl")
 
 
 def _steps(config: RunConfig) -> int:
-    """Returns the optimiser steps made over all starts: the version, since a resume may begin the steps again."""
+    """Return the optimiser steps made over all starts: the version, since a resume may begin the steps again."""
     return open_for_reading(config).run_state().version
 
 
 def _check_writable(config: RunConfig) -> None:
-    """Tries to write: permissions do not show that a file system is full or mounted read-only."""
+    """Try to write: permissions do not show that a file system is full or mounted read-only."""
     folder = config.run_dir.absolute()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     try:
@@ -199,7 +199,7 @@ def _unwritable(config: RunConfig, path: Path, error: OSError) -> ConfigError:
 
 @contextlib.contextmanager
 def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
-    """Holds the lock file `path`. Raises `ConfigError` with the text `in_use` if another process holds it."""
+    """Hold the lock file `path`. Raises `ConfigError` with the text `in_use` if another process holds it."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(base.hold_lock_file(path))
@@ -211,12 +211,12 @@ def _held(config: RunConfig, path: Path, in_use: str) -> Iterator[None]:
 
 
 def steps_for_epochs(epochs: float, rows: int, groups_per_step: int) -> int:
-    """Returns the optimiser steps for `epochs` passes over `rows`, rounded up. One row is one group."""
+    """Return the optimiser steps for `epochs` passes over `rows`, rounded up. One row is one group."""
     return math.ceil(Fraction(repr(epochs)) * rows / groups_per_step)
 
 
 def with_steps_for_epochs(config: RunConfig, rows: int | None) -> RunConfig:
-    """Replaces `learner.epochs` by the steps they take; returns `config` as it is if it has none.
+    """Replace `learner.epochs` by the steps they take; returns `config` as it is if it has none.
 
     Args:
         config: The run file.
@@ -238,7 +238,7 @@ def with_steps_for_epochs(config: RunConfig, rows: int | None) -> RunConfig:
 
 
 def describe_steps(config: RunConfig, rows: int) -> str:
-    """Explains how many steps the epochs of `config` are."""
+    """Explain how many steps the epochs of `config` are."""
     learner = with_steps_for_epochs(config, rows).learner
     return (
         f"learner.epochs = {config.learner.epochs:g}: {rows} rows in steps of {learner.groups_per_step} groups are "

@@ -39,7 +39,7 @@ SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SI
 
 
 def supervise(config: RunConfig, resume: bool = False) -> None:
-    """Runs everything until the learner has made its last step. Every process has ended when this returns or raises.
+    """Run everything until the learner has made its last step. Every process has ended when this returns or raises.
 
     Args:
         config: The run file.
@@ -78,7 +78,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
 
 
 def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
-    """Runs `work`, and ends all children when it ends or at a signal.
+    """Run `work`, and ends all children when it ends or at a signal.
 
     Raises what `work` raises, and for signals what `supervise` raises. `grace_s`: seconds from SIGTERM to SIGKILL.
     """
@@ -94,7 +94,7 @@ def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, Non
 async def _under_signals(
     work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float
 ) -> signal.Signals | None:
-    """Returns the signal that ended the work, None if it ended by itself."""
+    """Return the signal that ended the work, None if it ended by itself."""
     signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
 
     def note(number: signal.Signals) -> None:
@@ -126,7 +126,7 @@ async def _under_signals(
 def _handlers(
     note: Callable[[signal.Signals], None], reap: Callable[[], None], resize: Callable[[], None]
 ) -> Iterator[None]:
-    """Handles signals that stop a run (unless ignored, as under nohup), a child's end and a new terminal size."""
+    """Handle signals that stop a run (unless ignored, as under nohup), a child's end and a new terminal size."""
     loop = asyncio.get_running_loop()
     others = {signal.SIGCHLD: reap, signal.SIGWINCH: resize}
     before = {number: signal.getsignal(number) for number in (*SIGNALS, *others)}
@@ -145,7 +145,7 @@ def _handlers(
 
 
 async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> int | None:
-    """Runs the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
+    """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
     do not belong in the supervisor.
 
     Returns:
@@ -170,7 +170,7 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
 
 @contextlib.contextmanager
 def _scratch_file(text: str) -> Iterator[Path]:
-    """Writes a run file outside the run directory, which is created only after the checks have passed."""
+    """Write a run file outside the run directory, which is created only after the checks have passed."""
     with tempfile.TemporaryDirectory(prefix="slipstream-") as folder:
         path = Path(folder, "run.toml")
         path.write_text(text, encoding="utf-8")

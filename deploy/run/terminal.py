@@ -77,7 +77,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def waiting_for(self, who: str, log: Path | None = None) -> Iterator[None]:
-        """Shows that the supervisor waits for `who` until the block ends."""
+        """Show that the supervisor waits for `who` until the block ends."""
         wait = Wait(who, self._clock(), log)
         if not self._waits:
             self._said_at = wait.since
@@ -92,22 +92,22 @@ class Terminal:
                 self._erase()
 
     def up(self, name: str) -> None:
-        """Notes that the process answers, or runs and has no route to ask."""
+        """Note that the process answers, or runs and has no route to ask."""
         self._up.append(name)
 
     def down(self, name: str) -> None:
-        """Notes that the process has ended."""
+        """Note that the process has ended."""
         self._up = [other for other in self._up if other != name]
 
     async def keep_telling(self) -> None:
-        """Updates the live line until cancelled."""
+        """Update the live line until cancelled."""
         while True:
             await self._someone.wait()
             await asyncio.sleep(DRAW_EVERY_S)
             self.tell()
 
     def tell(self) -> None:
-        """Draws the live line, or prints it as a message if one is due."""
+        """Draw the live line, or prints it as a message if one is due."""
         now = self._clock()
         if not self._waits:
             return
@@ -123,7 +123,7 @@ class Terminal:
 
     @contextlib.contextmanager
     def learners_stdout(self) -> Iterator[int | None]:
-        """Gives the descriptor to start the learner with; None for this process's stdout.
+        """Give the descriptor to start the learner with; None for this process's stdout.
 
         On a terminal it is a pseudo-terminal of the same size whose output passes through here, so that the learner's
         own live line works.
@@ -142,13 +142,13 @@ class Terminal:
             os.close(theirs)
 
     def resize(self) -> None:
-        """Gives the learner's terminal the size of ours. Call it on SIGWINCH."""
+        """Give the learner's terminal the size of ours. Call it on SIGWINCH."""
         if self._relay is not None:
             with contextlib.suppress(OSError):
                 fcntl.ioctl(self._relay, termios.TIOCSWINSZ, fcntl.ioctl(sys.stdout, termios.TIOCGWINSZ, b"\0" * 8))
 
     def pass_on(self) -> None:
-        """Writes out what the learner has printed so far."""
+        """Write out what the learner has printed so far."""
         while self._relay is not None:
             try:
                 printed = os.read(self._relay, _READ_BYTES)
@@ -181,7 +181,7 @@ class Terminal:
 
 
 def line(waits: list[Wait], up: list[str], now: float, logs: bool = False) -> str:
-    """Describes the open waits with their seconds, and the processes that are up. `logs`: whether to name log files."""
+    """Describe the open waits with their seconds, and the processes that are up. `logs`: whether to name log files."""
     waiting = [
         f"{wait.who} for {now - wait.since:.0f} s{f' (its log: {wait.log})' if logs and wait.log else ''}"
         for wait in waits

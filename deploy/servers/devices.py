@@ -70,7 +70,7 @@ class DevicePlan:
     peers: bool
 
     def lines(self) -> Iterator[str]:
-        """Describes the plan, one line for each process."""
+        """Describe the plan, one line for each process."""
         yield f"learner on GPU {', '.join(self.learner.entries)}"
         for number, seat in enumerate(self.servers):
             yield f"vllm-{number} on GPU {', '.join(seat.entries)}, {seat.share:.0%} of its memory"
@@ -79,7 +79,7 @@ class DevicePlan:
 
 
 def here(config: RunConfig, cpu: bool) -> DevicePlan | None:
-    """Plans for this machine.
+    """Plan for this machine.
 
     Args:
         config: The run file.
@@ -98,7 +98,7 @@ def here(config: RunConfig, cpu: bool) -> DevicePlan | None:
 
 
 def plan(found: Sequence[Gpu], config: RunConfig, weights: int | None) -> DevicePlan:
-    """Plans for given GPUs.
+    """Plan for given GPUs.
 
     Args:
         found: The GPUs, at least one.
@@ -137,7 +137,7 @@ def plan(found: Sequence[Gpu], config: RunConfig, weights: int | None) -> Device
 
 
 def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConfig:
-    """Replaces "auto" in `weight_sync.transport` and `peer_access`, so that all processes of the run agree.
+    """Replace "auto" in `weight_sync.transport` and `peer_access`, so that all processes of the run agree.
 
     If the servers run elsewhere, "auto" stays: each server then says what it has.
     """
@@ -152,7 +152,7 @@ def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConf
 
 
 def settle(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> tuple[DevicePlan | None, RunConfig]:
-    """Plans for this machine, describes the plan with `say`, and returns it with the settled run file.
+    """Plan for this machine, describes the plan with `say`, and returns it with the settled run file.
 
     Raises:
         ConfigError: As `here`.
@@ -164,31 +164,31 @@ def settle(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> tuple[De
 
 
 def environment_of(seat: Seat) -> dict[str, str]:
-    """Returns the variables of a process that the supervisor starts on these GPUs."""
+    """Return the variables of a process that the supervisor starts on these GPUs."""
     share = {SHARE: f"{seat.share:.3f}"} if seat.share else {}
     return {"CUDA_VISIBLE_DEVICES": ",".join(seat.entries), **share}
 
 
 def seat_of(planned: DevicePlan | None, index: int, environment: Mapping[str, str]) -> Seat | None:
-    """Returns the GPUs of server `index`, called in its own process: the supervisor's choice, else the plan's."""
+    """Return the GPUs of server `index`, called in its own process: the supervisor's choice, else the plan's."""
     if share := environment.get(SHARE):
         return Seat((), float(share))
     return planned.servers[index] if planned is not None and index < len(planned.servers) else None
 
 
 def nccl_environment(config: RunConfig) -> dict[str, str]:
-    """Returns the variables that both ends need before they first use NCCL, which reads them once (trl#5865)."""
+    """Return the variables that both ends need before they first use NCCL, which reads them once (trl#5865)."""
     return dict(_NO_PEERS) if config.weight_sync.peer_access == "off" else {}
 
 
 def forbid_peers(config: RunConfig) -> None:
-    """Sets `nccl_environment` in this process, except variables that the user has set."""
+    """Set `nccl_environment` in this process, except variables that the user has set."""
     for name, value in nccl_environment(config).items():
         os.environ.setdefault(name, value)
 
 
 def gpus_of_server(arguments: Sequence[str]) -> int:
-    """Returns the GPUs that a vLLM server takes, from the tensor, pipeline and data parallelism of its command line."""
+    """Return the GPUs that a vLLM server takes, from the tensor, pipeline and data parallelism of its command line."""
     product = 1
     for flags in _PARALLEL:
         product *= int(_value(arguments, flags) or 1)
@@ -196,12 +196,12 @@ def gpus_of_server(arguments: Sequence[str]) -> int:
 
 
 def is_quantised(arguments: Sequence[str]) -> bool:
-    """Tells from their command line whether the servers keep weights in fewer bits than the checkpoint."""
+    """Tell from their command line whether the servers keep weights in fewer bits than the checkpoint."""
     return _value(arguments, {"--quantization", "-q"}) is not None
 
 
 def check_quantised(config: RunConfig) -> None:
-    """Raises `ConfigError` for quantised servers if probe tolerance or transport do not allow for rounded weights."""
+    """Raise `ConfigError` for quantised servers if probe tolerance or transport do not allow for rounded weights."""
     if not is_quantised(config.vllm.args):
         return
     transport = config.weight_sync.transport
@@ -247,7 +247,7 @@ def _share(
     beside: bool,
     weights: int | None,
 ) -> float:
-    """Returns the share of memory that a server takes on each of its GPUs."""
+    """Return the share of memory that a server takes on each of its GPUs."""
     on_it = sum(seat[0] in other for other in seats)
     if beside:
         return BESIDE_LEARNER / on_it
@@ -264,7 +264,7 @@ def _share(
 
 
 def _value(arguments: Sequence[str], flags: set[str]) -> str | None:
-    """Returns the last value of a flag, given as `--flag value` or `--flag=value`."""
+    """Return the last value of a flag, given as `--flag value` or `--flag=value`."""
     value = None
     for i, argument in enumerate(arguments):
         name, equals, given = argument.partition("=")
@@ -293,7 +293,7 @@ class Placement:
 
 
 def place_devices(cores: list[int], servers: int) -> Placement | None:
-    """Gives half of `cores` to the servers and the rest to the other processes; None with fewer than two cores."""
+    """Give half of `cores` to the servers and the rest to the other processes; None with fewer than two cores."""
     if len(cores) < 2:
         return None
     half = len(cores) // 2

@@ -61,7 +61,7 @@ class ServerJoin:
 
 
 def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> ServerJoin:
-    """Chooses name and address of a server that joins. Raises `ConfigError` if others could not reach it."""
+    """Choose name and address of a server that joins. Raises `ConfigError` if others could not reach it."""
     if not _is_url(queue_url):
         raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
     url = (advertise or _own_url(config, queue_url)).rstrip("/")
@@ -87,7 +87,7 @@ def _is_url(text: str) -> bool:
 
 
 def _own_url(config: RunConfig, queue_url: str) -> str:
-    """Returns the URL of the run file's host; for a wildcard, of this machine's address towards the queue."""
+    """Return the URL of the run file's host; for a wildcard, of this machine's address towards the queue."""
     host, port = config.vllm.host, config.vllm.port
     if host not in WILDCARDS:
         return url_of(host, port)
@@ -106,12 +106,12 @@ def _own_url(config: RunConfig, queue_url: str) -> str:
 
 
 def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Runs `run_server` in an event loop of its own."""
+    """Run `run_server` in an event loop of its own."""
     return asyncio.run(run_server(config, joining, command, env))
 
 
 async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Registers and runs the server, and drains it when told to stop. Returns the exit code."""
+    """Register and runs the server, and drains it when told to stop. Returns the exit code."""
     token = config.token_for("learner")
     async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
         another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
@@ -160,7 +160,7 @@ class _Watch:
         self._joining = joining
 
     async def until_removed(self) -> None:
-        """Waits until the registry no longer has the server: once it has drained, or if its name is another server's.
+        """Wait until the registry no longer has the server: once it has drained, or if its name is another server's.
 
         A queue that does not answer may be restarting, so that is logged once and the wait goes on.
         """
@@ -190,7 +190,7 @@ async def _drain(
     ended: asyncio.Task[int],
     silent: bool,
 ) -> None:
-    """Takes the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
+    """Take the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
 
     `silent`: the queue did not answer the last look, so it is not waited for.
     """

@@ -79,7 +79,7 @@ class Budget:
 
 
 def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
-    """Computes sizes from a model's config.json; None for an architecture that is not the usual decoder."""
+    """Compute sizes from a model's config.json; None for an architecture that is not the usual decoder."""
     text = architecture.get("text_config", architecture)
     try:
         hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
@@ -96,7 +96,7 @@ def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
 
 
 def budget(model: Model, config: RunConfig, available: int) -> Budget:
-    """Computes one server's cache. `available`: bytes that all processes of the run may take together."""
+    """Compute one server's cache. `available`: bytes that all processes of the run may take together."""
     vllm = config.vllm
     sequence = (vllm.max_model_len + 2 * _BLOCK_TOKENS) * model.token
     others = _OTHERS_BYTES + _LEARNER_COPIES * model.weights
@@ -106,7 +106,7 @@ def budget(model: Model, config: RunConfig, available: int) -> Budget:
 
 
 def check_cache_fits(config: RunConfig) -> None:
-    """Raises `ConfigError`, with the sizes, if one sequence would not fit into each server's cache."""
+    """Raise `ConfigError`, with the sizes, if one sequence would not fit into each server's cache."""
     model = _model(config)
     if is_set(config.vllm.args, os.environ) or model is None:
         return
@@ -123,7 +123,7 @@ def check_cache_fits(config: RunConfig) -> None:
 
 
 def sized(config: RunConfig) -> RunConfig:
-    """Adds the size of the cache to `vllm.args`, unless the user has set one or the model's size is unknown.
+    """Add the size of the cache to `vllm.args`, unless the user has set one or the model's size is unknown.
 
     Call it once for all servers of a run: memory that one of them holds is no longer free.
     """
@@ -137,19 +137,19 @@ def sized(config: RunConfig) -> RunConfig:
 
 
 def weights_bytes(config: RunConfig) -> int | None:
-    """Returns the bytes of the model as it is served; None if unknown, or if the model is not downloaded yet."""
+    """Return the bytes of the model as it is served; None if unknown, or if the model is not downloaded yet."""
     model = _model(config)
     return None if model is None else model.weights
 
 
 def is_set(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Tells whether the user has set the size of the cache."""
+    """Tell whether the user has set the size of the cache."""
     given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
     return bool(environment.get(_VARIABLE)) or not given.isdisjoint(_FLAGS)
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/sys/devices/system/node")) -> int:
-    """Returns the free memory in bytes, of the container or of the machine's largest memory node.
+    """Return the free memory in bytes, of the container or of the machine's largest memory node.
 
     vLLM counts in the same way: a server takes all its memory from one node.
 
@@ -173,7 +173,7 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/
 
 
 def _node_bytes(meminfo: str) -> int:
-    """Sums the free bytes of a node from lines such as "Node 0 MemFree: 11597616 kB"."""
+    """Sum the free bytes of a node from lines such as "Node 0 MemFree: 11597616 kB"."""
     parts = (line.split() for line in meminfo.splitlines())
     kilobytes = {part[2].rstrip(":"): int(part[3]) for part in parts if len(part) > 3}
     kinds = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")

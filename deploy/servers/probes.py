@@ -26,7 +26,7 @@ _SHOWN = 120
 
 
 def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str | None = None) -> None:
-    """Raises `ConfigError` if a process could not listen at host and port.
+    """Raise `ConfigError` if a process could not listen at host and port.
 
     Args:
         host: Address to listen on.
@@ -52,7 +52,7 @@ def check_port(host: str, port: int, setting: str, run_file: Path, of_host: str 
 
 
 def looks_like(command: list[str], run_file: Path) -> str | None:
-    """Describes the process of a run that a command line looks like; None if it looks like none."""
+    """Describe the process of a run that a command line looks like; None if it looks like none."""
     if str(run_file) in command and "queue" in command:
         return "the queue of an earlier start of this run"
     if "queue" in command and any(part.endswith(("deploy.cli", "slipstream")) for part in command):
@@ -63,7 +63,7 @@ def looks_like(command: list[str], run_file: Path) -> str | None:
 
 
 def _described(port: int, run_file: Path) -> str:
-    """Describes the process that listens on the port, as far as this user may see it."""
+    """Describe the process that listens on the port, as far as this user may see it."""
     try:
         listening = [
             connection.pid
@@ -87,7 +87,7 @@ VLLM_MODULES = ("vllm",)
 
 
 def require_modules(command: str, modules: tuple[str, ...]) -> None:
-    """Raises `ConfigError` if `command` lacks one of `modules`; imports none of them."""
+    """Raise `ConfigError` if `command` lacks one of `modules`; imports none of them."""
     missing = [module for module in modules if not _is_installed(module)]
     if not missing:
         return
@@ -129,7 +129,7 @@ class Gpu:
 
 
 def visible_gpus() -> list[Gpu]:
-    """Returns the GPUs that this process may use; none without a driver, or if torch sees none or does not answer."""
+    """Return the GPUs that this process may use; none without a driver, or if torch sees none or does not answer."""
     if not any(path.exists() for path in _DRIVERS):
         return []
     try:

@@ -34,7 +34,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def default_name(url: str) -> str:
-    """Names a server by host and port, with this machine's name for a loopback address."""
+    """Name a server by host and port, with this machine's name for a loopback address."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     if host in LOOPBACK:
@@ -43,14 +43,14 @@ def default_name(url: str) -> str:
 
 
 def checked_name(name: str) -> str:
-    """Returns `name`. Raises `ConfigError` if a server may not be named so."""
+    """Return `name`. Raises `ConfigError` if a server may not be named so."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"--name {name}: take at most 64 letters, digits, dots, dashes and underscores")
     return name
 
 
 def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
-    """Raises `ConfigError` for a loopback address if the queue is on another machine."""
+    """Raise `ConfigError` for a loopback address if the queue is on another machine."""
     here, queue = urlsplit(url).hostname, urlsplit(queue_url).hostname
     if here in LOOPBACK and queue not in LOOPBACK:
         raise ConfigError(
@@ -60,7 +60,7 @@ def check_reachable_by_others(url: str, queue_url: str, remedy: str) -> None:
 
 
 async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "") -> None:
-    """Raises `ConfigError` if another server has the name, or the server is in the run under another name.
+    """Raise `ConfigError` if another server has the name, or the server is in the run under another name.
 
     `elsewhere`: how a server that is not started yet gets an address of its own, for the message.
     """
@@ -79,7 +79,7 @@ async def check_free(queue: QueueClient, name: str, url: str, elsewhere: str = "
 
 
 async def _check_not_in(queue: QueueClient, name: str) -> None:
-    """Raises `ConfigError` if the server is in the run: registering it again would take it out of service."""
+    """Raise `ConfigError` if the server is in the run: registering it again would take it out of service."""
     for server in await queue.servers():
         if server.name == name and server.state is not ServerState.DOWN:
             raise ConfigError(
@@ -88,7 +88,7 @@ async def _check_not_in(queue: QueueClient, name: str) -> None:
 
 
 async def add(client: QueueClient, url: str, name: str | None, token: str | None) -> Server:
-    """Registers a running server by the URL at which workers and learner reach it.
+    """Register a running server by the URL at which workers and learner reach it.
 
     Raises:
         ConfigError: The server does not answer, does not suit a run, belongs to another run, or is in this one.
@@ -111,13 +111,13 @@ async def add(client: QueueClient, url: str, name: str | None, token: str | None
 
 
 async def listed(client: QueueClient) -> list[ServerStatus]:
-    """Returns the run's servers."""
+    """Return the run's servers."""
     async with client:
         return (await client.status()).servers
 
 
 async def _check_not_last(client: QueueClient, name: str) -> None:
-    """Raises `ConfigError` if the run would be left without a serving server."""
+    """Raise `ConfigError` if the run would be left without a serving server."""
     serving = [server.name for server in await client.servers() if server.state is ServerState.SERVING]
     if serving == [name]:
         raise ConfigError(
@@ -127,7 +127,7 @@ async def _check_not_last(client: QueueClient, name: str) -> None:
 
 
 async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, force: bool = False) -> None:
-    """Removes a server and waits until it is gone: it gets no new episodes and finishes its requests.
+    """Remove a server and waits until it is gone: it gets no new episodes and finishes its requests.
 
     Args:
         client: The queue.
@@ -156,7 +156,7 @@ async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, fo
 
 
 async def until_gone(client: QueueClient, name: str, left: list[Server], timeout_s: float) -> None:
-    """Waits until a draining server has left. Raises `QueueError` after `timeout_s`."""
+    """Wait until a draining server has left. Raises `QueueError` after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
     while any(server.name == name for server in left):
         if time.monotonic() > deadline:
@@ -169,7 +169,7 @@ async def until_gone(client: QueueClient, name: str, left: list[Server], timeout
 
 
 async def _check_owner(client: QueueClient, url: str, token: str | None) -> None:
-    """Raises `ConfigError` if the learner of another run controls the server."""
+    """Raise `ConfigError` if the learner of another run controls the server."""
     run_id = (await client.position()).run
     async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
         try:
@@ -204,7 +204,7 @@ async def _check_answers(url: str, token: str | None) -> None:
 
 
 async def _check_suits(url: str, token: str | None) -> None:
-    """Raises `ConfigError` for flags that suit no run. The learner checks what its run file asks for beyond that."""
+    """Raise `ConfigError` for flags that suit no run. The learner checks what its run file asks for beyond that."""
     try:
         async with ServerControl(url, LOOK_TIMEOUT_S, token) as control:
             faults = judge(await control.facts(), Wanted())

@@ -23,7 +23,7 @@ def print_token(
 
 
 def token_of(role: str, file: Path | None) -> str:
-    """Derives a role's token from the secret in `file`, else in the environment. Raises `ConfigError` without one."""
+    """Derive a role's token from the secret in `file`, else in the environment. Raises `ConfigError` without one."""
     if role not in access.ROLES:
         raise ConfigError(f"ROLE = {role}: there is no such role; the roles are: {', '.join(access.ROLES)}")
     try:
@@ -44,7 +44,7 @@ def token_of(role: str, file: Path | None) -> str:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raises `ConfigError` for a token among the arguments: every user of the machine can read a command line."""
+    """Raise `ConfigError` for a token among the arguments: every user of the machine can read a command line."""
     for argument in arguments:
         name = argument.partition("=")[0]
         if name == "--queue.token" or access.role_of(argument) is not None:
@@ -56,7 +56,7 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 
 def check_secret(config: RunConfig) -> None:
-    """Raises `ConfigError` if a process that checks tokens was given a role's token in place of the run's secret."""
+    """Raise `ConfigError` if a process that checks tokens was given a role's token in place of the run's secret."""
     try:
         access.secret_of(config.token or "")
     except access.TokenError as error:

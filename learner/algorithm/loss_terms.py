@@ -36,11 +36,11 @@ class Mask(ABC):
     @staticmethod
     @abstractmethod
     def is_set(section: LearnerSection) -> bool:
-        """Returns whether the run file sets this mask."""
+        """Return whether the run file sets this mask."""
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> torch.Tensor:
-        """Returns which tokens stay, bool [N]."""
+        """Return which tokens stay, bool [N]."""
 
 
 class OffPolicy(Mask):
@@ -91,13 +91,13 @@ class TopEntropy(Mask):
 
 
 def keep_top_entropy(entropies: torch.Tensor, lowest: torch.Tensor) -> torch.Tensor:
-    """Returns which entropies are at least `lowest`, bool [N]. Entropies of a context that several rows hold are equal
+    """Return which entropies are at least `lowest`, bool [N]. Entropies of a context that several rows hold are equal
     but for rounding."""
     return entropies >= lowest - ROUNDING
 
 
 def lowest_kept(entropies: torch.Tensor, share: float) -> torch.Tensor:
-    """Returns the least entropy among the highest `share` of a step's entropies, as a float32 scalar.
+    """Return the least entropy among the highest `share` of a step's entropies, as a float32 scalar.
 
     The entropies that are at least this are those that are at least `torch.quantile(entropies, 1 - share)`, which takes
     16 million at most.
@@ -114,7 +114,7 @@ MASKS: dict[str, type[Mask]] = {
 
 
 def build_masks(section: LearnerSection) -> dict[str, Mask]:
-    """Makes the masks that the run file sets. Keys are their names in metrics."""
+    """Make the masks that the run file sets. Keys are their names in metrics."""
     return {name: mask(section) for name, mask in MASKS.items() if mask.is_set(section)}
 
 
@@ -135,11 +135,11 @@ class Regulariser(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """Returns the losses to add to the objective's; their sums become metrics, as means over the tokens with
+        """Return the losses to add to the objective's; their sums become metrics, as means over the tokens with
         weight."""
 
     def penalties(self, reference_drift: Floats) -> Floats:
-        """Returns the penalty to subtract from each rollout's reward, float64 [S].
+        """Return the penalty to subtract from each rollout's reward, float64 [S].
 
         Args:
             reference_drift: float64 [S], sum of reference - behaviour over the rollout's tokens that train.
@@ -177,7 +177,7 @@ class KlInLoss(Regulariser):
         return TokenLosses(losses, {"kl_reference": estimate.detach().sum()})
 
     def _corrected(self, tokens: Tokens, distance: torch.Tensor) -> torch.Tensor:
-        """Returns r * (exp(d) - d - 1), where r = p / p_behaviour; its gradient is -r * d.
+        """Return r * (exp(d) - d - 1), where r = p / p_behaviour; its gradient is -r * d.
 
         The term r * exp(d), which is p_reference / p_behaviour, has no gradient. It is computed from the sum of the
         logarithms, as r and exp(d) may be as small and as large as floats get.
@@ -192,7 +192,7 @@ class KlInLoss(Regulariser):
 
 
 def _exp(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns exp(x), continued beyond MAX_LOG_RATIO as a straight line: a wild token still moves towards the
+    """Return exp(x), continued beyond MAX_LOG_RATIO as a straight line: a wild token still moves towards the
     reference, and nothing overflows."""
     bounded = log_ratio.clamp(max=MAX_LOG_RATIO)
     return bounded.exp() * (1 + log_ratio - bounded)
@@ -243,7 +243,7 @@ class EntropyBonus(Regulariser):
 
 
 def build_regularisers(section: LearnerSection) -> list[Regulariser]:
-    """Makes the regularisers with a coefficient above 0."""
+    """Make the regularisers with a coefficient above 0."""
     found: list[Regulariser] = []
     if section.kl_coef:
         found.append(KlInReward(section) if section.kl_in_reward else KlInLoss(section))
@@ -269,7 +269,7 @@ class Routing:
 
     @classmethod
     def of(cls, logits: Sequence[torch.Tensor], top_k: int, copies: torch.Tensor) -> Self:
-        """Sums the routing of a row.
+        """Sum the routing of a row.
 
         Args:
             logits: Logits of each layer's router, [T, E].
@@ -306,7 +306,7 @@ class RouterLoss:
         rows: Sequence[Routing],
         add_up: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor,
     ) -> None:
-        """Takes the routing of a step.
+        """Take the routing of a step.
 
         Args:
             coefficient: Factor of the loss.
@@ -321,7 +321,7 @@ class RouterLoss:
         self._slope = len(rows[0].chosen) * chosen / tokens**2
 
     def share(self, row: Routing) -> torch.Tensor:
-        """Returns a row's part in the loss before the coefficient, a scalar; the parts of all rows add up to the
+        """Return a row's part in the loss before the coefficient, a scalar; the parts of all rows add up to the
         loss."""
         return (self._slope * row.probabilities).sum()
 

@@ -53,10 +53,10 @@ class Objective(ABC):
 
     @abstractmethod
     def __call__(self, tokens: Tokens) -> TokenLosses:
-        """Computes the losses of a row's tokens."""
+        """Compute the losses of a row's tokens."""
 
     def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Makes the metrics of `metrics.jsonl`. Unless a variant overrides it: means over the tokens, under the names
+        """Make the metrics of `metrics.jsonl`. Unless a variant overrides it: means over the tokens, under the names
         of the sums.
 
         Args:
@@ -66,7 +66,7 @@ class Objective(ABC):
         return {name: value / tokens for name, value in sums.items()}
 
     def drift(self, tokens: Tokens) -> dict[str, torch.Tensor]:
-        """Returns sums that show how far the policy is from the one that sampled.
+        """Return sums that show how far the policy is from the one that sampled.
 
         Args:
             tokens: The tokens before correction and masks, whose `old` is `behaviour`: neither may hide the drift.
@@ -74,7 +74,7 @@ class Objective(ABC):
         return {}
 
     def drift_metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Makes the metrics of the sums of `drift`, over the step's `tokens` that had weight then."""
+        """Make the metrics of the sums of `drift`, over the step's `tokens` that had weight then."""
         return {name: value / tokens for name, value in sums.items()}
 
 
@@ -127,12 +127,12 @@ class RatioObjective(Objective):
         }
 
     def _share(self, tokens: Tokens) -> torch.Tensor:
-        """Returns the weight of each token in sums, [N]. With `by_rollout` the tokens of a rollout count as one."""
+        """Return the weight of each token in sums, [N]. With `by_rollout` the tokens of a rollout count as one."""
         weighted = tokens.weights > 0
         return weighted / tokens.lengths if self.by_rollout else weighted
 
     def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
-        """Returns the ratio that `terms` uses.
+        """Return the ratio that `terms` uses.
 
         Args:
             own: float32 [N], the tokens' own ratios, bounded, and 1 without weight.
@@ -141,28 +141,28 @@ class RatioObjective(Objective):
 
     @abstractmethod
     def terms(self, tokens: Tokens, ratio: torch.Tensor) -> Terms:
-        """Computes the formula from the ratio, float32 [N]."""
+        """Compute the formula from the ratio, float32 [N]."""
 
     def metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Returns means; 0 where no token has weight."""
+        """Return means; 0 where no token has weight."""
         rest = dict(sums)
         count = rest.pop("rollouts", float(tokens))
         return {name: value / count if count else 0.0 for name, value in rest.items()}
 
     def drift_metrics(self, sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-        """Returns `kl`, a mean, and `ess`, the effective sample size of the ratios to the sampler, from 0 to 1: (sum
+        """Return `kl`, a mean, and `ess`, the effective sample size of the ratios to the sampler, from 0 to 1: (sum
         r)^2 / (n sum r^2)."""
         squares = sums["count"] * sums["ratio_squared"]
         return {"kl": sums["kl"] / tokens, "ess": sums["ratio"] ** 2 / squares if squares else 0.0}
 
 
 def bounded(log_ratio: torch.Tensor) -> torch.Tensor:
-    """Bounds log-ratios by `MAX_LOG_RATIO` on both sides."""
+    """Bound log-ratios by `MAX_LOG_RATIO` on both sides."""
     return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def with_own_gradient(tokens: Tokens, log_ratio: torch.Tensor) -> torch.Tensor:
-    """Returns the ratio of a rollout with the gradient of each token's own log-prob alone: exp(log_ratio) p / sg(p),
+    """Return the ratio of a rollout with the gradient of each token's own log-prob alone: exp(log_ratio) p / sg(p),
     where sg stops the gradient (GSPO-token, arXiv:2507.18071, section 4.3).
 
     Args:
@@ -298,7 +298,7 @@ def _total_variation(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
 
 
 def _kl(logprobs: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """Returns KL(old || policy) of two outcomes, in nats. 1 - p is computed as -expm1(log p), as p near 1 would lose
+    """Return KL(old || policy) of two outcomes, in nats. 1 - p is computed as -expm1(log p), as p near 1 would lose
     its digits."""
     others, old_others = (-torch.expm1(values).clamp(max=-1e-12) for values in (logprobs, old))
     return old.exp() * (old - logprobs) + old_others * (old_others / others).log()
@@ -381,5 +381,5 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def build(section: LearnerSection) -> Objective:
-    """Makes the variant that `learner.objective` names."""
+    """Make the variant that `learner.objective` names."""
     return OBJECTIVES[section.objective](section)

@@ -41,25 +41,25 @@ class StepRollouts:
 
     @classmethod
     def of(cls, rewards: Floats, groups: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Self:
-        """Makes a step with one reward function."""
+        """Make a step with one reward function."""
         return cls(rewards, groups, tokens, rewards[:, None], np.ones(1))
 
     def __len__(self) -> int:
         return len(self.rewards)
 
     def by_group(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yields the numbers of each group's rollouts, int64 [G]."""
+        """Yield the numbers of each group's rollouts, int64 [G]."""
         starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
         for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
             yield np.arange(start, end)
 
     def take(self, members: npt.NDArray[np.int64]) -> Self:
-        """Returns some of the rollouts, by their numbers."""
+        """Return some of the rollouts, by their numbers."""
         taken = {name: getattr(self, name)[members] for name in ("rewards", "groups", "tokens", "components")}
         return replace(self, **taken)
 
     def with_rewards(self, rewards: Floats) -> Self:
-        """Returns a copy with other rewards, float64 [S]."""
+        """Return a copy with other rewards, float64 [S]."""
         return replace(self, rewards=rewards)
 
 
@@ -106,24 +106,24 @@ class Tokens:
     entropy_weights: torch.Tensor | None = None
 
     def but(self, **changes: Any) -> Self:
-        """Returns a copy with some fields changed."""
+        """Return a copy with some fields changed."""
         return replace(self, **changes)
 
     def masked(self, keep: torch.Tensor) -> Self:
-        """Returns a copy in which the tokens where `keep`, bool [N], is false have no weight."""
+        """Return a copy in which the tokens where `keep`, bool [N], is false have no weight."""
         return replace(self, weights=torch.where(keep, self.weights, 0.0))
 
     def log_ratio(self) -> torch.Tensor:
-        """Returns logprobs - old; 0 without weight, as a wild value would turn 0 * inf into NaN."""
+        """Return logprobs - old; 0 without weight, as a wild value would turn 0 * inf into NaN."""
         return torch.where(self.weights > 0, self.logprobs - self.old, 0.0)
 
     def rollout_log_ratio(self) -> torch.Tensor:
-        """Returns the sum of logprobs - old over the token's whole rollout, without a gradient."""
+        """Return the sum of logprobs - old over the token's whole rollout, without a gradient."""
         return self.drift - self.old_drift
 
 
 def tokens(rollouts: StepRollouts, longest: int) -> Floats:
-    """Weighs by one over the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8; TRL's `dapo`, and
+    """Weigh by one over the step's tokens: every token counts alike (DAPO, arXiv:2503.14476, eq. 8; TRL's `dapo`, and
     its `bnpo` where the whole step is one batch).
 
     Choose it first.
@@ -132,7 +132,7 @@ def tokens(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def sequences(rollouts: StepRollouts, longest: int) -> Floats:
-    """Takes the mean over each rollout's tokens, then the mean over the rollouts (GRPO, arXiv:2402.03300, eq. 3; TRL's
+    """Take the mean over each rollout's tokens, then the mean over the rollouts (GRPO, arXiv:2402.03300, eq. 3; TRL's
     `grpo`).
 
     Choose it where long answers must not outweigh short ones, and with `gspo`.
@@ -141,7 +141,7 @@ def sequences(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def constant(rollouts: StepRollouts, longest: int) -> Floats:
-    """Weighs by one over the number of rollouts times the greatest length: no length is favoured (Dr. GRPO,
+    """Weigh by one over the number of rollouts times the greatest length: no length is favoured (Dr. GRPO,
     arXiv:2503.20783, section 3.2; TRL's `dr_grpo`).
 
     Choose it with `dr_grpo`, where answers grow longer without growing better.
@@ -150,7 +150,7 @@ def constant(rollouts: StepRollouts, longest: int) -> Floats:
 
 
 def rollouts(rollouts: StepRollouts, longest: int) -> Floats:
-    """Takes the sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261; TRL's
+    """Take the sum over each rollout's tokens, then the mean over the rollouts (LUSPO, arXiv:2602.05261; TRL's
     `luspo`, and its RLOOTrainer).
 
     Choose it with `sequence_clip`, whose losses are of whole rollouts.

@@ -24,7 +24,7 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 def trie_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: TrieLayout, scale: float | None
 ) -> torch.Tensor:
-    """Computes attention of a row.
+    """Compute attention of a row.
 
     Args:
         query: [T, H, D], any floating type.
@@ -112,7 +112,7 @@ def _add_spans(
     layout: TrieLayout,
     scale: float,
 ) -> None:
-    """Adds the spans' keys to the output, [T + 1, H, D], and to the log-sums, [T + 1, H], in place."""
+    """Add the spans' keys to the output, [T + 1, H, D], and to the log-sums, [T + 1, H], in place."""
     for span in layout.spans:
         inside, keys = slice(span.end, span.reach), slice(span.start, span.end)
         q, k, v = (_batched(tensor, 1) for tensor in (query[inside], key[keys], value[keys]))
@@ -142,7 +142,7 @@ def _add_span_gradients(
     layout: TrieLayout,
     scale: float,
 ) -> None:
-    """Adds the spans' gradients to `totals` (of query, key and value), in place."""
+    """Add the spans' gradients to `totals` (of query, key and value), in place."""
     to_query, to_key, to_value = totals
     for span in layout.spans:
         inside, keys = slice(span.end, span.reach), slice(span.start, span.end)

@@ -91,7 +91,7 @@ class RowParts:
 
 
 def cut_row(starts: Sequence[int], reach: Sequence[int]) -> RowParts:
-    """Cuts a row into its cheapest parts.
+    """Cut a row into its cheapest parts.
 
     Args:
         starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
@@ -143,18 +143,18 @@ class _Costs:
                 cheapest[node] = _block(self._sizes[node])
 
     def is_whole(self, node: int, copied: int) -> bool:
-        """Says whether the node is cheapest as one block with its descendants, behind `copied` tokens."""
+        """Say whether the node is cheapest as one block with its descendants, behind `copied` tokens."""
         if not self.children[node]:
             return True
         others = self._copying(node, copied) if copied else min(self._apart[node], self._copying(node, 0))
         return self._whole(node, copied) <= others
 
     def is_copied(self, node: int) -> bool:
-        """Says whether copying the node in front of its children's blocks is cheaper than a span."""
+        """Say whether copying the node in front of its children's blocks is cheaper than a span."""
         return self._copying(node, 0) < self._apart[node]
 
     def _together(self, node: int, copied: int) -> float:
-        """Returns the cost without a span, where `copied` tokens of the path stand in front."""
+        """Return the cost without a span, where `copied` tokens of the path stand in front."""
         if not self.children[node]:
             return _block(self._sizes[node], copied)
         return min(self._whole(node, copied), self._copying(node, copied))
@@ -244,7 +244,7 @@ class TrieLayout:
 
 
 def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
-    """Plans a row.
+    """Plan a row.
 
     Args:
         starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
@@ -271,7 +271,7 @@ def trie_layout(starts: Sequence[int], reach: Sequence[int]) -> TrieLayout:
 
 
 def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
-    """Groups blocks of similar length, masked ones apart, with the length to pad them to."""
+    """Group blocks of similar length, masked ones apart, with the length to pad them to."""
     found: list[tuple[list[RowBlock], int]] = []
     for block in sorted(blocks, key=lambda block: (block.masked, -len(block))):
         if found:
@@ -285,7 +285,7 @@ def _alike(blocks: Sequence[RowBlock]) -> list[tuple[list[RowBlock], int]]:
 
 
 def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
-    """Groups small spans by size. No span of a group lies within another of the group."""
+    """Group small spans by size. No span of a group lies within another of the group."""
     found: dict[tuple[int, int, int], list[RowSpan]] = {}
     around: list[tuple[int, int, int]] = []  # (reach, sizes) of the spans that the next one stands in
     for span in spans:
@@ -301,7 +301,7 @@ def _disjoint(spans: Sequence[RowSpan]) -> list[list[RowSpan]]:
 
 
 def _block_places(blocks: Sequence[RowBlock], length: int, nowhere: int) -> Places:
-    """Returns the token of the row in each slot, and `nowhere` behind, int64 [n, length]."""
+    """Return the token of the row in each slot, and `nowhere` behind, int64 [n, length]."""
     places = _padded(
         [block.start - block.copied for block in blocks], [len(block) for block in blocks], length, nowhere
     )
@@ -312,7 +312,7 @@ def _block_places(blocks: Sequence[RowBlock], length: int, nowhere: int) -> Plac
 
 
 def _mask(places: Places, reaches: Places) -> torch.Tensor:
-    """Makes the mask of masked blocks.
+    """Make the mask of masked blocks.
 
     Args:
         places: int64 [n, length], tokens of the row.
@@ -324,7 +324,7 @@ def _mask(places: Places, reaches: Places) -> torch.Tensor:
 
 
 def _span_batch(spans: Sequence[RowSpan], size: int) -> SpanBatch:
-    """Makes one batch of small spans of a row of `size` tokens."""
+    """Make one batch of small spans of a row of `size` tokens."""
     queries, keys = [span.queries for span in spans], [span.keys for span in spans]
     query_places = _padded([span.end for span in spans], queries, max(queries), size)
     key_places = _padded([span.start for span in spans], keys, max(keys), size)
@@ -337,7 +337,7 @@ def _span_batch(spans: Sequence[RowSpan], size: int) -> SpanBatch:
 
 
 def _padded(starts: Sequence[int], sizes: Sequence[int], length: int, nowhere: int) -> Places:
-    """Returns `[start, start + size)` for each, and `nowhere` behind it, int64 [n, length]."""
+    """Return `[start, start + size)` for each, and `nowhere` behind it, int64 [n, length]."""
     offsets = np.arange(length)
     places = np.asarray(starts, dtype=np.int64)[:, None] + offsets
     return np.where(offsets < np.asarray(sizes)[:, None], places, nowhere)

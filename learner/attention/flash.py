@@ -60,7 +60,7 @@ class FlashLayout:
 
 
 def flash_supports(query: torch.Tensor) -> bool:
-    """Says whether torch's FlashAttention takes queries [T, H, D] like these, forward and backward."""
+    """Say whether torch's FlashAttention takes queries [T, H, D] like these, forward and backward."""
     width = query.shape[-1]
     if query.device.type != "cuda" or torch.version.hip or query.dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -74,7 +74,7 @@ def flash_supports(query: torch.Tensor) -> bool:
 
 
 def flash_layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> FlashLayout:
-    """Plans a row.
+    """Plan a row.
 
     Args:
         starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
@@ -112,7 +112,7 @@ def _level(nodes: Sequence[int], starts: Sequence[int], reach: Sequence[int], de
 def flash_trie(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, layout: FlashLayout, scale: float | None
 ) -> torch.Tensor:
-    """Computes attention of a row.
+    """Compute attention of a row.
 
     Args:
         query: [T, H, D], float16 or bfloat16.
@@ -178,7 +178,7 @@ def _sizes(level: Level) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 def _at_least_two(longest: int) -> int:
-    """Returns an upper bound for the kernel. At 1, with heads that share keys, the kernel swaps heads and queries, and
+    """Return an upper bound for the kernel. At 1, with heads that share keys, the kernel swaps heads and queries, and
     with them the order of the log-sums."""
     return max(2, longest)
 

@@ -49,7 +49,7 @@ class RowLayout:
 
 
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
-    """Returns the arguments that a transformers model needs, beside ids and positions, to keep the sequences of `row`
+    """Return the arguments that a transformers model needs, beside ids and positions, to keep the sequences of `row`
     apart."""
     if implementation == PACKED_ATTENTION:
         return {"row_layout": RowLayout(row)}
@@ -120,7 +120,7 @@ def _refuse_others(arguments: dict[str, Any]) -> None:
 
 
 def _window(module: torch.nn.Module, named: int | None) -> int | None:
-    """Returns the layer's sliding window, None where every token is within it. The model names it to its attention, or,
+    """Return the layer's sliding window, None where every token is within it. The model names it to its attention, or,
     if it masks outside of it, its config does."""
     config = getattr(module, "config", None)
     window = getattr(config, "sliding_window", None) if named is None else named
@@ -139,7 +139,7 @@ def _window(module: torch.nn.Module, named: int | None) -> int | None:
 
 
 def _cast(tensor: torch.Tensor) -> torch.Tensor:
-    """Casts as torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
+    """Cast as torch's own attention does under autocast: norms and rotary embeddings leave float32 beside 16 bits."""
     kind = tensor.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         return tensor.to(torch.get_autocast_dtype(kind))

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 def sent(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copies a tensor to the device. A GPU copies it by itself, and the host does not wait for it."""
+    """Copy a tensor to the device. A GPU copies it by itself, and the host does not wait for it."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -49,7 +49,7 @@ class Paths:
 
 
 def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> Paths:
-    """Plans a row.
+    """Plan a row.
 
     Args:
         starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
@@ -91,7 +91,7 @@ def along_paths(
     scale: float | None,
     window: int | None = None,
 ) -> torch.Tensor:
-    """Computes attention of a row.
+    """Compute attention of a row.
 
     Args:
         query: [T, H, D].
@@ -120,7 +120,7 @@ def along_paths(
 def _windowed(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int
 ) -> torch.Tensor:
-    """Computes causal attention in stretches of `window` queries: the mask is at most [window, 2 window], whatever the
+    """Compute causal attention in stretches of `window` queries: the mask is at most [window, 2 window], whatever the
     length."""
     groups = query.shape[1] // key.shape[1]
     key, value = (tensor.repeat_interleave(groups, 1) for tensor in (key, value))  # masked kernels want as many heads

@@ -96,19 +96,19 @@ class Checkpoint:
 
 
 def latest(run_dir: Path) -> Checkpoint | None:
-    """Returns the complete checkpoint of the highest step, if there is any."""
+    """Return the complete checkpoint of the highest step, if there is any."""
     found = places.complete(run_dir)
     return of_step(run_dir, max(found)) if found else None
 
 
 def of_step(run_dir: Path, step: int) -> Checkpoint:
-    """Returns the complete checkpoint of `step`. Raises `OSError` where there is none."""
+    """Return the complete checkpoint of `step`. Raises `OSError` where there is none."""
     path = places.folder(run_dir) / places.name_of(step)
     return Checkpoint(path, read_info(path / places.STATE))
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """Reads a checkpoint's state.json. Raises `OSError`, `msgspec.DecodeError`."""
+    """Read a checkpoint's state.json. Raises `OSError`, `msgspec.DecodeError`."""
     return msgspec.json.decode(path.read_bytes(), type=CheckpointInfo)
 
 
@@ -120,7 +120,7 @@ def save(
     keep: int,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Writes a checkpoint, durable when this returns, and deletes old ones.
+    """Write a checkpoint, durable when this returns, and deletes old ones.
 
     It is written aside, flushed to disk and then renamed.
 
@@ -156,7 +156,7 @@ def save(
 
 
 def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
-    """Raises `ConfigError` if only one of checkpoint and run has an adapter."""
+    """Raise `ConfigError` if only one of checkpoint and run has an adapter."""
     has = checkpoint.adapter_path.is_dir()
     if has != adapted:
         was = "was made with an adapter" if has else "was made without an adapter"
@@ -168,7 +168,7 @@ def check_kind(checkpoint: Checkpoint, adapted: bool) -> None:
 
 
 def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
-    """Deletes all but the newest `keep` checkpoints and those of the steps `spared`."""
+    """Delete all but the newest `keep` checkpoints and those of the steps `spared`."""
     found = places.complete(run_dir)
     for step in list(found)[:-keep]:
         if step not in spared:
@@ -176,7 +176,7 @@ def prune(run_dir: Path, keep: int, spared: Collection[int] = ()) -> None:
 
 
 def set_aside(run_dir: Path, step: int) -> None:
-    """Moves checkpoints of later steps than `step` out of the way, as a session begins after `step`: it would take them
+    """Move checkpoints of later steps than `step` out of the way, as a session begins after `step`: it would take them
     for newer than its own. Raises `CheckpointError`."""
     for of, path in places.named(run_dir).items():
         if of > step:
@@ -189,7 +189,7 @@ def set_aside(run_dir: Path, step: int) -> None:
 
 
 def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
-    """Restores optimiser, schedule and random states; the weights were loaded with the policy.
+    """Restore optimiser, schedule and random states; the weights were loaded with the policy.
 
     The settings of optimiser and schedule are those of the run file. Raises `ConfigError` where the file cannot be
     read.
@@ -209,7 +209,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
 
 
 def _discard(path: Path) -> None:
-    """Deletes a checkpoint in one rename: half of one must not be taken for a complete one."""
+    """Delete a checkpoint in one rename: half of one must not be taken for a complete one."""
     aside = path.with_name(f"{_DISCARDED}{path.name}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -217,14 +217,14 @@ def _discard(path: Path) -> None:
 
 
 def _sweep(home: Path) -> None:
-    """Removes the remains of a checkpoint whose writing was killed."""
+    """Remove the remains of a checkpoint whose writing was killed."""
     for prefix in (_UNFINISHED, _DISCARDED):
         for left in home.glob(f"{prefix}*"):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def copy_sources(sources: Sources, target: Path) -> None:
-    """Copies the files that a server needs beside the weights, so that the checkpoint can be served as it is."""
+    """Copy the files that a server needs beside the weights, so that the checkpoint can be served as it is."""
     model = sources.model
     if sources.chat_template is not None:
         shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
@@ -233,7 +233,7 @@ def copy_sources(sources: Sources, target: Path) -> None:
 
 
 def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:
-    """Copies files of a model folder or hub name; files that are there already stay."""
+    """Copy files of a model folder or hub name; files that are there already stay."""
     folder = Path(source)
     if not folder.is_dir():
         folder = Path(snapshot_download(source, revision=revision, allow_patterns=list(patterns)))
@@ -243,7 +243,7 @@ def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: 
 
 
 def _random_state() -> dict[str, Any]:
-    """Returns random states in types that `torch.load(weights_only=True)` accepts."""
+    """Return random states in types that `torch.load(weights_only=True)` accepts."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))

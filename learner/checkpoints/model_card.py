@@ -45,14 +45,14 @@ class Results:
 
 
 def write_model_card(folder: Path, config: RunConfig, results: Results) -> None:
-    """Writes the card into a model's folder in one rename. Raises `OSError`."""
+    """Write the card into a model's folder in one rename. Raises `OSError`."""
     aside = folder / f".unfinished-{MODEL_CARD}"
     aside.write_text(str(render_model_card(config, results)), encoding="utf-8")
     os.replace(aside, folder / MODEL_CARD)
 
 
 def render_model_card(config: RunConfig, results: Results) -> ModelCard:
-    """Renders the card: origin, method, rewards, settings, versions and papers."""
+    """Render the card: origin, method, rewards, settings, versions and papers."""
     base = config.model.path
     is_local = Path(base).is_absolute()
     data = ModelCardData(
@@ -121,13 +121,13 @@ def _versions() -> dict[str, str]:
 
 
 def sources(learner: LearnerSection) -> str:
-    """Returns the sources of the preset, with links."""
+    """Return the sources of the preset, with links."""
     source = ABOUT[learner.algorithm].source
     return re.sub(r"arXiv:(\d{4}\.\d{5})", r"[arXiv:\1](https://arxiv.org/abs/\1)", source)
 
 
 def bibtex(learner: LearnerSection) -> str:
-    """Returns entries for the preset's papers, as far as their titles are known; empty if none is."""
+    """Return entries for the preset's papers, as far as their titles are known; empty if none is."""
     numbers = re.findall(r"arXiv:(\d{4}\.\d{5})", ABOUT[learner.algorithm].source)
     return "\n\n".join(_entry(number, *PAPERS[number]) for number in dict.fromkeys(numbers) if number in PAPERS)
 

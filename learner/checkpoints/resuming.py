@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def choose(
     run_dir: Path, position: RunPosition | None = None, say: Callable[[str], None] = lambda text: None
 ) -> Checkpoint | None:
-    """Chooses the checkpoint to resume from; None where there is none.
+    """Choose the checkpoint to resume from; None where there is none.
 
     Args:
         position: The queue's; None where it was not asked.
@@ -63,7 +63,7 @@ def choose(
 
 
 def damage(path: Path) -> str | None:
-    """Names the part of a checkpoint that cannot be read; None if all of it can. Reads only the beginnings and ends of
+    """Name the part of a checkpoint that cannot be read; None if all of it can. Reads only the beginnings and ends of
     its files, which is enough to find one that is cut short or missing."""
     for name, check in (
         (places.STATE, _check_state),
@@ -80,7 +80,7 @@ def damage(path: Path) -> str | None:
 
 
 def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
-    """Says why the queue's history does not contain a checkpoint; None if it does, or if the queue has no history."""
+    """Say why the queue's history does not contain a checkpoint; None if it does, or if the queue has no history."""
     if position.session == 0:  # the queue has lost its store
         return None
     cause = "a learner wrote it that another had taken the place of, or it is another run's"
@@ -95,7 +95,7 @@ def astray(info: CheckpointInfo, position: RunPosition) -> str | None:
 
 
 def versions_of(step: int, sessions: Sequence[SessionStart]) -> list[int] | None:
-    """Returns the versions that the weights after `step` may have: the one that the step made, and those of sessions
+    """Return the versions that the weights after `step` may have: the one that the step made, and those of sessions
     that resumed from there. None where the session of that step is unknown."""
     before = [start for start in sessions if start.step < step]
     if not before:
@@ -134,7 +134,7 @@ def _check_weights(files: set[Path]) -> None:
 
 
 def check_adapter(config: RunConfig, resume: bool) -> None:
-    """Checks the adapter before any weight is loaded, on the model's structure alone.
+    """Check the adapter before any weight is loaded, on the model's structure alone.
 
     Raises:
         ConfigError: The model cannot have it, or, to `resume`, the run's newest checkpoint was made with another.
@@ -163,7 +163,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
 
 
 def _structure(model: ModelSection) -> Any:
-    """Makes the network without weights, on the meta device."""
+    """Make the network without weights, on the meta device."""
     hub = {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, revision=model.revision or "main", **hub)
     with torch.device("meta"):

@@ -53,10 +53,10 @@ class Sender(Protocol):
     """Sends models to the hub."""
 
     def send(self, request: Request) -> str:
-        """Sends a model. Returns the repository's name on the hub, with its owner. Raises `SendError`."""
+        """Send a model. Returns the repository's name on the hub, with its owner. Raises `SendError`."""
 
     def kill(self) -> None:
-        """Ends the running upload, from another thread."""
+        """End the running upload, from another thread."""
 
 
 class Child:

@@ -29,7 +29,7 @@ _STAGE = ".hub"
 
 
 def require(hub: HubSection) -> None:
-    """Raises `ConfigError` if uploads are forbidden or no token is there. Does not connect to the hub."""
+    """Raise `ConfigError` if uploads are forbidden or no token is there. Does not connect to the hub."""
     if not hub.push_to_hub:
         return
     if constants.HF_HUB_OFFLINE:
@@ -51,7 +51,7 @@ class Models:
         self._warned = False
 
     def saved(self, model: Path, results: Results) -> None:
-        """Handles a complete checkpoint, whose model is in folder `model`."""
+        """Handle a complete checkpoint, whose model is in folder `model`."""
         try:
             model_card.write_model_card(model, self._config, results)
         except OSError as error:
@@ -62,7 +62,7 @@ class Models:
             self._uploads.push(model, results.step)
 
     def close(self) -> None:
-        """Sends the last checkpoint's model at the end of the run, if only that is sent, and waits for it."""
+        """Send the last checkpoint's model at the end of the run, if only that is sent, and waits for it."""
         if self._uploads is None:
             return
         found = checkpoints.complete(self._config.run_dir)
@@ -111,7 +111,7 @@ class Uploads:
         shutil.rmtree(self._stage, ignore_errors=True)
 
     def push(self, model: Path, step: int) -> None:
-        """Sends the model in folder `model`, of the checkpoint of `step`."""
+        """Send the model in folder `model`, of the checkpoint of `step`."""
         folder = self._stage / f"step-{step}"
         try:
             shutil.rmtree(folder, ignore_errors=True)
@@ -134,7 +134,7 @@ class Uploads:
             return self._busy or self._next is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Waits for open uploads for at most `timeout_s` seconds, and then gives them up."""
+        """Wait for open uploads for at most `timeout_s` seconds, and then gives them up."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._busy and self._next is None, timeout_s)
         if not done:
@@ -173,7 +173,7 @@ class Uploads:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Copies a folder by hard links, where the disk has them."""
+    """Copy a folder by hard links, where the disk has them."""
 
     def linked(old: str, new: str) -> str:
         try:

@@ -43,7 +43,7 @@ class BlockingQueueClient:
         self.loop.close()
 
     def call(self, request: Callable[[QueueClient], Awaitable[T]]) -> T:
-        """Runs `request` on the client's loop and waits for it; its exceptions are raised here."""
+        """Run `request` on the client's loop and waits for it; its exceptions are raised here."""
 
         async def answer() -> T:
             return await request(self.queue)
@@ -52,7 +52,7 @@ class BlockingQueueClient:
 
     @contextmanager
     def waiting(self, session: int, what: str) -> Iterator[None]:
-        """Wraps a wait of the learner: if it lasts, the status page says what for (I7)."""
+        """Wrap a wait of the learner: if it lasts, the status page says what for (I7)."""
         over = asyncio.Event()
         report = asyncio.run_coroutine_threadsafe(self._report_wait(session, what, over), self.loop)
         try:
@@ -70,7 +70,7 @@ class BlockingQueueClient:
         await self.queue.waiting(session, None)
 
     async def _close(self) -> None:
-        """Cancels calls that a signal may have left behind, and closes the client."""
+        """Cancel calls that a signal may have left behind, and closes the client."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

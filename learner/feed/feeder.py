@@ -103,7 +103,7 @@ class Feeder:
         self._client.call(lambda _: self._close())
 
     def next_batch(self) -> Batch:
-        """Waits for the next batch.
+        """Wait for the next batch.
 
         Raises:
             Starved: No group comes any more.
@@ -123,11 +123,11 @@ class Feeder:
         return batch
 
     def fail(self, error: BaseException) -> None:
-        """Ends the wait for a batch with `error`. It may be called from any thread."""
+        """End the wait for a batch with `error`. It may be called from any thread."""
         self._ready.put(error)
 
     def trained(self, batch: Batch, report: LearnerReport) -> RunPosition:
-        """Acknowledges a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
+        """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
         self._leases.discard(batch.lease_id)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
@@ -141,7 +141,7 @@ class Feeder:
         return position
 
     def leave_out(self, batch: Batch, reason: str) -> None:
-        """Drops the groups of the batch that `next_batch` returned last, which cannot be trained. The next batch is for
+        """Drop the groups of the batch that `next_batch` returned last, which cannot be trained. The next batch is for
         the same step. Raises `QueueError`."""
         self._client.call(lambda _: self._leave_out(batch, reason))
 
@@ -181,7 +181,7 @@ class Feeder:
         return replace(batch, rows=[row.pinned() for row in batch.rows]) if self._pin else batch
 
     async def _ready_to_train(self, prepared: _Prepared) -> Batch:
-        """Returns the batch for the step that is next, with groups that the queue has revoked since they were leased
+        """Return the batch for the step that is next, with groups that the queue has revoked since they were leased
         replaced."""
         draft, batch = prepared.draft, prepared.batch
         if draft.step != self._step or self._left_out is not None:
@@ -257,7 +257,7 @@ class Feeder:
         return await self._client.queue.lease(request)
 
     async def _check_alive(self) -> None:
-        """Raises if waiting longer is pointless. It only counts the time in which the step waits: before that, the
+        """Raise if waiting longer is pointless. It only counts the time in which the step waits: before that, the
         learner is the slow one."""
         position = await self._client.queue.position()
         if position.finished:
@@ -288,7 +288,7 @@ class Feeder:
                 await self._renew(lease_id)
 
     async def _renew(self, lease_id: str, have: Sequence[str] = ()) -> dict[str, str]:
-        """Renews a lease. Returns which groups of `have` must not be trained, and why."""
+        """Renew a lease. Returns which groups of `have` must not be trained, and why."""
         try:
             return await self._client.queue.renew(lease_id, self._start.session, have)
         except QueueRefused as refusal:

@@ -53,7 +53,7 @@ class LossWeights:
 def loss_weights(
     group: Group, version: int, max_staleness: int, overage: Overage, mask_truncated: bool = False
 ) -> LossWeights:
-    """Weighs the tokens of a group for the step that trains `version`.
+    """Weigh the tokens of a group for the step that trains `version`.
 
     A sampled token older than `max_staleness` gets no weight; with `overage="drop"`, one such token takes the weight of
     the whole group. The first token of a segment gets none either, if it was sampled: no token before it predicts it
@@ -101,7 +101,7 @@ def loss_weights(
 
 
 def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-    """Says which tokens `version` sampled from keys and values of its own: vLLM keeps older ones for a turn during
+    """Say which tokens `version` sampled from keys and values of its own: vLLM keeps older ones for a turn during
     which an update lands.
 
     Args:
@@ -122,14 +122,14 @@ def _fresh(versions: npt.NDArray[np.int64], version: int, starts: npt.NDArray[np
 
 
 def rewards_of(group: Group) -> npt.NDArray[np.float64]:
-    """Returns the rewards of a group's rollouts, float64 [G]."""
+    """Return the rewards of a group's rollouts, float64 [G]."""
     return np.array([rollout.reward for rollout in group.rollouts], dtype=np.float64)
 
 
 def step_rollouts(
     groups: Sequence[Group], tokens: Sequence[npt.NDArray[np.int64]], clip: tuple[float, float] | None = None
 ) -> StepRollouts:
-    """Makes the rollouts of a step.
+    """Make the rollouts of a step.
 
     Args:
         groups: The groups that train.
@@ -157,7 +157,7 @@ def step_rollouts(
 
 
 def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:
-    """Yields the values of the reward functions for each rollout, and their weights. A worker that names no function
+    """Yield the values of the reward functions for each rollout, and their weights. A worker that names no function
     gave the reward itself."""
     named = any(value is not None for rollout in group.rollouts for value in rollout.reward_components.values())
     for rollout in group.rollouts:
@@ -184,7 +184,7 @@ class JudgedGroup:
 
     @classmethod
     def of(cls, group: Group, version_at_arrival: int, version: int, dropped: str | None) -> Self:
-        """Counts a group.
+        """Count a group.
 
         Args:
             version_at_arrival: The learner's version when the queue received it.
@@ -206,7 +206,7 @@ class JudgedGroup:
         )
 
     def at(self, younger: int) -> Self:
-        """Returns a copy for training that many versions earlier."""
+        """Return a copy for training that many versions earlier."""
         return self if self.in_queue is None else replace(self, in_queue=self.in_queue - younger)
 
 
@@ -275,7 +275,7 @@ def count_step(
     budget: int,
     max_staleness: int = 0,
 ) -> StepCounts:
-    """Counts a full step, of which at least one token trains.
+    """Count a full step, of which at least one token trains.
 
     Args:
         judged: Every group that arrived.
@@ -322,7 +322,7 @@ def _by_staleness(trained: Sequence[LossWeights], most: int) -> dict[str, int]:
 
 
 def _sums(counts: Iterable[tuple[str | None, int]]) -> dict[str, int]:
-    """Adds counts up by reason; a count without a reason is left out."""
+    """Add counts up by reason; a count without a reason is left out."""
     sums: Counter[str] = Counter()
     for reason, count in counts:
         if reason is not None:

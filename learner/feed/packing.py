@@ -114,11 +114,11 @@ class PackedRow:
         return self.raw_tokens == 0
 
     def to(self, device: torch.device) -> Self:
-        """Copies the row to a device. If the row is pinned, nothing waits for the copy."""
+        """Copy the row to a device. If the row is pinned, nothing waits for the copy."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> Self:
-        """Copies the row to page-locked memory, from which a GPU copies by itself."""
+        """Copy the row to page-locked memory, from which a GPU copies by itself."""
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
@@ -130,7 +130,7 @@ class PackedRow:
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
-    """Packs samples into rows.
+    """Pack samples into rows.
 
     Samples of one group stand in one row. If they need more than a row, neighbours in the trie stand together.
 
@@ -173,7 +173,7 @@ def _group(sample: Sample) -> int:
 
 
 def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iterator[_Unit]:
-    """Cuts a group's samples between sorted neighbours where they need more than a row; each part repeats the path."""
+    """Cut a group's samples between sorted neighbours where they need more than a row; each part repeats the path."""
     paths = [sample.forwarded for sample in samples]
     members: list[Sample] = []
     tokens, cost = 0, 0.0
@@ -191,12 +191,12 @@ def _units(samples: Sequence[Sample], token_budget: int, branches: bool) -> Iter
 
 
 def _cost(tokens: int, path: int) -> float:
-    """Returns the cost of the last `tokens` of a path, in tokens without attention."""
+    """Return the cost of the last `tokens` of a path, in tokens without attention."""
     return tokens * (1 + (path - tokens / 2) / ATTENDED_PER_TOKEN)
 
 
 def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Assigns lengths to rows by best-fit decreasing.
+    """Assign lengths to rows by best-fit decreasing.
 
     Best fit rather than first fit, because it keeps large gaps whole; at most 11/9 of the fewest rows, plus one.
 
@@ -225,7 +225,7 @@ def assign(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 
 def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], token_budget: int) -> list[list[int]]:
-    """Evens the rows out: as many rows as `bins`, of about equal cost.
+    """Even the rows out: as many rows as `bins`, of about equal cost.
 
     The unit of highest cost goes first, to the row that costs least so far and has room (Graham, 1969). Even rows need
     less memory than a full one beside one that is nearly empty, and ranks do not wait for each other.
@@ -247,7 +247,7 @@ def even(bins: list[list[int]], lengths: Sequence[int], costs: Sequence[float], 
 
 
 def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
-    """Makes one row of samples."""
+    """Make one row of samples."""
     paths = trie.build([sample.forwarded for sample in samples], branches)
     positions, targets, entries = [], [], []
     for index, places in zip(paths.order, paths.places, strict=True):
@@ -286,7 +286,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
 
 
 def padding_row() -> PackedRow:
-    """Makes a row of one token that trains nothing and counts for nothing."""
+    """Make a row of one token that trains nothing and counts for nothing."""
     ids, ones = np.zeros(2, dtype=np.int32), np.array([0.0, 1.0], dtype=np.float32)
     nothing = np.zeros(2, dtype=np.float32)
     row = pack_row([Sample(ids, nothing, ones, ids, ids.astype(np.bool_), rollout=0)])
@@ -308,7 +308,7 @@ class RankRows:
     surveyed: bool
 
     def plain(self) -> dict[str, Any]:
-        """Returns it as plain values and tensors, which the ranks send each other."""
+        """Return it as plain values and tensors, which the ranks send each other."""
         return {
             "rows": [vars(row) for row in self.rows],
             "rollouts": vars(self.rollouts),
@@ -317,13 +317,13 @@ class RankRows:
 
     @classmethod
     def of(cls, plain: dict[str, Any]) -> RankRows:
-        """Reads what `plain` returned."""
+        """Read what `plain` returned."""
         rows = [PackedRow(**row) for row in plain["rows"]]
         return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
 
 
 def deal(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Deals the rows to the ranks: the row of highest cost first, to the rank with the least work that has room.
+    """Deal the rows to the ranks: the row of highest cost first, to the rank with the least work that has room.
 
     All ranks get as many rows, since each forward pass of a sharded policy takes all of them. Where rows do not
     suffice, a rank gets padding.

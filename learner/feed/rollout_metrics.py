@@ -30,7 +30,7 @@ class Running:
         self._squares = 0.0
 
     def add(self, value: float) -> None:
-        """Adds a value."""
+        """Add a value."""
         self.count += 1
         if self.mean is None or self.min is None or self.max is None:
             self.mean = self.min = self.max = value
@@ -41,7 +41,7 @@ class Running:
         self.min, self.max = min(self.min, value), max(self.max, value)
 
     def include(self, other: Running) -> None:
-        """Adds all values of another (Chan, Golub and LeVeque 1979)."""
+        """Add all values of another (Chan, Golub and LeVeque 1979)."""
         if other.mean is None or other.min is None or other.max is None:
             return
         if self.mean is None or self.min is None or self.max is None:
@@ -78,14 +78,14 @@ class RolloutMetrics:
         self._own: defaultdict[str, Running] = defaultdict(Running)
 
     def add(self, group: Group) -> None:
-        """Adds a group that arrived."""
+        """Add a group that arrived."""
         if len({rollout.reward for rollout in group.rollouts}) == 1:
             self._flat += len(group.rollouts)
         for rollout in group.rollouts:
             self._add(rollout)
 
     def include(self, other: RolloutMetrics) -> None:
-        """Adds all groups that another has collected."""
+        """Add all groups that another has collected."""
         for ours, theirs in (
             (self.rewards, other.rewards),
             (self._lengths, other._lengths),
@@ -128,7 +128,7 @@ class RolloutMetrics:
                 self._own[name].add(value)
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics; one without a measurement is left out.
+        """Return the metrics; one without a measurement is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
         per call. `_total` and `failures/<reason>`: sums. `chat/new_segments`: new segments per rollout, where there
@@ -167,12 +167,12 @@ class RolloutMetrics:
         return {name: value for name, value in metrics.items() if value is not None}
 
     def task_metrics(self) -> dict[str, float]:
-        """Returns means of the task's own metrics, under the names that it chose."""
+        """Return means of the task's own metrics, under the names that it chose."""
         return {name: values.mean for name, values in self._own.items() if values.mean is not None}
 
 
 def _prompt_tokens(rollout: Rollout) -> int:
-    """Counts the tokens before the first sampled one of every segment: the model reads the prompt of a later one
+    """Count the tokens before the first sampled one of every segment: the model reads the prompt of a later one
     too."""
     return sum(
         segment.version_spans[0].start if segment.version_spans else len(segment.token_ids)
@@ -192,7 +192,7 @@ class RolloutPosition(NamedTuple):
 
 
 def choose(rewards: Sequence[Sequence[float]], count: int, turn: int) -> list[RolloutPosition]:
-    """Picks rollouts to read: the best, the worst, then one of each other group in turn, then any.
+    """Pick rollouts to read: the best, the worst, then one of each other group in turn, then any.
 
     Args:
         rewards: Those of each group.

@@ -109,7 +109,7 @@ class Draft:
         return size - len(self._judged) % size
 
     def add(self, leased: Iterable[LeasedGroup]) -> dict[str, str]:
-        """Adds groups, except those that are already here. Returns the reason for each that is dropped."""
+        """Add groups, except those that are already here. Returns the reason for each that is dropped."""
         dropped = {}
         for item in leased:
             group = item.group
@@ -129,19 +129,19 @@ class Draft:
         return dropped
 
     def revoke(self, revoked: Mapping[str, str]) -> None:
-        """Removes groups that the queue says must not be trained, with the reason of each."""
+        """Remove groups that the queue says must not be trained, with the reason of each."""
         for ticket_id, reason in revoked.items():
             if self._standing.pop(ticket_id, None) is not None:
                 self._judged[ticket_id] = replace(self._judged[ticket_id], dropped=reason)
 
     def count(self, left_out: Draft) -> None:
-        """Counts groups that arrived for this step before and cannot be trained: all of them were dropped."""
+        """Count groups that arrived for this step before and cannot be trained: all of them were dropped."""
         self._before += [*left_out._before, *left_out._judged.values()]
         self._metrics.include(left_out._metrics)
         self._flat = [*left_out._flat, *self._flat]
 
     def move(self, step: int, version: int) -> dict[str, str]:
-        """Makes this the draft of another step. Returns the reason for each group that is dropped for it."""
+        """Make this the draft of another step. Returns the reason for each group that is dropped for it."""
         younger = self.version - version
         self.step, self.version = step, version
         self._flat = [msgspec.structs.replace(view, step=step) for view in self._flat]
@@ -155,7 +155,7 @@ class Draft:
         return dropped
 
     def finish(self) -> Batch:
-        """Makes the batch: rows within the token budget, the step's counts, and rollouts to read."""
+        """Make the batch: rows within the token budget, the step's counts, and rollouts to read."""
         budget = self._config.learner.token_budget
         standing = self._in_order()
         rollouts = self._rollouts(standing)
@@ -175,7 +175,7 @@ class Draft:
         return _Standing(item.group, weights, item.version_at_arrival)
 
     def _in_order(self) -> list[_Standing]:
-        """Sorts groups by row. Sums of floats depend on their order, and a batch must be the same whatever order its
+        """Sort groups by row. Sums of floats depend on their order, and a batch must be the same whatever order its
         groups arrive in."""
         return sorted(self._standing.values(), key=lambda of: of.group.index)
 
@@ -203,7 +203,7 @@ class Draft:
         return max(learner.sample_rollouts, int(shown))
 
     def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
-        """Picks rollouts of the groups that train; where these are few, of groups without variance too."""
+        """Pick rollouts of the groups that train; where these are few, of groups without variance too."""
         standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
@@ -222,7 +222,7 @@ class Draft:
 
 
 def _not_finite(group: Group) -> str | None:
-    """Returns the reason to drop a group whose rewards or metrics are not finite. The queue refuses such groups, but a
+    """Return the reason to drop a group whose rewards or metrics are not finite. The queue refuses such groups, but a
     store may hold some from before it did."""
     for rollout in group.rollouts:
         rewards = (rollout.reward, *(value for value in rollout.reward_components.values() if value is not None))
@@ -236,7 +236,7 @@ def _not_finite(group: Group) -> str | None:
 
 
 def _trained_length(weights: npt.NDArray[np.float32]) -> int:
-    """Counts tokens up to the last one with weight."""
+    """Count tokens up to the last one with weight."""
     trained = np.flatnonzero(weights)
     return int(trained[-1]) + 1 if len(trained) else 0
 

@@ -42,12 +42,12 @@ class Trie:
 
 
 def sorted_order(sequences: Sequence[npt.NDArray[np.int32]]) -> list[int]:
-    """Returns indices in an order in which sequences with a common prefix stand together."""
+    """Return indices in an order in which sequences with a common prefix stand together."""
     return sorted(range(len(sequences)), key=lambda i: sequences[i].tobytes())
 
 
 def shared(before: npt.NDArray[np.int32], sequence: npt.NDArray[np.int32], branches: bool) -> int:
-    """Counts the first tokens of `sequence` that the row already has from its neighbour `before`."""
+    """Count the first tokens of `sequence` that the row already has from its neighbour `before`."""
     size = min(len(before), len(sequence))
     differ = before[:size] != sequence[:size]
     first = int(differ.argmax()) if size else 0
@@ -56,7 +56,7 @@ def shared(before: npt.NDArray[np.int32], sequence: npt.NDArray[np.int32], branc
 
 
 def build(sequences: Sequence[npt.NDArray[np.int32]], branches: bool = True) -> Trie:
-    """Builds the trie.
+    """Build the trie.
 
     Args:
         sequences: int32 [T_i] each, T_i >= 1.
@@ -109,7 +109,7 @@ class _Piece:
 
 
 def _close(pieces: list[_Piece], depth: int, end: int, nodes: list[tuple[int, int, int]]) -> None:
-    """Completes the nodes (start, end, reach) of tokens at `depth` or below, which get no more descendants."""
+    """Complete the nodes (start, end, reach) of tokens at `depth` or below, which get no more descendants."""
     while pieces and pieces[-1].depth + pieces[-1].size > depth:
         piece = pieces.pop()
         kept = max(0, depth - piece.depth)

@@ -80,15 +80,15 @@ class Adapter:
         return sum(parameter.numel() for parameter in self._network.parameters() if parameter.requires_grad)
 
     def published(self) -> CheckpointView:
-        """Returns the weights that the network publishes, by the names that they had without the adapter."""
+        """Return the weights that the network publishes, by the names that they had without the adapter."""
         return held(self._network, self._published, self._dtype)
 
     def alone(self) -> AdapterAlone:
-        """Returns the adapter's own weights, to publish in place of `published` to servers that load adapters."""
+        """Return the adapter's own weights, to publish in place of `published` to servers that load adapters."""
         return AdapterAlone(self.tensors(), self.config())
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns the adapter's own weights under the names of `adapter_model.safetensors`, detached, float32. With
+        """Return the adapter's own weights under the names of `adapter_model.safetensors`, detached, float32. With
         `config` they are what a server needs to load the adapter."""
         from peft import get_peft_model_state_dict
 
@@ -96,14 +96,14 @@ class Adapter:
         return {name: tensor.detach() for name, tensor in state.items()}
 
     def config(self) -> dict[str, Any]:
-        """Returns the content of `adapter_config.json`."""
+        """Return the content of `adapter_config.json`."""
         found: dict[str, Any] = self._peft.peft_config[ADAPTER].to_dict()
         plain = {name: sorted(value) if isinstance(value, set) else value for name, value in found.items()}
         return {**plain, "inference_mode": True}
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Switches the adapter off inside the `with`, so that the network is the base. Compute nothing there that needs
+        """Switch the adapter off inside the `with`, so that the network is the base. Compute nothing there that needs
         a gradient."""
         self._peft.base_model.disable_adapter_layers()
         try:
@@ -112,7 +112,7 @@ class Adapter:
             self._peft.base_model.enable_adapter_layers()
 
     def save(self, folder: Path) -> None:
-        """Writes it as peft does: `PeftModel.from_pretrained(base, folder)` loads it."""
+        """Write it as peft does: `PeftModel.from_pretrained(base, folder)` loads it."""
         folder.mkdir(parents=True)
         config = self._peft.peft_config[ADAPTER]
         training, config.inference_mode = config.inference_mode, True
@@ -124,7 +124,7 @@ class Adapter:
         save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
 
     def save_merged(self, folder: Path) -> None:
-        """Writes a model folder without a trace of the adapter. Copies the matrices to the host."""
+        """Write a model folder without a trace of the adapter. Copies the matrices to the host."""
         whole = held(self._network, self._saved, self._dtype)
         state = {name: whole.whole(tensor).to("cpu") for name, tensor in whole.tensors.items()}
         network = self._network
@@ -139,7 +139,7 @@ class Adapter:
                 network.hf_quantizer = quantiser
 
     def check_same(self, folder: Path) -> None:
-        """Raises `ConfigError` where the adapter that `save` wrote to `folder` is of another kind."""
+        """Raise `ConfigError` where the adapter that `save` wrote to `folder` is of another kind."""
         from peft import LoraConfig
 
         try:
@@ -159,7 +159,7 @@ class Adapter:
             )
 
     def load(self, folder: Path) -> None:
-        """Loads what `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
+        """Load what `save` wrote to `folder`, to the bit. Raises `ConfigError` where that is of another kind."""
         from peft import set_peft_model_state_dict
 
         self.check_same(folder)
@@ -176,7 +176,7 @@ class Adapter:
             )
 
     def _check_layers(self, lora: LoraSection) -> None:
-        """Allows only layers that rows pass through, and whose product with the adapter can be computed."""
+        """Allow only layers that rows pass through, and whose product with the adapter can be computed."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         network = self._network
@@ -205,7 +205,7 @@ class Adapter:
 
     @torch.no_grad()
     def _keep_in_float32(self) -> None:
-        """Keeps trained weights in float32: 16 bits would lose small steps, and DoRA's lengths in 16 bits would change
+        """Keep trained weights in float32: 16 bits would lose small steps, and DoRA's lengths in 16 bits would change
         the base."""
         for module in self._network.modules():
             if hasattr(module, "lora_magnitude_vector") and ADAPTER in module.lora_magnitude_vector:
@@ -219,7 +219,7 @@ class Adapter:
 
 
 def check_installed(lora: LoraSection) -> None:
-    """Raises `ConfigError` where peft is missing."""
+    """Raise `ConfigError` where peft is missing."""
     if find_spec("peft") is None:
         raise ConfigError(
             f"lora.r = {lora.r} needs peft, which is not installed: pip install 'slipstream-rl[lora]', or leave it out"
@@ -245,7 +245,7 @@ def _check_tied(network: Any, lora: LoraSection) -> None:
 
 
 def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
-    """Returns the arguments of peft's `LoraConfig`."""
+    """Return the arguments of peft's `LoraConfig`."""
     return {
         "r": lora.r,
         "lora_alpha": lora.lora_alpha,
@@ -264,7 +264,7 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
 
 
 def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
-    """Returns the target modules in peft's form. In a model with vision they are those of its text tower alone. In a
+    """Return the target modules in peft's form. In a model with vision they are those of its text tower alone. In a
     mixture, all-linear leaves out names such as up_proj: transformers has the matrices of all experts in one tensor,
     and peft takes such a name for that tensor.
     """
@@ -294,13 +294,13 @@ def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
 
 
 def _others(network: Any, tower: Any) -> Iterator[torch.nn.Module]:
-    """Yields the modules outside the tower, except the output layer."""
+    """Yield the modules outside the tower, except the output layer."""
     inside = {id(module) for module in (*tower.modules(), network.get_output_embeddings())}
     yield from (module for module in network.modules() if id(module) not in inside)
 
 
 def _is_packed(network: Any, name: str) -> bool:
-    """Says whether an entry of the network's state is neither a parameter nor a buffer: quantised layers keep such."""
+    """Say whether an entry of the network's state is neither a parameter nor a buffer: quantised layers keep such."""
     path, _, leaf = name.rpartition(".")
     try:
         module = network.get_submodule(path)

@@ -41,7 +41,7 @@ class ModuleNames:
 
     @classmethod
     def of(cls, network: Any) -> ModuleNames:
-        """Lists them before the network has an adapter; its weights may be on the meta device."""
+        """List them before the network has an adapter; its weights may be on the meta device."""
         output = network.get_output_embeddings()
         inside = {id(module) for module in (*text_tower(network).modules(), output)}
         modules = [(name, module) for name, module in network.named_modules() if name]
@@ -56,7 +56,7 @@ class ModuleNames:
 
 
 def check_adapter_names(lora: LoraSection, names: ModuleNames) -> None:
-    """Raises `ConfigError` for a layer, a module or a number of a layer that the model does not have."""
+    """Raise `ConfigError` for a layer, a module or a number of a layer that the model does not have."""
     linear = _last_parts(names.linear)
     has = f"the model's linear layers are {', '.join(linear)}"
     numbers = sorted({int(match[1]) for name in names.linear if (match := _LAYER.match(name))})
@@ -82,7 +82,7 @@ def check_adapter_names(lora: LoraSection, names: ModuleNames) -> None:
 
 
 def check_rank_patterns(lora: LoraSection, adapted: Collection[str]) -> None:
-    """Raises `ConfigError` for a rank or an alpha that fits no layer of the adapter.
+    """Raise `ConfigError` for a rank or an alpha that fits no layer of the adapter.
 
     Args:
         adapted: Full names of the layers with a part of the adapter.
@@ -112,7 +112,7 @@ def _unknown(setting: str, value: object, name: str, near: Iterable[str], has: s
 
 
 def _is(name: str, wanted: str) -> bool:
-    """Compares names of layers as peft does."""
+    """Compare names of layers as peft does."""
     return name == wanted or name.endswith(f".{wanted}")
 
 

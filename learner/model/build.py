@@ -34,7 +34,7 @@ def load_policy(
     longest: int | None = None,
     lora: LoraSection | None = None,
 ) -> Policy:
-    """Loads the policy and checks that this learner can train it.
+    """Load the policy and checks that this learner can train it.
 
     Args:
         path: Folder or hub name of the weights, the model's own or a checkpoint's.
@@ -88,7 +88,7 @@ SHARED = 5
 
 @torch.no_grad()
 def check_packing(policy: Policy, longest: int | None) -> None:
-    """Raises `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
+    """Raise `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
     network's own eager attention. Costs forward passes over about 100 tokens.
 
     Args:
@@ -103,7 +103,7 @@ def check_packing(policy: Policy, longest: int | None) -> None:
 
 
 def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
-    """Makes a row, and returns it with its sequences, each int64 [T]."""
+    """Make a row, and returns it with its sequences, each int64 [T]."""
     random = np.random.default_rng(0)
     size = policy.vocabulary_size
     sequences = [random.integers(0, size, length).astype(np.int32) for length in LENGTHS]
@@ -118,7 +118,7 @@ def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
 
 
 def _with_far_position(row: PackedRow, position: int) -> PackedRow:
-    """Moves the last token of the last sequence to `position`: embeddings that look at the greatest position of a row
+    """Move the last token of the last sequence to `position`: embeddings that look at the greatest position of a row
     then treat the other sequences differently."""
     positions = row.position_ids.clone()
     places = row.positions[row.scored[row.rollout == len(LENGTHS) - 1]]
@@ -127,7 +127,7 @@ def _with_far_position(row: PackedRow, position: int) -> PackedRow:
 
 
 def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
-    """Scores a sequence by itself, float32 [T - 1]. Where `eager` is false, through the learner's own attention."""
+    """Score a sequence by itself, float32 [T - 1]. Where `eager` is false, through the learner's own attention."""
     if not eager:
         return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
     with policy.precision.autocast(policy.device):

@@ -45,7 +45,7 @@ class Published:
         self._tensors = _converted(network, state)
 
     def layout(self) -> dict[str, torch.Tensor]:
-        """Returns the same with stand-ins for tensors that are yet to be made."""
+        """Return the same with stand-ins for tensors that are yet to be made."""
         return self._tensors
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -54,7 +54,7 @@ class Published:
 
 
 def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
-    """Gathers the published weights of a network that is divided among ranks; all ranks must call it.
+    """Gather the published weights of a network that is divided among ranks; all ranks must call it.
 
     Whole tensors, on the host of a rank with `keep`; nothing on the others.
     """
@@ -73,12 +73,12 @@ def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.
 
 
 def trained_names(network: Any) -> list[str]:
-    """Returns the names of all that is published, a tied weight by each of its names."""
+    """Return the names of all that is published, a tied weight by each of its names."""
     return list(_trained_state(network))
 
 
 def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
-    """Raises `ConfigError` if the published weights do not have the names and shapes of the checkpoint at `path`, or if
+    """Raise `ConfigError` if the published weights do not have the names and shapes of the checkpoint at `path`, or if
     a trained weight is not published exactly once. Only checkpoints in safetensors are compared."""
     kept = adapted or CheckpointView(_trained_state(network), {})
     weights = Published(network, kept).layout()
@@ -115,7 +115,7 @@ def check_export(network: Any, path: str, revision: str | None, adapted: Checkpo
 
 
 def _trained_state(network: Any) -> dict[str, torch.Tensor]:
-    """Returns parameters of the text tower and the output layer, and the tower's buffers that a checkpoint holds."""
+    """Return parameters of the text tower and the output layer, and the tower's buffers that a checkpoint holds."""
     named = dict(network.named_parameters(remove_duplicate=False))
     buffers = dict(network.named_buffers(remove_duplicate=False))
     ignored, text = set(network._keys_to_ignore_on_save or []), text_parameters(network)
@@ -130,7 +130,7 @@ def _trained_state(network: Any) -> dict[str, torch.Tensor]:
 
 
 def _checkpoint_shapes(path: str, revision: str | None) -> dict[str, list[int]] | None:
-    """Reads shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is
+    """Read shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is
     fetched."""
     index = _file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
     if index is not None:
@@ -167,13 +167,13 @@ class CheckpointView:
     made: Mapping[int, Callable[[], torch.Tensor]]
 
     def whole(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the tensor that `tensor`, one of `tensors`, stands for."""
+        """Return the tensor that `tensor`, one of `tensors`, stands for."""
         make = self.made.get(address(tensor))
         return tensor if make is None else make()
 
 
 def held(network: Any, names: Iterable[str], dtype: torch.dtype) -> CheckpointView:
-    """Views the tensors of a network.
+    """View the tensors of a network.
 
     Args:
         names: As they were before there was an adapter.
@@ -194,13 +194,13 @@ def held(network: Any, names: Iterable[str], dtype: torch.dtype) -> CheckpointVi
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Returns where the tensor's storage begins."""
+    """Return where the tensor's storage begins."""
     return tensor.untyped_storage().data_ptr()
 
 
 @torch.no_grad()
 def merged_weight(layer: Any, weight: torch.Tensor) -> torch.Tensor:
-    """Merges a layer's adapter into its matrix: W + s B A (arXiv:2106.09685, section 4.1), or, with DoRA, each row of
+    """Merge a layer's adapter into its matrix: W + s B A (arXiv:2106.09685, section 4.1), or, with DoRA, each row of
     that at its own length m (arXiv:2402.09353, eq. 5).
 
     Args:
@@ -225,7 +225,7 @@ def _maker(module: Any, base: Any, dtype: torch.dtype) -> Callable[[], torch.Ten
 
 
 def _module(network: Any, path: str) -> Any:
-    """Returns the module that trains at that path: a module of `modules_to_save` differs from the one that it stands
+    """Return the module that trains at that path: a module of `modules_to_save` differs from the one that it stands
     for."""
     module = network
     for part in path.split(".") if path else ():
@@ -239,5 +239,5 @@ def _training(module: Any) -> Any:
 
 
 def _base(module: Any) -> Any:
-    """Returns the layer below an adapter's."""
+    """Return the layer below an adapter's."""
     return module.base_layer if hasattr(module, "lora_A") else module

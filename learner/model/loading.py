@@ -35,7 +35,7 @@ LIMITS = {
 def load_network(
     path: str, model: ModelSection, dtype: torch.dtype, device: torch.device, longest: int | None = None
 ) -> Any:
-    """Loads the network, ready to score rows.
+    """Load the network, ready to score rows.
 
     In a model with vision, the text tower and the output layer train. The rest is frozen, and no row passes through it.
 
@@ -69,19 +69,19 @@ def load_network(
 
 
 def kind_of(config: Any) -> Any:
-    """Returns transformers' class that makes a network of this config."""
+    """Return transformers' class that makes a network of this config."""
     sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForCausalLM
 
 
 def text_tower(network: Any) -> Any:
-    """Returns the part that turns tokens into hidden states; in a model with vision, the part that knows only text."""
+    """Return the part that turns tokens into hidden states; in a model with vision, the part that knows only text."""
     tower = network.get_decoder()
     return network.model if tower is network and hasattr(network, "model") else tower
 
 
 def text_parameters(network: Any) -> set[int]:
-    """Returns the ids of the parameters that rows pass through: they train, or an adapter does in their place."""
+    """Return the ids of the parameters that rows pass through: they train, or an adapter does in their place."""
     parts = (text_tower(network), network.get_output_embeddings())
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
@@ -117,7 +117,7 @@ LONGROPE = "longrope"
 
 
 def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
-    """Fixes the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
+    """Fix the frequencies of LongRoPE (arXiv:2402.13753), once and for all rows.
 
     transformers uses the long factors for a whole row if its longest sequence is longer than the model's
     `original_max_position_embeddings`: a short sequence would be scored according to what it is packed with. vLLM uses
@@ -143,7 +143,7 @@ def fix_rope_frequencies(network: torch.nn.Module, longest: int) -> None:
 
 
 def _take_long(module: Any, layer_type: str | None) -> None:
-    """Puts the long factors into a module. `layer_type` is given for a module with frequencies for each type of
+    """Put the long factors into a module. `layer_type` is given for a module with frequencies for each type of
     layers."""
     parameters = module.config.rope_parameters[layer_type] if layer_type else module.config.rope_parameters
     above = parameters["original_max_position_embeddings"] + 1
@@ -154,7 +154,7 @@ def _take_long(module: Any, layer_type: str | None) -> None:
 
 
 def compile_layers(model: torch.nn.Module) -> None:
-    """Runs each layer as compiled code, except attention, for rows of any length.
+    """Run each layer as compiled code, except attention, for rows of any length.
 
     The code is compiled when a layer first runs. Raises `ConfigError` if the model has no layers of transformers' kind.
     """
@@ -165,7 +165,7 @@ def compile_layers(model: torch.nn.Module) -> None:
 
 
 def checkpoint_layers(model: torch.nn.Module) -> None:
-    """Keeps only the input of each layer for the backward pass, which computes the layer again (arXiv:1604.06174).
+    """Keep only the input of each layer for the backward pass, which computes the layer again (arXiv:1604.06174).
 
     Not by transformers' own switch, which requires `training` and would bring dropout with it. Raises `ConfigError` if
     the model has no layers of transformers' kind.

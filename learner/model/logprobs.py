@@ -53,13 +53,13 @@ class LmHead:
     logits_bytes: int
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Returns logits, float32 [n, V], of hidden states [n, h]."""
+        """Return logits, float32 [n, V], of hidden states [n, h]."""
         whole = _Chunks(self, _compute_type(self, hidden), len(hidden) * len(self.weight), spares=0)
         return whole.logits(hidden.to(whole.type), slice(0, len(self.weight)))
 
 
 def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Scores `targets`, int64 [N], as predicted by `hidden`, [N, h]."""
+    """Score `targets`, int64 [N], as predicted by `hidden`, [N, h]."""
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
         hidden, lm_head.weight, lm_head.bias, targets, lm_head
     )
@@ -153,7 +153,7 @@ class _Chunks:
         self._spares = [torch.empty_like(self._logits) for _ in range(spares)]
 
     def logits(self, hidden: torch.Tensor, words: slice) -> torch.Tensor:
-        """Returns float32 [n, v] for v words, from `hidden`, [n, h], in the type that computes."""
+        """Return float32 [n, v] for v words, from `hidden`, [n, h], in the type that computes."""
         weight, head = self.weight[words], self._lm_head
         shape = len(hidden), len(weight)
         product, logits = _shaped(self._product, shape), _shaped(self._logits, shape)
@@ -168,15 +168,15 @@ class _Chunks:
         return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
     def spare(self, number: int, like: torch.Tensor) -> torch.Tensor:
-        """Returns a float32 buffer of the shape of `like`."""
+        """Return a float32 buffer of the shape of `like`."""
         return _shaped(self._spares[number], tuple(like.shape))
 
     def computed(self, values: torch.Tensor) -> torch.Tensor:
-        """Converts float32 values to the type that computes."""
+        """Convert float32 values to the type that computes."""
         return values if self.type is torch.float32 else _shaped(self._product, tuple(values.shape)).copy_(values)
 
     def softcap_slope(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """Returns the derivative of c * tanh(x / c) from its value: 1 - tanh(x / c)^2."""
+        """Return the derivative of c * tanh(x / c) from its value: 1 - tanh(x / c)^2."""
         head = self._lm_head
         if head.softcap is None:
             return None
@@ -192,7 +192,7 @@ def _compute_type(lm_head: LmHead, hidden: torch.Tensor) -> torch.dtype:
 
 
 def _chunk(lm_head: LmHead, compute: torch.dtype, count: int, width: int, spares: int) -> int:
-    """Returns how many of `count` rows of `width` logits, one at least, fit `logits_bytes` with all buffers of
+    """Return how many of `count` rows of `width` logits, one at least, fit `logits_bytes` with all buffers of
     `_Chunks`."""
     bytes_each = 4 + 4 * spares + (0 if compute is torch.float32 else compute.itemsize)
     width = max(1, width)

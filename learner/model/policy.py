@@ -65,7 +65,7 @@ class Policy(torch.nn.Module):
         self._scoring = scoring
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:
-        """Scores the row's N tokens that train.
+        """Score the row's N tokens that train.
 
         Args:
             temperature: None for the sampler's.
@@ -76,7 +76,7 @@ class Policy(torch.nn.Module):
         return self.at(row, self._scoring.temperature if temperature is None else temperature)
 
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
-        """Scores the row as `forward` does, at a given temperature."""
+        """Score the row as `forward` does, at a given temperature."""
         with self.precision.autocast(self.device):
             output = self._output(row)
             hidden = output.last_hidden_state[0, row.positions]
@@ -86,7 +86,7 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Scores a sequence at temperature 1.
+        """Score a sequence at temperature 1.
 
         Returns:
             log p(token_ids[i + 1] | token_ids[: i + 1]), float32 [T - 1].
@@ -97,7 +97,7 @@ class Policy(torch.nn.Module):
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> export.Published:
-        """Returns the weights that train, with the names and shapes of the model's checkpoint, in the learner's type.
+        """Return the weights that train, with the names and shapes of the model's checkpoint, in the learner's type.
 
         The publisher casts each as it is copied, so there is no second copy. A tied output layer appears once, as the
         embedding. An adapter is merged into each matrix as its turn comes.
@@ -110,7 +110,7 @@ class Policy(torch.nn.Module):
         return text_tower(self.model)
 
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
-        """Writes a model folder with the weights as they are, an adapter merged, or with those in `state`.
+        """Write a model folder with the weights as they are, an adapter merged, or with those in `state`.
 
         Its config.json names the servers' type: vLLM and `from_pretrained` use that one unless they are told another.
         """
@@ -145,7 +145,7 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raises `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
+        """Raise `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
 
         Ours must agree with the model's own on a short sequence: a model that scales its logits would otherwise train
         on wrong log-probs, silently.
@@ -162,7 +162,7 @@ class Policy(torch.nn.Module):
             )
 
     def check_routing(self) -> None:
-        """Raises `ConfigError` if the routers' decisions are needed and the model does not return them."""
+        """Raise `ConfigError` if the routers' decisions are needed and the model does not return them."""
         if not self._scoring.routing:
             return
         config, row = self.model.config.get_text_config(), plain_row([0, 1]).to(self.device)
@@ -174,7 +174,7 @@ class Policy(torch.nn.Module):
             )
 
     def check_compiled(self) -> None:
-        """Compiles the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
+        """Compile the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
             self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ class Policy(torch.nn.Module):
         return self.text(**self._model_inputs(row), **more)
 
     def _hidden(self, row: PackedRow) -> torch.Tensor:
-        """Returns the hidden states, [T, h]."""
+        """Return the hidden states, [T, h]."""
         return cast(torch.Tensor, self._output(row).last_hidden_state[0])
 
     def _routing(self, row: PackedRow, output: Any) -> Routing:
@@ -207,7 +207,7 @@ class Policy(torch.nn.Module):
         }
 
     def lm_head(self, temperature: float) -> LmHead:
-        """Returns the output layer at a sampler's temperature."""
+        """Return the output layer at a sampler's temperature."""
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return LmHead(
@@ -216,12 +216,12 @@ class Policy(torch.nn.Module):
 
 
 def _choices(config: Any) -> int:
-    """Returns how many experts each token goes to; 0 where the config does not say."""
+    """Return how many experts each token goes to; 0 where the config does not say."""
     return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
 
 
 def plain_row(token_ids: list[int]) -> PackedRow:
-    """Makes a row of one sequence, all of whose tokens but the first train."""
+    """Make a row of one sequence, all of whose tokens but the first train."""
     ids = np.array(token_ids, dtype=np.int32)
     weights = np.ones(len(ids), dtype=np.float32)
     weights[0] = 0.0

@@ -37,21 +37,21 @@ class Precision:
 
     @classmethod
     def of(cls, model: ModelSection, learner: LearnerSection) -> Self:
-        """Reads the types from the run file. float16 is for servers only: its gradients would underflow without a loss
+        """Read the types from the run file. float16 is for servers only: its gradients would underflow without a loss
         scaler, so the learner computes in float32."""
         servers: torch.dtype = getattr(torch, model.dtype)
         compute = torch.float32 if servers is torch.float16 else servers
         return cls(compute if learner.weights_dtype == "model" else torch.float32, compute, servers)
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """Returns a context in which products are computed in `compute`."""
+        """Return a context in which products are computed in `compute`."""
         if self.weights is self.compute:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
 
 
 def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: float) -> float:
-    """Measures the share of weights that a step of the size of the learning rate changes at all, in their own type.
+    """Measure the share of weights that a step of the size of the learning rate changes at all, in their own type.
 
     AdamW's steps are about that long. It is added to the first `LOOKED_AT` weights of each tensor.
     """
@@ -66,7 +66,7 @@ def changed_share(weights: Iterable[tuple[str, torch.Tensor]], learning_rate: fl
 def find_rounding_warning(
     precision: Precision, weights: Callable[[], Iterable[tuple[str, torch.Tensor]]], learning_rate: float
 ) -> str | None:
-    """Warns of the steps that weights in a low precision lose; None in float32, for which `weights` is not called."""
+    """Warn of the steps that weights in a low precision lose; None in float32, for which `weights` is not called."""
     if precision.weights is torch.float32:
         return None
     name = str(precision.weights).removeprefix("torch.")
@@ -83,7 +83,7 @@ _LAYERS = ("Linear4bit", "Linear8bitLt")
 
 
 def check_quantisation(model: ModelSection) -> None:
-    """Raises `ConfigError` where a model that is to be quantised cannot be."""
+    """Raise `ConfigError` where a model that is to be quantised cannot be."""
     if not (bits := model.quantised_bits):
         return
     setting = f"model.load_in_{bits}bit = true"
@@ -97,7 +97,7 @@ def check_quantisation(model: ModelSection) -> None:
 
 
 def quantisation_arguments(model: ModelSection, compute: torch.dtype) -> dict[str, Any]:
-    """Returns further arguments of `from_pretrained`; none where the model is not to be quantised.
+    """Return further arguments of `from_pretrained`; none where the model is not to be quantised.
 
     The output layer is not quantised: the learner computes log-probs from its weight.
 
@@ -118,12 +118,12 @@ def quantisation_arguments(model: ModelSection, compute: torch.dtype) -> dict[st
 
 
 def is_quantised(layer: Any) -> bool:
-    """Says whether bitsandbytes has quantised the layer."""
+    """Say whether bitsandbytes has quantised the layer."""
     return type(layer).__name__ in _LAYERS
 
 
 def dequantised_weight(layer: Any) -> torch.Tensor:
-    """Returns the layer's matrix as it computes with it, [out, in]."""
+    """Return the layer's matrix as it computes with it, [out, in]."""
     from peft.utils.integrations import dequantize_module_weight
 
     tensor: torch.Tensor = dequantize_module_weight(layer)

@@ -25,24 +25,24 @@ class Reference(ABC):
 
     @abstractmethod
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
-        """Puts it where the policy is, in the types that the policy computes in; over the ranks' parts if the policy is
+        """Put it where the policy is, in the types that the policy computes in; over the ranks' parts if the policy is
         shared out."""
 
     @abstractmethod
     def logprobs(self, row: PackedRow) -> torch.Tensor:
-        """Scores the row's N tokens that train at the sampler's temperature, float32 [N], without a gradient."""
+        """Score the row's N tokens that train at the sampler's temperature, float32 [N], without a gradient."""
 
     @abstractmethod
     def follow(self, policy: Policy, mixup: float) -> None:
-        """Moves it towards the policy by the share `mixup` of the weights (TR-DPO, arXiv:2404.09656, eq. 2)."""
+        """Move it towards the policy by the share `mixup` of the weights (TR-DPO, arXiv:2404.09656, eq. 2)."""
 
     @abstractmethod
     def state(self) -> dict[str, torch.Tensor] | None:
-        """Returns the state that a checkpoint must hold; None if the reference is as it was loaded."""
+        """Return the state that a checkpoint must hold; None if the reference is as it was loaded."""
 
     @abstractmethod
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads what `state` returned."""
+        """Load what `state` returned."""
 
 
 class ReferenceModel(Reference):
@@ -88,7 +88,7 @@ class AdapterOff(Reference):
         self._policy, self._adapter = policy, adapter
 
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
-        """Does nothing: the reference is the policy's own network."""
+        """Do nothing: the reference is the policy's own network."""
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow) -> torch.Tensor:
@@ -97,18 +97,18 @@ class AdapterOff(Reference):
         return scores.logprobs
 
     def follow(self, policy: Policy, mixup: float) -> None:
-        """Raises `ValueError`: the base has no weights of its own that could move."""
+        """Raise `ValueError`: the base has no weights of its own that could move."""
         raise ValueError("learner.reference_sync_steps: the base beneath an adapter cannot follow it; set it to 0")
 
     def state(self) -> None:
         return None
 
     def restore(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Does nothing: a checkpoint keeps nothing of it."""
+        """Do nothing: a checkpoint keeps nothing of it."""
 
 
 def load_reference(config: RunConfig, scoring: Scoring, policy: Policy) -> Reference | None:
-    """Loads the model of `model.path`, whatever checkpoint the policy is from; beneath an adapter it is there already.
+    """Load the model of `model.path`, whatever checkpoint the policy is from; beneath an adapter it is there already.
 
     Returns:
         None where `learner.kl_coef` is 0.

@@ -66,7 +66,7 @@ class RankInfo:
 
 
 def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = ()) -> RankInfo:
-    """Finds this process's position among the ranks.
+    """Find this process's position among the ranks.
 
     Args:
         ranks: `learner.ranks`.
@@ -105,7 +105,7 @@ def place(environment: Mapping[str, str], ranks: int, parents: Sequence[str] = (
 
 
 def check_environment(environment: Mapping[str, str]) -> list[str]:
-    """Returns warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that the
+    """Return warnings about accelerate's variables that have no effect. Raises `ConfigError` for those that the
     learner cannot follow."""
     for name, what in REFUSED.items():
         if _is_true(environment.get(name)):
@@ -155,18 +155,18 @@ def _check_device(name: str) -> None:
 
 
 def is_sharded(environment: Mapping[str, str]) -> bool:
-    """Says whether accelerate's settings ask for FSDP2."""
+    """Say whether accelerate's settings ask for FSDP2."""
     return _is_true(environment.get("ACCELERATE_USE_FSDP"))
 
 
 def clear(environment: MutableMapping[str, str]) -> None:
-    """Removes the variables that accelerate must not use: it reads some of them long after it was made."""
+    """Remove the variables that accelerate must not use: it reads some of them long after it was made."""
     for name in _of_accelerate(environment):
         del environment[name]
 
 
 def check_sharded(config: RunConfig) -> None:
-    """Raises `ConfigError` for settings that do not go with `learner.shard_weights`, which accelerate's FSDP stands
+    """Raise `ConfigError` for settings that do not go with `learner.shard_weights`, which accelerate's FSDP stands
     for."""
     learner = config.learner.model_copy(update={"shard_weights": True})
     try:
@@ -177,7 +177,7 @@ def check_sharded(config: RunConfig) -> None:
 
 
 def accelerator(*handlers: KwargsHandler) -> Accelerator:
-    """Makes the learner's `Accelerator`. The environment does not change what it computes."""
+    """Make the learner's `Accelerator`. The environment does not change what it computes."""
     clear(os.environ)
     return Accelerator(
         mixed_precision="no",
@@ -192,7 +192,7 @@ def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
 
 
 def _asked_of_accelerate(parents: Sequence[str]) -> int | None:
-    """Returns `--num_processes` of `accelerate launch`, if that started this process."""
+    """Return `--num_processes` of `accelerate launch`, if that started this process."""
     named = [Path(part).name for part in parents]
     if "accelerate.commands.launch" not in named and ("accelerate", "launch") not in pairwise(named):
         return None

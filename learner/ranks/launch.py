@@ -47,7 +47,7 @@ ENDS_WITHIN_S = 10.0
 
 
 def this_rank(config: RunConfig) -> RankInfo:
-    """Finds this process's rank.
+    """Find this process's rank.
 
     Raises:
         ConfigError: Run file and launcher do not agree, or there are fewer devices than ranks.
@@ -66,7 +66,7 @@ def this_rank(config: RunConfig) -> RankInfo:
 def lead_team(
     config: RunConfig, place: RankInfo, stop: Stop | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[Team]:
-    """Leads the team on rank 0: waits until all ranks have come, and tells them to end at the end.
+    """Lead the team on rank 0: waits until all ranks have come, and tells them to end at the end.
 
     Args:
         stop: Says when a signal asks for the end.
@@ -100,7 +100,7 @@ def lead_team(
 
 
 def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
-    """Joins the team on any rank but 0. Returns it, and rank 0's run file."""
+    """Join the team on any rank but 0. Returns it, and rank 0's run file."""
     os.environ.pop("ACCELERATE_USE_FSDP", None)
     store = _launchers_store()
     team = Team(place.rank, place.count, store)
@@ -114,20 +114,20 @@ def join_team(place: RankInfo) -> tuple[Team, RunConfig]:
 
 
 def leave_group() -> None:
-    """Destroys the process group, on all ranks at the end."""
+    """Destroy the process group, on all ranks at the end."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def with_world_size(config: RunConfig, place: RankInfo) -> RunConfig:
-    """Returns the run file with the number of ranks that there are."""
+    """Return the run file with the number of ranks that there are."""
     learner = config.learner.model_copy(update={"ranks": place.count})
     return config.model_copy(update={"learner": learner})
 
 
 @contextmanager
 def _followers(count: int, port: int, team: Team) -> Iterator[None]:
-    """Starts the other ranks as children of this process."""
+    """Start the other ranks as children of this process."""
     shared = {"WORLD_SIZE": str(count), "MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(port)}
     os.environ.update(shared | {"RANK": "0", "LOCAL_RANK": "0"})
     threads = _threads(count)
@@ -156,7 +156,7 @@ class Children:
             threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
 
     def close(self) -> None:
-        """Ends them: those that have read the last command end by themselves."""
+        """End them: those that have read the last command end by themselves."""
         self._closing.set()
         for process in self._processes:
             assert process.stdin is not None
@@ -170,11 +170,11 @@ class Children:
                 process.wait()
 
     def kill(self, rank: int) -> None:
-        """Kills one that does not answer, so that connections to it break and nobody waits for it."""
+        """Kill one that does not answer, so that connections to it break and nobody waits for it."""
         self._processes[rank - 1].kill()
 
     def kill_all(self) -> None:
-        """Kills all, right before this process ends: one that is stopped would not read that its pipe has closed."""
+        """Kill all, right before this process ends: one that is stopped would not read that its pipe has closed."""
         for process in self._processes:
             process.kill()
 
@@ -186,7 +186,7 @@ class Children:
 
 
 def _describe_end(code: int) -> str:
-    """Says how a child ended, and where to look; a killed one has written nothing down."""
+    """Say how a child ended, and where to look; a killed one has written nothing down."""
     if code >= 0:
         return f"ended with code {code}: what it wrote in the learner's log says why"
     name = signal.Signals(-code).name
@@ -209,7 +209,7 @@ def start_rank(rank: int, environment: Mapping[str, str]) -> subprocess.Popen[by
 
 
 def _begin(store: Any, place: RankInfo) -> None:
-    """Makes one process group for tensors of the host, and of the GPU where there is one; accelerate uses it as it
+    """Make one process group for tensors of the host, and of the GPU where there is one; accelerate uses it as it
     finds it."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
@@ -227,7 +227,7 @@ def _launchers_store() -> Any:
 
 
 def _own_store(count: int) -> Any:
-    """Makes a store on a free port that only this machine can reach. By itself its server would listen everywhere."""
+    """Make a store on a free port that only this machine can reach. By itself its server would listen everywhere."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     listener = socket.create_server((LOOPBACK, 0))
     port = listener.getsockname()[1]
@@ -244,7 +244,7 @@ def _own_store(count: int) -> Any:
 
 
 def _threads(count: int) -> int:
-    """Returns the threads of a rank: its part of this machine's cores, and at most as many as were asked for."""
+    """Return the threads of a rank: its part of this machine's cores, and at most as many as were asked for."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(cores // count, int(os.environ.get("OMP_NUM_THREADS") or cores)))
 

@@ -81,21 +81,21 @@ class Signs:
         return list(self._beats)
 
     def hear(self, beats: Mapping[int, int], now: float) -> None:
-        """Takes the number of each rank's beats, as the store has it."""
+        """Take the number of each rank's beats, as the store has it."""
         self._answered = now
         for rank, beat in beats.items():
             if beat != self._beats[rank]:
                 self._beats[rank], self._since[rank] = beat, now
 
     def silent(self, now: float) -> list[Silence]:
-        """Returns the silence of each rank, or of the store where that does not answer: then no rank is known."""
+        """Return the silence of each rank, or of the store where that does not answer: then no rank is known."""
         if now - self._answered > ANSWERS_WITHIN_S:
             return [Silence(None, now - self._answered)]
         return [Silence(rank, now - since, self.who.get(rank, "")) for rank, since in self._since.items()]
 
 
 def lost(silences: Sequence[Silence], timeout_s: float, signalled: bool) -> list[Silence]:
-    """Returns the silences that are not waited for any longer.
+    """Return the silences that are not waited for any longer.
 
     Args:
         signalled: Whether the run is to end, so that there is little time.
@@ -113,13 +113,13 @@ def lost(silences: Sequence[Silence], timeout_s: float, signalled: bool) -> list
 
 
 def quiet(silences: Sequence[Silence], timeout_s: float) -> list[Silence]:
-    """Returns the silences that are worth a word."""
+    """Return the silences that are worth a word."""
     after_s = min(TOLD_AFTER_S, timeout_s / 2)
     return [silence for silence in silences if silence.seconds >= after_s and (silence.who or silence.rank is None)]
 
 
 def named(silence: Silence) -> str:
-    """Names a silent rank, or the store."""
+    """Name a silent rank, or the store."""
     if silence.rank is None:
         return "the store through which ranks speak"
     return f"rank {silence.rank} of the learner" + (f" ({silence.who})" if silence.who else "")
@@ -153,11 +153,11 @@ class Pulse:
             threading.Thread(target=work, name=f"ranks{work.__name__}", daemon=True).start()
 
     def end(self) -> None:
-        """Stops both threads."""
+        """Stop both threads."""
         self._ended.set()
 
     def silent(self) -> list[Silence]:
-        """Returns the silence of the ranks that it hears, now."""
+        """Return the silence of the ranks that it hears, now."""
         return self._signs.silent(self._now)
 
     def _beat(self) -> None:
@@ -231,20 +231,20 @@ class Alarm:
             heard(RankLost(self._why))
 
     def waits(self) -> None:
-        """Notes that the main thread may now be in a collective, which a rank that is gone does not end by itself."""
+        """Note that the main thread may now be in a collective, which a rank that is gone does not end by itself."""
         self._free.clear()
 
     def is_free(self) -> None:
-        """Notes that the main thread is in no collective."""
+        """Note that the main thread is in no collective."""
         self._free.set()
 
     def end(self) -> None:
-        """Stops watching."""
+        """Stop watching."""
         self.pulse.end()
         self._free.set()
 
     def lost(self, why: str) -> None:
-        """Reports a rank that is gone. Only the first counts: others follow it."""
+        """Report a rank that is gone. Only the first counts: others follow it."""
         with self._lock:
             if self._why is not None:
                 return
@@ -254,12 +254,12 @@ class Alarm:
         threading.Thread(target=self.give_up, name="ranks-lost", daemon=True).start()
 
     def cause(self) -> str | None:
-        """Returns the cause of a broken connection: the end of a process may be noticed after that."""
+        """Return the cause of a broken connection: the end of a process may be noticed after that."""
         self._gone.wait(NOTICED_WITHIN_S)
         return self._why
 
     def last(self) -> str | None:
-        """Ends ranks on this machine, right before this process ends. Returns which rank the main thread may be waiting
+        """End ranks on this machine, right before this process ends. Returns which rank the main thread may be waiting
         for."""
         seen = [of for of in self.pulse.silent() if of.seconds >= SIGNAL_GRACE_S / 2]
         names = [f"{named(of)}, {'silent for' if of.who else 'unheard for'} {of.seconds:.0f} s" for of in seen]
@@ -267,7 +267,7 @@ class Alarm:
         return self._why or ", ".join(names) or None
 
     def look(self, silences: Sequence[Silence]) -> None:
-        """Reports the ranks that are gone, and those that are silent or heard again."""
+        """Report the ranks that are gone, and those that are silent or heard again."""
         if self._why is not None:
             return
         gone = lost(silences, self.timeout_s, self.signalled())
@@ -285,7 +285,7 @@ class Alarm:
             threading.Thread(target=self._tell, args=(new, back, list(found.values())), daemon=True).start()
 
     def _tell(self, new: list[Silence], back: set[int | None], found: list[Silence]) -> None:
-        """Reports on a thread of its own: a terminal may be held, and the queue slow."""
+        """Report on a thread of its own: a terminal may be held, and the queue slow."""
         for silence in new:
             self.say(
                 f"{named(silence)} gives no sign of life for {silence.seconds:.0f} s: the run ends after "
@@ -296,7 +296,7 @@ class Alarm:
         self.on_silent(", ".join(named(silence) for silence in found) or None)
 
     def look_at_rank_0(self, silences: Sequence[Silence]) -> None:
-        """Ends this process once rank 0 is gone."""
+        """End this process once rank 0 is gone."""
         for silence in lost(silences, self.timeout_s, signalled=False):
             end_now(
                 1,
@@ -305,7 +305,7 @@ class Alarm:
             )
 
     def give_up(self) -> None:
-        """Ends this process unless its main thread leaves the collective in time."""
+        """End this process unless its main thread leaves the collective in time."""
         if not self._free.wait(GIVES_UP_AFTER_S):
             self.kill_all()
             end_now(1, f"learner: {self._why}; rank 0 waits for it in vain and ends")

@@ -108,11 +108,11 @@ class Stop:
         return self._signalled_at is not None
 
     def hold(self, max_hold_s: float | None = None) -> None:
-        """Makes a signal wait for `release`, for at most `max_hold_s` (`HOLD_AT_MAX_S`) from when it came."""
+        """Make a signal wait for `release`, for at most `max_hold_s` (`HOLD_AT_MAX_S`) from when it came."""
         self._held, self._max_hold_s = True, HOLD_AT_MAX_S if max_hold_s is None else max_hold_s
 
     def release(self) -> None:
-        """Raises `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""
+        """Raise `Stopped` if a signal came meanwhile, or one got lost in code that swallows exceptions."""
         self._held = False
         if self._signalled_at is not None:
             raise Stopped(self._code)
@@ -139,7 +139,7 @@ class Stop:
             signal.pthread_kill(threading.main_thread().ident or 0, number)
 
     def _listen(self) -> None:
-        """Listens for signals, whatever the main thread does. Ends the process on the second, or when the time
+        """Listen for signals, whatever the main thread does. Ends the process on the second, or when the time
         is over."""
         came = 0
         while True:
@@ -177,7 +177,7 @@ class Stop:
 
 
 def end_now(code: int, text: str) -> NoReturn:
-    """Ends the process on the spot, from any thread. A terminal that is held is not waited for."""
+    """End the process on the spot, from any thread. A terminal that is held is not waited for."""
 
     def say() -> None:
         _show_cursor()

@@ -100,7 +100,7 @@ class Team:
         return self.rank == 0
 
     def guard(self, guard: Guard) -> None:
-        """Makes signals wait until work that all ranks do together is done, where ranks hold parts of the weights.
+        """Make signals wait until work that all ranks do together is done, where ranks hold parts of the weights.
         Where each has all of them, rank 0 can continue alone."""
         self._guard = guard
         if self.alarm is not None:
@@ -108,19 +108,19 @@ class Team:
             guard.last = self.alarm.last
 
     def on_lost(self, heard: Callable[[RankLost], None]) -> None:
-        """Calls `heard`, on a thread, with what is known of a rank that is gone."""
+        """Call `heard`, on a thread, with what is known of a rank that is gone."""
         if self.alarm is not None:
             self.alarm.on_lost = heard
 
     def on_silent(self, heard: Callable[[str | None], None]) -> None:
-        """Calls `heard`, on a thread, with the names of ranks that give no sign of life, and with None when all do
+        """Call `heard`, on a thread, with the names of ranks that give no sign of life, and with None when all do
         again."""
         if self.alarm is not None:
             self.alarm.on_silent = heard
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Wraps work of rank 0's main thread with the others. Raises `RankLost` if it fails because one of them is
+        """Wrap work of rank 0's main thread with the others. Raises `RankLost` if it fails because one of them is
         gone."""
         if self.alarm is None or not self.leads:
             yield
@@ -144,7 +144,7 @@ class Team:
 
     @contextmanager
     def together(self, name: str, change: bool = False) -> Iterator[None]:
-        """Tells the other ranks to do the same work as rank 0 inside the `with`.
+        """Tell the other ranks to do the same work as rank 0 inside the `with`.
 
         Args:
             name: Of the command.
@@ -178,18 +178,18 @@ class Team:
             guard.release()
 
     def end(self) -> None:
-        """Tells the other ranks that there is nothing left to do."""
+        """Tell the other ranks that there is nothing left to do."""
         if self.alarm is not None:
             with suppress(RuntimeError):  # the store's machine is gone
                 self._tell(END)
 
     def close(self) -> None:
-        """Stops watching the other ranks."""
+        """Stop watching the other ranks."""
         if self.alarm is not None:
             self.alarm.end()
 
     def next_command(self) -> Command:
-        """Waits for the next command, on any rank but 0. Raises `RankLost` if rank 0 is gone."""
+        """Wait for the next command, on any rank but 0. Raises `RankLost` if rank 0 is gone."""
         key = f"command/{self._turn}"
         self._turn += 1
         try:
@@ -202,7 +202,7 @@ class Team:
         return command
 
     def spread(self, value: Any = None) -> Any:
-        """Returns rank 0's value on all ranks."""
+        """Return rank 0's value on all ranks."""
         if self.count == 1:
             return value
         data = encode_message(value) if self.leads else b""
@@ -213,7 +213,7 @@ class Team:
         return value if self.leads else decode_message(buffer.numpy().data)
 
     def deal(self, values: Sequence[Any] | None = None) -> Any:
-        """Gives each rank its value, on rank 0, and returns the first; on the others, returns theirs."""
+        """Give each rank its value, on rank 0, and returns the first; on the others, returns theirs."""
         if values is None:
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, 0)
@@ -227,13 +227,13 @@ class Team:
         return values[0]
 
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums a tensor over the ranks, in place."""
+        """Sum a tensor over the ranks, in place."""
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def joined(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Joins the ranks' tensors [N], each of its own length, end to end in the order of the ranks."""
+        """Join the ranks' tensors [N], each of its own length, end to end in the order of the ranks."""
         if self.count == 1:
             return tensor
         lengths = torch.zeros(self.count, dtype=torch.int64, device=tensor.device)
@@ -248,7 +248,7 @@ class Team:
     def reduced(
         self, sums: Mapping[str, torch.Tensor], peaks: Mapping[str, torch.Tensor], device: torch.device
     ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        """Combines named scalars of all ranks: sums are added up, of peaks the greatest counts.
+        """Combine named scalars of all ranks: sums are added up, of peaks the greatest counts.
 
         The names are those of rank 0, the same in each step: a rank whose rows are all padding has none of its own. A
         value that is not a number becomes an infinite peak, as it has no order.
@@ -266,12 +266,12 @@ class Team:
         return dict(zip(of_sums, added.cpu(), strict=True)), dict(zip(of_peaks, highest.cpu(), strict=True))
 
     def tell_out_of_memory(self, what: str) -> None:
-        """Tells rank 0, before this rank ends, why: rank 0 would see only that it is gone."""
+        """Tell rank 0, before this rank ends, why: rank 0 would see only that it is gone."""
         with suppress(RuntimeError):  # the store is gone, and rank 0 with it
             self._store.set(OUT_OF_MEMORY, f"rank {self.rank}: {what}")
 
     def out_of_memory(self) -> str | None:
-        """Returns the message of a rank that ran out of memory; None if none did. For rank 0."""
+        """Return the message of a rank that ran out of memory; None if none did. For rank 0."""
         try:
             if self.count > 1 and self._store.check([OUT_OF_MEMORY]):
                 return str(self._store.get(OUT_OF_MEMORY).decode())
@@ -295,13 +295,13 @@ _TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE, _PLAIN = range(6)
 
 
 def encode_message(value: Any) -> bytes:
-    """Encodes tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested in any
+    """Encode tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested in any
     way."""
     return msgspec.msgpack.encode(_tagged(value))
 
 
 def decode_message(data: bytes | memoryview) -> Any:
-    """Decodes what `encode_message` encoded; tensors are on the host."""
+    """Decode what `encode_message` encoded; tensors are on the host."""
     return _untagged(msgspec.msgpack.decode(data))
 
 

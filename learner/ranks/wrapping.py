@@ -30,7 +30,7 @@ Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
-    """Returns the arguments of DDP.
+    """Return the arguments of DDP.
 
     Args:
         skips_weights: Whether a row may use none of an expert's weights, which DDP must then look for. It warns where
@@ -40,7 +40,7 @@ def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
 
 
 def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
-    """Wraps the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
+    """Wrap the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
     if team.count == 1:
         return accelerator.prepare_model(policy)
     for tensor in policy.state_dict().values():
@@ -54,7 +54,7 @@ def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> An
 
 
 def sharded(model: Module, device: torch.device) -> Module:
-    """Shards the parameters of the model over all ranks, in place."""
+    """Shard the parameters of the model over all ranks, in place."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
@@ -65,7 +65,7 @@ def sharded(model: Module, device: torch.device) -> Module:
 
 @contextmanager
 def synchronising(model: torch.nn.Module, last: bool) -> Iterator[None]:
-    """Wraps forward and backward pass of a row: with DDP, gradients are exchanged with the last row only.
+    """Wrap forward and backward pass of a row: with DDP, gradients are exchanged with the last row only.
 
     With FSDP2 they are with each row: a rank would otherwise hold the whole gradient, which sharding is to avoid.
     """
@@ -77,19 +77,19 @@ def synchronising(model: torch.nn.Module, last: bool) -> Iterator[None]:
 
 
 def resharded(model: torch.nn.Module) -> None:
-    """Frees weights that a forward pass without a backward pass has left whole: a step would not change them."""
+    """Free weights that a forward pass without a backward pass has left whole: a step would not change them."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
+    """Return a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(value: Any, keep: bool) -> Any:
-    """Returns nested values with whole tensors on the host, one after the other; None for those not kept."""
+    """Return nested values with whole tensors on the host, one after the other; None for those not kept."""
     if isinstance(value, DTensor):
         full = value.full_tensor()
         return full.cpu() if keep else None
@@ -101,7 +101,7 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Returns `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape."""
+    """Return `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape."""
     if isinstance(held, DTensor) and full.shape == held.shape:
         placed = full.to(held.device)
         return distribute_tensor(placed, held.device_mesh, held.placements, src_data_rank=None)
@@ -109,7 +109,7 @@ def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
 
 
 def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns an optimiser's state of whole tensors as this rank holds it: its part of those like a parameter."""
+    """Return an optimiser's state of whole tensors as this rank holds it: its part of those like a parameter."""
     parameters = [parameter for group in groups for parameter in group["params"]]
     parts = {
         number: {
@@ -122,5 +122,5 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of a tensor."""
+    """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -33,7 +33,7 @@ class Record:
     step: int
 
     def flat(self) -> dict[str, Any]:
-        """Returns the line."""
+        """Return the line."""
         values = dict(_values(self))
         line = {self.RENAMED.get(name, name): value for name, value in values.items() if name not in self.SPREAD}
         line |= self.derived()
@@ -42,12 +42,12 @@ class Record:
         return line
 
     def derived(self) -> dict[str, Any]:
-        """Returns metrics that follow from several parts; they stand in the line, and are not read back."""
+        """Return metrics that follow from several parts; they stand in the line, and are not read back."""
         return {}
 
     @classmethod
     def of(cls, line: dict[str, Any]) -> Self:
-        """Reads a line that `flat` wrote, in this release or the one before. Raises `msgspec.ValidationError`."""
+        """Read a line that `flat` wrote, in this release or the one before. Raises `msgspec.ValidationError`."""
         known = {name: value for name, value in line.items() if name not in cls.SPREAD}
         known |= {name: line[key] for name, key in cls.RENAMED.items() if key in line}
         parts = {name: known for name, kind in get_type_hints(cls).items() if is_dataclass(kind)}
@@ -55,7 +55,7 @@ class Record:
 
 
 def _values(part: Any) -> Iterator[tuple[str, Any]]:
-    """Yields fields and their values, those of a part in its place."""
+    """Yield fields and their values, those of a part in its place."""
     for field in fields(part):
         value = getattr(part, field.name)
         if is_dataclass(value):
@@ -85,13 +85,13 @@ class Journal(Generic[R]):
         os.replace(aside, path)
 
     def append(self, record: R) -> None:
-        """Appends a line."""
+        """Append a line."""
         self.records.append(record)
         with self._path.open("ab") as file:
             file.write(_line(record))
 
     def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
-        """Writes the newest line again as `change` returns it, for metrics that came too late for it. Without a line it
+        """Write the newest line again as `change` returns it, for metrics that came too late for it. Without a line it
         does nothing."""
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
@@ -112,12 +112,12 @@ class _Versioned(msgspec.Struct):
 
 
 def newest_version(path: Path) -> int:
-    """Returns the greatest policy version in a journal, given-up time lines included; 0 where there is none."""
+    """Return the greatest policy version in a journal, given-up time lines included; 0 where there is none."""
     return max((line.version for line in _versioned(path)), default=0)
 
 
 def newest_step(path: Path) -> int:
-    """Returns the greatest step in a journal, given-up time lines included; 0 where there is none."""
+    """Return the greatest step in a journal, given-up time lines included; 0 where there is none."""
     return max((line.step for line in _versioned(path)), default=0)
 
 
@@ -134,7 +134,7 @@ def _line(record: Record) -> bytes:
 
 
 def _read(path: Path, kind: type[R]) -> list[tuple[bytes, R]]:
-    """Reads each line with its record."""
+    """Read each line with its record."""
     if not path.exists():
         return []
     found = []

@@ -104,28 +104,28 @@ class TerminalProgress:
                 self._live.stop()
 
     def say(self, text: str, whole: bool = False) -> None:
-        """Prints a line that stays. With `whole` it holds a command to copy, and is not broken at words."""
+        """Print a line that stays. With `whole` it holds a command to copy, and is not broken at words."""
         self._print(Text(printable(text)), whole)
         self._to_log(logging.INFO, text)
 
     def warn(self, text: str) -> None:
-        """Prints a line that a person should act on."""
+        """Print a line that a person should act on."""
         self._print(Text(f"! {printable(text)}", style="bold yellow"))
         self._to_log(logging.WARNING, text)
 
     def show_evaluation(self, evaluation: Evaluation, text: str) -> None:
-        """Prints an evaluation that has ended; from here on the newest is named beside the steps."""
+        """Print an evaluation that has ended; from here on the newest is named beside the steps."""
         if self._evaluation is None or evaluation.step >= self._evaluation.step:
             self._evaluation = evaluation
         self.say(text)
 
     def show_rollout(self, view: RolloutView) -> None:
-        """Prints a rollout."""
+        """Print a rollout."""
         self._print(rollouts.render_rollout(view))
 
     @contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Shows `what` as the thing that the learner waits for or loads, inside the `with`."""
+        """Show `what` as the thing that the learner waits for or loads, inside the `with`."""
         self._phase = _Phase(what, self._clock())
         try:
             yield
@@ -133,7 +133,7 @@ class TerminalProgress:
             self._phase = None
 
     def tick(self) -> None:
-        """Draws the live line again; without a terminal, prints what is waited for if that is due. To be called each
+        """Draw the live line again; without a terminal, prints what is waited for if that is due. To be called each
         second."""
         phase, now = self._phase, self._clock()
         if self._live is not None:
@@ -148,7 +148,7 @@ class TerminalProgress:
             self.say(self._waiting(phase))
 
     def show(self, record: StepRecord) -> None:
-        """Shows a step that is done."""
+        """Show a step that is done."""
         first, self._newest = self._newest is None, record
         self._step_s.append(record.times.step_s)
         now = self._clock()
@@ -184,7 +184,7 @@ class TerminalProgress:
         self._draw(lambda: self.console.print(what, highlight=False, soft_wrap=whole or self._live is None))
 
     def _draw(self, draw: Callable[[], None]) -> None:
-        """Draws on the terminal. A terminal or a pipe that is gone must not end the learner: the log remains."""
+        """Draw on the terminal. A terminal or a pipe that is gone must not end the learner: the log remains."""
         try:
             if self._live is not None:
                 self._live.refresh()  # or it would be drawn again below without its newest content
@@ -208,7 +208,7 @@ def line(
     show_sampler_kl: bool = False,
     evaluation: Evaluation | None = None,
 ) -> str:
-    """Formats a step in as many of its metrics as `width` characters hold, the most important first.
+    """Format a step in as many of its metrics as `width` characters hold, the most important first.
 
     Args:
         left_s: Seconds until the last step.
@@ -236,7 +236,7 @@ def line(
 
 
 def waits_of(status: Status, groups_per_step: int) -> str:
-    """Describes a wait for groups from the queue's status: servers that do not serve, groups that are ready or in work,
+    """Describe a wait for groups from the queue's status: servers that do not serve, groups that are ready or in work,
     and waits of workers. Empty if all is well."""
     waits = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
     if not status.servers:
@@ -269,7 +269,7 @@ def _duration(seconds: float) -> str:
 
 
 def _log_is_apart() -> bool:
-    """Says whether stderr, where the log goes, is another file than stdout."""
+    """Say whether stderr, where the log goes, is another file than stdout."""
     try:
         return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
     except (OSError, ValueError):

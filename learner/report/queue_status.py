@@ -98,18 +98,18 @@ class PendingNotices:
         self._pending: list[Notice] = []
 
     def checkpoint(self, text: str) -> None:
-        """Adds a checkpoint that could not be written."""
+        """Add a checkpoint that could not be written."""
         self._pending.append(Notice("checkpoint", text))
 
     def batch(self, text: str) -> None:
-        """Adds a batch that was left out."""
+        """Add a batch that was left out."""
         self._pending.append(Notice("batch", text))
 
     def server(self, text: str) -> None:
-        """Adds a vLLM server whose samples are no longer as near to the learner's policy as they were."""
+        """Add a vLLM server whose samples are no longer as near to the learner's policy as they were."""
         self._pending.append(Notice("server", text))
 
     def added_to(self, report: LearnerReport) -> LearnerReport:
-        """Returns the report with all pending notices, which count as told from here on."""
+        """Return the report with all pending notices, which are no longer pending then."""
         pending, self._pending = self._pending, []
         return msgspec.structs.replace(report, notices=pending)

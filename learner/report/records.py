@@ -97,7 +97,7 @@ class StepRecord(Record):
         }
 
     def report(self, publishing: int | None) -> LearnerReport:
-        """Makes the report of the step for the status page.
+        """Make the report of the step for the status page.
 
         Args:
             publishing: The version on its way to the servers.
@@ -116,14 +116,14 @@ class StepRecord(Record):
 
 
 def main_metrics(line: Mapping[str, Any]) -> dict[str, float]:
-    """Picks the main metrics of a step's line that are finite."""
+    """Pick the main metrics of a step's line that are finite."""
     names = [name for pattern in MAIN_METRICS for name in line if fnmatchcase(name, pattern)]
     finite = {name: line[name] for name in names if line[name] is not None and math.isfinite(line[name])}
     return dict(list(finite.items())[:MAX_REPORTED])
 
 
 def published(publication: PublishRecord) -> dict[str, float]:
-    """Returns a publication's metrics for a step's line."""
+    """Return a publication's metrics for a step's line."""
     metrics = {
         "transfer_s": publication.transfer_s,
         "pause_s": publication.pause_s,
@@ -164,7 +164,7 @@ class EvaluationRecord(Record):
 
 
 def beside(line: Mapping[str, Any], ended: Sequence[Mapping[str, float]]) -> dict[str, Any]:
-    """Adds metrics of evaluations to a line of `metrics.jsonl`.
+    """Add metrics of evaluations to a line of `metrics.jsonl`.
 
     The newest step's stand under their own names, all others under `EARLIER`, those that the line has already included.
 

@@ -45,14 +45,14 @@ class Reports:
         return [record.counts.reward_mean for record in self._steps.records]
 
     def step(self, record: StepRecord, samples: Sequence[RolloutView]) -> None:
-        """Writes a step that the queue has acknowledged, and some of its rollouts, into the journals."""
+        """Write a step that the queue has acknowledged, and some of its rollouts, into the journals."""
         self._steps.append(record)
         samples = samples[: self._config.learner.sample_rollouts]
         self._rollouts.append(samples)
         self._tracking.step(record.step, record.flat(), samples)
 
     def show(self, record: StepRecord, samples: Sequence[RolloutView], evaluations: Sequence[EvaluationRecord]) -> None:
-        """Shows the same step on the terminal and on the curve."""
+        """Show the same step on the terminal and on the curve."""
         self._progress.show(record)
         if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.metrics)):  # once in a session
             self._progress.warn(text)
@@ -63,7 +63,7 @@ class Reports:
         self._curve.grow(self._steps.records, evaluations)
 
     def publications(self, ended: Sequence[PublishRecord], offset: int) -> None:
-        """Writes publications that have ended.
+        """Write publications that have ended.
 
         Args:
             offset: Versions minus the steps that made them.
@@ -73,32 +73,32 @@ class Reports:
             self._newest = publication
 
     def weight_sync(self) -> dict[str, float]:
-        """Returns metrics of the newest publication for a step's line, each once; empty where none is new."""
+        """Return metrics of the newest publication for a step's line, each once; empty where none is new."""
         newest, self._newest = self._newest, None
         return published(newest) if newest is not None else {}
 
     def late(self, evaluations: Sequence[Mapping[str, float]]) -> None:
-        """Adds metrics of evaluations that ended after the last step to the last step's line."""
+        """Add metrics of evaluations that ended after the last step to the last step's line."""
         if evaluations:
             self._steps.amend(lambda line: beside(line, evaluations))
         for metrics in evaluations:
             self._tracking.late(self._steps.records[-1].step if self._steps.records else 0, metrics)
 
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
-        """Writes the whole run's metrics and its curve, when it has made its last step."""
+        """Write the whole run's metrics and its curve, when it has made its last step."""
         records = self._steps.records
         summary.write(self._config.run_dir, summary.summarise(records, self._publications.records, status, evaluations))
         self._curve.finish(records, evaluations)
 
     def conclude(self, status: Status) -> None:
-        """Prints the last lines of the terminal."""
+        """Print the last lines of the terminal."""
         self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
         self._progress.say(f"metrics in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Lets each tracker send its waiting jobs, for at most `timeout_s` seconds."""
+        """Let each tracker send its waiting jobs, for at most `timeout_s` seconds."""
         if self._tracking.names:
             with self._progress.phase(f"sending the last metrics to {', '.join(self._tracking.names)}"):
                 self._tracking.close(timeout_s)

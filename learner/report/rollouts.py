@@ -54,7 +54,7 @@ class RolloutLog:
             self._size = file.seek(0, os.SEEK_END)
 
     def append(self, views: Sequence[RolloutView]) -> None:
-        """Appends the rollouts of one step."""
+        """Append the rollouts of one step."""
         lines = b"".join(msgspec.json.encode(view) + b"\n" for view in views)
         with self._path.open("ab") as file:
             file.write(lines)
@@ -73,7 +73,7 @@ class RolloutLog:
 
 
 def _end_of(path: Path, step: int) -> int:
-    """Returns the bytes of the lines up to `step`, without a line that a kill cut short and what follows it."""
+    """Return the bytes of the lines up to `step`, without a line that a kill cut short and what follows it."""
     end = 0
     with path.open("rb") as file:
         for line in file:
@@ -87,7 +87,7 @@ def _end_of(path: Path, step: int) -> int:
 
 
 def render_rollout(view: RolloutView) -> RenderableType:
-    """Renders a rollout: its metrics, then the conversation with each tool call in one line."""
+    """Render a rollout: its metrics, then the conversation with each tool call in one line."""
     return Group(
         _headline(view),
         Text(_facts(view), style="dim"),
@@ -97,7 +97,7 @@ def render_rollout(view: RolloutView) -> RenderableType:
 
 
 def printable(text: str) -> str:
-    """Replaces everything that a terminal would obey by U+FFFD. Use it on text of a policy, a tool or a task file."""
+    """Replace everything that a terminal would obey by U+FFFD. Use it on text of a policy, a tool or a task file."""
     return _UNSAFE.sub("\ufffd", text.replace("\r\n", "\n").expandtabs(4))
 
 
@@ -128,7 +128,7 @@ def _facts(view: RolloutView) -> str:
 
 
 def _notes(view: RolloutView) -> Iterator[Text]:
-    """Yields the notes of the reward functions."""
+    """Yield the notes of the reward functions."""
     for name, text in view.extra.items():
         yield Text(f"  {printable(name)}: {_cut(text, MAX_RESULT)}", style="dim")
 
@@ -141,7 +141,7 @@ def _conversation(view: RolloutView) -> Text:
 
 
 def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
-    """Yields a line for each message with text, and one for each call with its result."""
+    """Yield a line for each message with text, and one for each call with its result."""
     calls: list[tuple[object, str]] = []
     for message in messages:
         role, content = printable(str(message.get("role", "?"))), _text(message.get("content"))
@@ -158,7 +158,7 @@ def _lines(messages: list[dict[str, Any]]) -> Iterator[Text]:
 
 
 def _call(call: Any) -> tuple[object, str]:
-    """Returns a call's id (None if it has none), and its text."""
+    """Return a call's id (None if it has none), and its text."""
     if not isinstance(call, dict):
         return None, _cut(str(call), MAX_RESULT)
     function = call.get("function")
@@ -177,7 +177,7 @@ def _call(call: Any) -> tuple[object, str]:
 
 
 def _text(content: Any) -> str:
-    """Joins the text of a content, which is a string, or a list of parts of which some are text."""
+    """Join the text of a content, which is a string, or a list of parts of which some are text."""
     if isinstance(content, list):
         content = " ".join(str(part.get("text", part)) if isinstance(part, dict) else str(part) for part in content)
     return "" if content is None else str(content)

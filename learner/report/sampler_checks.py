@@ -53,7 +53,7 @@ class ServerWatch:
         self._servers: dict[str, _Seen] = {}
 
     def step(self, metrics: Mapping[str, float]) -> list[str]:
-        """Judges a step.
+        """Judge a step.
 
         Args:
             metrics: The step's metrics by their names (`learner.algorithm.drift`).
@@ -89,13 +89,13 @@ class ServerWatch:
 
 
 def suspicious(metrics: StepMetrics) -> bool:
-    """Says whether learner and sampler differ by more than arithmetic does."""
+    """Say whether learner and sampler differ by more than arithmetic does."""
     kl = metrics.sampler_kl_staleness_0
     return kl is not None and metrics.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
 
 
 def sampler_kl_warning(metrics: StepMetrics) -> str | None:
-    """Returns a warning for settings with which there should be no difference; None if there is none."""
+    """Return a warning for settings with which there should be no difference; None if there is none."""
     if not suspicious(metrics):
         return None
     return (

@@ -1,5 +1,5 @@
-"""The result of a run: `summary.json`, and the reward curve as `reward.png`, which grows with the run, and as a line of
-text.
+"""Writes the result of a run: `summary.json`, and the reward curve, as `reward.png` that grows with the run and as a
+line of text.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def summarise(
     status: Status,
     evaluations: Sequence[EvaluationRecord] = (),
 ) -> Summary:
-    """Summarises a run.
+    """Summarise a run.
 
     Args:
         status: The queue's status, for drops of every cause, sampled tokens and the workers' metrics.
@@ -126,7 +126,7 @@ def summarise(
 
 
 def write(run_dir: Path, summary: Summary) -> None:
-    """Writes `summary.json`."""
+    """Write `summary.json`."""
     (run_dir / "summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
 
 
@@ -162,14 +162,14 @@ class Curve:
         self._drawn_at = clock()
 
     def grow(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord] = ()) -> None:
-        """Draws in the background, if that is due and the last drawing has ended."""
+        """Draw in the background, if that is due and the last drawing has ended."""
         if self._clock() - self._drawn_at < DRAW_EVERY_S or (self.drawing and not self.drawing.done()):
             return
         self._drawn_at = self._clock()
         self._draw(records, evaluations)
 
     def finish(self, records: Sequence[StepRecord], evaluations: Sequence[EvaluationRecord] = ()) -> None:
-        """Draws the whole curve, and waits for it."""
+        """Draw the whole curve, and waits for it."""
         self._draw(records, evaluations).result()
         self._thread.shutdown()
 
@@ -191,7 +191,7 @@ class Curve:
 def draw_rewards(
     path: Path, steps: Sequence[int], rewards: Sequence[float], evaluated: Sequence[tuple[int, float]] = ()
 ) -> None:
-    """Writes the picture in one rename.
+    """Write the picture in one rename.
 
     Args:
         evaluated: Steps with the reward of their evaluation, ascending.
@@ -216,12 +216,12 @@ def draw_rewards(
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Returns for each step the mean of its value and of up to nine before it."""
+    """Return for each step the mean of its value and of up to nine before it."""
     return [float(np.mean(values[max(0, i + 1 - SMOOTHED_OVER) : i + 1])) for i in range(len(values))]
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Draws `values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
+    """Draw `values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
     if not values:
         return ""
     columns = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]

@@ -73,7 +73,7 @@ class Tracker:
     replaces_steps: ClassVar[bool] = False
 
     def is_installed(self) -> bool:
-        """Looks for the distribution: a folder of that name, as wandb leaves behind where it runs, is not enough."""
+        """Look for the distribution: a folder of that name, as wandb leaves behind where it runs, is not enough."""
         for package in self.packages:
             try:
                 distribution(package)
@@ -83,19 +83,19 @@ class Tracker:
         return False
 
     def install_command(self) -> str:
-        """Returns the command that installs it."""
+        """Return the command that installs it."""
         return f"pip install '{f'slipstream-rl[{self.name}]' if self.is_extra else self.packages[0]}'"
 
     def new_id(self) -> str | None:
-        """Chooses an id for a new run; None where the tracker chooses it, or has none."""
+        """Choose an id for a new run; None where the tracker chooses it, or has none."""
         return None
 
     def arguments(self, start: Start) -> dict[str, Any]:
-        """Returns the arguments of accelerate's class."""
+        """Return the arguments of accelerate's class."""
         raise NotImplementedError
 
     def start(self, start: Start) -> GeneralTracker:
-        """Starts the tracker; it can then be sent steps. Raises whatever the tracker's library raises."""
+        """Start the tracker; it can then be sent steps. Raises whatever the tracker's library raises."""
         from accelerate import PartialState
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -108,15 +108,15 @@ class Tracker:
         return made
 
     def run_id(self, made: GeneralTracker) -> str | None:
-        """Returns the id that the tracker chose for the run; None if it chooses none."""
+        """Return the id that the tracker chose for the run; None if it chooses none."""
         return None
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Returns the metrics under names that the tracker accepts."""
+        """Return the metrics under names that the tracker accepts."""
         return dict(metrics)
 
     def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
-        """Sends rollouts of a step, if the tracker can show texts or tables."""
+        """Send rollouts of a step, if the tracker can show texts or tables."""
 
 
 class _TableTracker(Tracker):
@@ -204,7 +204,7 @@ class Mlflow(_TableTracker):
         return str(made.tracker.info.run_id)
 
     def rename(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Replaces @ in names: MLflow refuses all metrics of a step if one name has it."""
+        """Replace @ in names: MLflow refuses all metrics of a step if one name has it."""
         return {re.sub(r"[^\w./ -]", "_", name): value for name, value in metrics.items()}
 
 
@@ -278,7 +278,7 @@ TRACKERS: Mapping[str, Tracker] = {
 
 
 def wanted_trackers(section: TrackingSection) -> list[str]:
-    """Names the trackers of `tracking.report_to`; for "all", those that are installed.
+    """Name the trackers of `tracking.report_to`; for "all", those that are installed.
 
     Raises:
         ConfigError: One of them is not installed, or for "all" none is.
@@ -300,14 +300,14 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
 
 
 def _rows(views: Sequence[RolloutView]) -> list[list[Any]]:
-    """Returns a row for each rollout, in the order of `COLUMNS`."""
+    """Return a row for each rollout, in the order of `COLUMNS`."""
     return [
         [view.step, *_texts(view), view.reward, view.advantage, view.finish_reason, view.staleness] for view in views
     ]
 
 
 def _texts(view: RolloutView) -> tuple[str, str]:
-    """Splits the messages into prompt (before the first turn of the policy) and completion."""
+    """Split the messages into prompt (before the first turn of the policy) and completion."""
     messages = view.messages or []
     first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), len(messages))
     return _text(messages[:first]), _text(messages[first:])
@@ -323,7 +323,7 @@ def _content(message: dict[str, Any]) -> str:
 
 
 def _markdown(row: Sequence[Any]) -> str:
-    """Indents the texts as code, so that nothing in them is read as markdown."""
+    """Indent the texts as code, so that nothing in them is read as markdown."""
     _, prompt, completion, reward, _, finish_reason, _ = row
     body = f"{prompt}\n{completion}".replace("\n", "\n    ")
     return f"**reward {reward:.3g}**, ended by {finish_reason}\n\n    {body}"

@@ -58,26 +58,26 @@ class Memory(msgspec.Struct):
 
     @classmethod
     def of(cls, run_dir: Path) -> Memory:
-        """Reads the file; empty where there is none, or none that can be read."""
+        """Read the file; empty where there is none, or none that can be read."""
         try:
             return msgspec.json.decode((run_dir / FILE_NAME).read_bytes(), type=cls)
         except (FileNotFoundError, msgspec.DecodeError):
             return cls()
 
     def keep(self, run_dir: Path) -> None:
-        """Writes the file. Raises `OSError`."""
+        """Write the file. Raises `OSError`."""
         aside = run_dir / f".unfinished-{FILE_NAME}"
         aside.write_bytes(msgspec.json.encode(self) + b"\n")
         os.replace(aside, run_dir / FILE_NAME)
 
     def with_trackers(self, names: Sequence[str]) -> Memory:
-        """Adds these trackers, with a new id for each that wants one from us and has none."""
+        """Add these trackers, with a new id for each that wants one from us and has none."""
         made = {name: id for name in names if (id := TRACKERS[name].new_id()) is not None}
         return Memory({**made, **self.ids}, self.seen, list(dict.fromkeys([*self.known, *names])))
 
 
 def start_of(config: RunConfig, tracker: str, step: int, memory: Memory) -> Start:
-    """Returns the arguments of `tracker` for a session that resumes from `step`, or begins at 0."""
+    """Return the arguments of `tracker` for a session that resumes from `step`, or begins at 0."""
     section = config.tracking
     return Start(
         folder=config.run_dir.absolute(),
@@ -128,7 +128,7 @@ class Tracking:
         return [tracker.name for tracker in self._trackers]
 
     def step(self, step: int, line: Mapping[str, Any], samples: Sequence[RolloutView]) -> None:
-        """Sends a line of `metrics.jsonl`, and some of the step's rollouts."""
+        """Send a line of `metrics.jsonl`, and some of the step's rollouts."""
         every = self._config.tracking.rollouts_every
         shown = samples if every and step % every == 0 else ()
         metrics = {name: value for name, value in numbers(line).items() if name != "step"}  # that is the axis
@@ -140,12 +140,12 @@ class Tracking:
                 tracker.put(_sends(tracker.name, metrics, shown, step))
 
     def late(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Sends metrics that came after the line of their step."""
+        """Send metrics that came after the line of their step."""
         for tracker in self._trackers:
             tracker.put(_sends(tracker.name, numbers(metrics), (), step))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
-        """Sends waiting jobs, for at most `timeout_s` seconds a tracker."""
+        """Send waiting jobs, for at most `timeout_s` seconds a tracker."""
         trackers, self._trackers = self._trackers, []
         for tracker in trackers:
             tracker.close(timeout_s)
@@ -195,14 +195,14 @@ class Background:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queues a job; drops and counts it where the queue is full."""
+        """Queue a job; drops and counts it where the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except Full:
             self._lose(f"it has not answered while {self._jobs.maxsize} lines came")
 
     def close(self, timeout_s: float) -> None:
-        """Lets the waiting jobs run for at most `timeout_s` seconds, and ends the thread."""
+        """Let the waiting jobs run for at most `timeout_s` seconds, and ends the thread."""
         ends = time.monotonic() + timeout_s
         with suppress(Full):
             self._jobs.put(None, timeout=timeout_s)
@@ -253,7 +253,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def numbers(line: Mapping[str, Any]) -> dict[str, float]:
-    """Picks the finite numbers of a line; counts by reason become `groups_dropped/overage`."""
+    """Pick the finite numbers of a line; counts by reason become `groups_dropped/overage`."""
     found: dict[str, float] = {}
     for name, value in line.items():
         parts = {f"{name}/{key}": part for key, part in value.items()} if isinstance(value, Mapping) else {name: value}
@@ -262,7 +262,7 @@ def numbers(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def sent_settings(config: RunConfig) -> dict[str, Any]:
-    """Picks the settings that say how a run learns, as trackers take them.
+    """Pick the settings that say how a run learns, as trackers take them.
 
     Returns:
         Numbers, texts and booleans by `section.name`; no token and no address.
@@ -276,7 +276,7 @@ def sent_settings(config: RunConfig) -> dict[str, Any]:
 
 
 def _sends(name: str, metrics: Mapping[str, float], samples: Sequence[RolloutView], step: int) -> Job:
-    """Makes a job that sends a step's metrics, and some of its rollouts, to the tracker `name`."""
+    """Make a job that sends a step's metrics, and some of its rollouts, to the tracker `name`."""
 
     def job(made: GeneralTracker) -> None:
         tracker = TRACKERS[name]

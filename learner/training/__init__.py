@@ -1,1 +1,1 @@
-"""Trains: the passes over a batch, and the optimiser step."""
+"""Trains on a batch: runs the passes over it and the optimiser step."""

@@ -73,7 +73,7 @@ class Work:
 
     @classmethod
     def of(cls, policy: Policy) -> Self:
-        """Derives them from the policy's config and weights."""
+        """Derive them from the policy's config and weights."""
         config = policy.text.config
         heads = int(getattr(config, "num_attention_heads", 0))  # none in a model without attention
         channels = heads * int(getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
@@ -87,7 +87,7 @@ class Work:
         )
 
     def of_rows(self, rows: Sequence[PackedRow]) -> float:
-        """Returns the FLOPs of a step over `rows`, which must be on the host, or this would wait for the GPU."""
+        """Return the FLOPs of a step over `rows`, which must be on the host, or this would wait for the GPU."""
         total = 0.0
         for row in rows:
             attended = row.position_ids + 1
@@ -106,16 +106,16 @@ class Meter:
         self._work = Work.of(policy) if self._peak else None
 
     def flops(self, rows: Sequence[PackedRow]) -> float:
-        """Returns the FLOPs of a step over `rows`, which are on the host; 0 without a known peak."""
+        """Return the FLOPs of a step over `rows`, which are on the host; 0 without a known peak."""
         return self._work.of_rows(rows) if self._work else 0.0
 
     def metrics(self, flops: float, seconds: float) -> dict[str, float]:
-        """Returns `mfu`, a share from 0 to 1, of a step that took `seconds`."""
+        """Return `mfu`, a share from 0 to 1, of a step that took `seconds`."""
         return {"mfu": flops / seconds / self._peak} if self._peak else {}
 
 
 def _matrices(policy: Policy, config: Any) -> float:
-    """Counts the weights of the layers that a token is multiplied with: no embedding, no vector, and of the experts
+    """Count the weights of the layers that a token is multiplied with: no embedding, no vector, and of the experts
     only those that it goes to."""
     experts = next((int(count) for name in _EXPERTS if (count := getattr(config, name, None))), 0)
     share = int(getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
@@ -128,14 +128,14 @@ def _matrices(policy: Policy, config: Any) -> float:
 
 
 def peak(device: torch.device, compute: torch.dtype) -> float | None:
-    """Returns the FLOPs a second of the device in `compute`; None where unknown, as on a CPU and in float32."""
+    """Return the FLOPs a second of the device in `compute`; None where unknown, as on a CPU and in float32."""
     if device.type != "cuda" or compute not in (torch.bfloat16, torch.float16):
         return None
     return peak_of(torch.cuda.get_device_name(device))
 
 
 def peak_of(name: str) -> float | None:
-    """Looks a device up by its own name, such as NVIDIA H100 80GB HBM3 or NVIDIA A100-SXM4-80GB."""
+    """Look a device up by its own name, such as NVIDIA H100 80GB HBM3 or NVIDIA A100-SXM4-80GB."""
     words = f" {name.replace('-', ' ')} "
     fitting = [known for known in PEAKS if all(f" {word} " in words for word in known.split())]
     return PEAKS[max(fitting, key=len)] if fitting else None

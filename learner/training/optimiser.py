@@ -52,7 +52,7 @@ class Optimiser(NamedTuple):
 
 
 def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimiser:
-    """Makes the optimiser of the parameters of `model` that train. Weight decay leaves out vectors (norms, biases), as
+    """Make the optimiser of the parameters of `model` that train. Weight decay leaves out vectors (norms, biases), as
     is usual.
 
     Raises:
@@ -78,14 +78,14 @@ def build_optimiser(model: torch.nn.Module, section: LearnerSection) -> Optimise
 
 
 def check_optimiser(section: LearnerSection) -> None:
-    """Raises `ConfigError` for settings that `build_optimiser` would refuse for any model."""
+    """Raise `ConfigError` for settings that `build_optimiser` would refuse for any model."""
     kind, _ = _class_of(section)
     _check_arguments(kind, section)
     schedule_factor(section)
 
 
 def starts_anew(before: str, now: str, then: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
-    """Says whether an optimiser can use nothing of another one's state.
+    """Say whether an optimiser can use nothing of another one's state.
 
     Args:
         before: Name of the optimiser that was saved.
@@ -104,7 +104,7 @@ def _is_on(name: str, arguments: Mapping[str, Any]) -> bool:
 
 
 def resumed(saved: dict[str, Any], stepper: torch.optim.Optimizer, lr_schedule: LambdaLR, now: str) -> dict[str, Any]:
-    """Prepares a trainer's saved state for an optimiser of the name `now`, and its schedule.
+    """Prepare a trainer's saved state for an optimiser of the name `now`, and its schedule.
 
     Learning rate, weight decay, all other arguments and the schedule's form are those of this start; the schedule
     continues at its step. An optimiser that `starts_anew` has no memory: its state is None.
@@ -125,7 +125,7 @@ def resumed(saved: dict[str, Any], stepper: torch.optim.Optimizer, lr_schedule: 
 
 
 def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
-    """Returns the class and its arguments, without the parameters."""
+    """Return the class and its arguments, without the parameters."""
     adamw = {"lr": section.learning_rate, "betas": section.betas}
     if section.optim in ("adamw_torch", "adamw_torch_fused"):
         return AdamW, {**adamw, "fused": True} if section.optim == "adamw_torch_fused" else adamw
@@ -158,7 +158,7 @@ def _class_of(section: LearnerSection) -> tuple[Any, dict[str, Any]]:
 
 
 def _needs(kind: Any, model: torch.nn.Module) -> dict[str, Any]:
-    """Returns arguments that only this class takes."""
+    """Return arguments that only this class takes."""
     return {"model": model} if kind is MuonWithAdamW else {}
 
 
@@ -174,7 +174,7 @@ def _check_arguments(kind: Any, section: LearnerSection) -> None:
 
 
 def _keep_embeddings_in_32_bits(model: torch.nn.Module) -> None:
-    """Does as transformers' Trainer: 8 bits are too few for their uneven gradients (arXiv:2110.02861, section 2.3)."""
+    """Do as transformers' Trainer: 8 bits are too few for their uneven gradients (arXiv:2110.02861, section 2.3)."""
     import bitsandbytes
 
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
@@ -184,12 +184,12 @@ def _keep_embeddings_in_32_bits(model: torch.nn.Module) -> None:
 
 
 def build_schedule(stepper: torch.optim.Optimizer, section: LearnerSection) -> LambdaLR:
-    """Makes the schedule of `learner.lr_scheduler_type`. Raises `ConfigError` for arguments that it refuses."""
+    """Make the schedule of `learner.lr_scheduler_type`. Raises `ConfigError` for arguments that it refuses."""
     return LambdaLR(stepper, schedule_factor(section))
 
 
 def schedule_factor(section: LearnerSection) -> Callable[[int], float]:
-    """Returns the factor of `learner.learning_rate` for an optimiser step by its number, counted from 0.
+    """Return the factor of `learner.learning_rate` for an optimiser step by its number, counted from 0.
 
     transformers warms up from 0, so its first step changes nothing. Here the first step is as long as its second, and
     so on to the end of the warm-up: step i of n uses (i + 1) / n where the warm-up is linear.
@@ -287,7 +287,7 @@ class MuonWithAdamW(Optimizer):
 
 
 def _words_of(model: torch.nn.Module) -> set[int]:
-    """Returns the ids of the parameters of embeddings and output layer."""
+    """Return the ids of the parameters of embeddings and output layer."""
     network: Any = getattr(model, "model", model)
     layers = (network.get_input_embeddings(), network.get_output_embeddings())
     return {id(parameter) for layer in layers if layer is not None for parameter in layer.parameters()}

@@ -45,7 +45,7 @@ class Known:
 
 
 def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
-    """Scores all rows under the policy as it is."""
+    """Score all rows under the policy as it is."""
     known = []
     with torch.no_grad():
         for row in rows:
@@ -65,7 +65,7 @@ class PreviousWeights:
         self._copies: list[torch.Tensor] = []
 
     def keep(self) -> None:
-        """Copies the weights as they are; called right before each optimiser step."""
+        """Copy the weights as they are; called right before each optimiser step."""
         if not self._copies:
             self._copies = [torch.empty_like(wrapping.local(parameter.detach())) for parameter in self._parameters]
         for copy, parameter in zip(self._copies, self._parameters, strict=True):
@@ -78,7 +78,7 @@ class PreviousWeights:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Gives the model the previous weights inside the `with`. Pointers are swapped; nothing is copied unless ranks
+        """Give the model the previous weights inside the `with`. Pointers are swapped; nothing is copied unless ranks
         share the weights out."""
         self._swap()
         try:
@@ -101,7 +101,7 @@ class PreviousWeights:
 def with_previous(
     known: Sequence[Known], policy: torch.nn.Module, rows: Sequence[PackedRow], previous: PreviousWeights
 ) -> list[Known]:
-    """Adds the log-probs under the policy before the last step, if there was one."""
+    """Add the log-probs under the policy before the last step, if there was one."""
     if not previous.known:
         return list(known)
     with previous.in_place():
@@ -110,12 +110,12 @@ def with_previous(
 
 
 def consult(reference: Reference, rows: Sequence[PackedRow], known: Sequence[Known]) -> list[Known]:
-    """Adds the log-probs under the reference model."""
+    """Add the log-probs under the reference model."""
     return [replace(of, reference=reference.logprobs(row)) for row, of in zip(rows, known, strict=True)]
 
 
 def in_several_rows(rows: Sequence[PackedRow]) -> bool:
-    """Says whether a rollout stands in several rows. For rows on a GPU, the host waits for the answer."""
+    """Say whether a rollout stands in several rows. For rows on a GPU, the host waits for the answer."""
     seen = torch.cat([torch.unique(row.rollout) for row in rows])
     return len(seen) > len(torch.unique(seen))
 
@@ -172,7 +172,7 @@ class Preparation:
             self._kept = keep_top_entropy(entropies, self._lowest_entropy).sum()
 
     def tokens(self, row: PackedRow, scores: TokenScores, known: Known) -> Tokens:
-        """Makes the row's tokens from the policy's scores of them."""
+        """Make the row's tokens from the policy's scores of them."""
         logprobs = scores.logprobs.detach()
         drift = self._of_rollout(row, logprobs, self._drift)
         proximal = self._proximal(row, logprobs, known)
@@ -201,7 +201,7 @@ class Preparation:
         return self._algorithm.proximal(ProximalInputs(row.behaviour, logprobs, known.previous, row.staleness))
 
     def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
-        """Says which tokens have the step's highest entropies. A row of which nothing is known is the step's
+        """Say which tokens have the step's highest entropies. A row of which nothing is known is the step's
         only one."""
         share = self._algorithm.top_entropy
         if share is None:
@@ -211,27 +211,27 @@ class Preparation:
         return keep_top_entropy(entropy, lowest)
 
     def _entropy_weights(self, logprobs: torch.Tensor, top: torch.Tensor | None) -> torch.Tensor:
-        """Returns each token's part in the mean over the step's tokens, or over those of highest entropy where these
+        """Return each token's part in the mean over the step's tokens, or over those of highest entropy where these
         alone are learnt from."""
         if top is None:
             return torch.full_like(logprobs, 1 / self._trained)
         return top / (top.sum() if self._kept is None else self._kept)
 
     def _of_rollout(self, row: PackedRow, logprobs: torch.Tensor, drift: torch.Tensor | None) -> torch.Tensor:
-        """Returns the sum of logprobs - behaviour over each token's rollout. Where `drift` is None, the rollout stands
+        """Return the sum of logprobs - behaviour over each token's rollout. Where `drift` is None, the rollout stands
         in this row."""
         return (_drift([row], [logprobs], self._count, logprobs.device) if drift is None else drift)[row.rollout]
 
 
 def _on_host(drift: torch.Tensor) -> Floats:
-    """Copies to the host, float64 [S]; this waits for the device, once a step."""
+    """Copy to the host, float64 [S]; this waits for the device, once a step."""
     return drift.cpu().numpy().astype(np.float64)
 
 
 def _drift(
     rows: Sequence[PackedRow], logprobs: Sequence[torch.Tensor], count: int, device: torch.device
 ) -> torch.Tensor:
-    """Sums logprobs - behaviour over each of `count` rollouts, as far as they stand in these rows.
+    """Sum logprobs - behaviour over each of `count` rollouts, as far as they stand in these rows.
 
     Args:
         logprobs: float32 [N] for each row.

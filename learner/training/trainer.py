@@ -116,7 +116,7 @@ class Trainer:
         return torch.device(self.accelerator.device)
 
     def step(self, rows: Sequence[PackedRow], rollouts: StepRollouts) -> StepMetrics:
-        """Trains on `rows`, which the ranks share and which hold the tokens of `rollouts` that train.
+        """Train on `rows`, which the ranks share and which hold the tokens of `rollouts` that train.
 
         Raises:
             DivergedError: Before any weight is changed.
@@ -132,7 +132,7 @@ class Trainer:
             return replace(metrics, train_s=time.perf_counter() - started)
 
     def _step(self, share: RankRows) -> StepMetrics:
-        """Does this rank's part of a step."""
+        """Do this rank's part of a step."""
         started = time.perf_counter()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
@@ -206,13 +206,13 @@ class Trainer:
         )
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:
-        """Says whether the policy must score all rows before the first one trains. The rows must be on the host, or
+        """Say whether the policy must score all rows before the first one trains. The rows must be on the host, or
         this would wait for the GPU."""
         of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
         return (of_step and len(rows) * self.team.count > 1) or (self.algorithm.by_rollout and in_several_rows(rows))
 
     def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
-        """Runs the passes without a gradient that the algorithm needs."""
+        """Run the passes without a gradient that the algorithm needs."""
         known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
         if self.previous_weights is not None:
             known = with_previous(known, self._policy, rows, self.previous_weights)
@@ -222,7 +222,7 @@ class Trainer:
         return Preparation(self.algorithm, rollouts, rows, known, self.device, self.team)
 
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
-        """Scores a sequence at temperature 1.
+        """Score a sequence at temperature 1.
 
         Returns:
             log p(token_ids[i + 1] | token_ids[: i + 1]), float32 [T - 1].
@@ -234,7 +234,7 @@ class Trainer:
             return scores.logprobs.cpu().numpy()
 
     def weights(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields what `Policy.named_weights` does. Where ranks hold parts, rank 0 gathers whole weights on its host
+        """Yield what `Policy.named_weights` does. Where ranks hold parts, rank 0 gathers whole weights on its host
         first."""
         if not self.team.sharded:
             return self.policy.named_weights()
@@ -242,14 +242,14 @@ class Trainer:
             return export.gathered(self.policy.model, keep=self.team.leads)
 
     def save_model(self, folder: Path) -> None:
-        """Saves the policy as `Policy.save` does."""
+        """Save the policy as `Policy.save` does."""
         with self._by_all("save_model"):
             state = wrapping.gathered(self.policy.model.state_dict(), self.team.leads) if self.team.sharded else None
             if self.team.leads:
                 self.policy.save(folder, state)
 
     def take_part(self) -> None:
-        """Takes part in rank 0's work, on any other rank, until none is left. Raises `RankLost`."""
+        """Take part in rank 0's work, on any other rank, until none is left. Raises `RankLost`."""
         while (name := self.team.next_command().name) != END:
             match name:
                 case "step":
@@ -273,12 +273,12 @@ class Trainer:
                     raise ValueError(f"rank 0 asks for {name}, which this rank does not know")
 
     def _by_all(self, name: str) -> AbstractContextManager[None]:
-        """Wraps work that all ranks must do together if each holds a part of the weights, and rank 0 alone
+        """Wrap work that all ranks must do together if each holds a part of the weights, and rank 0 alone
         otherwise."""
         return self.team.together(name) if self.team.sharded else nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Returns optimiser, schedule and what the reference has to keep, as tensors and plain values."""
+        """Return optimiser, schedule and what the reference has to keep, as tensors and plain values."""
         state = {"optim": self.optim, "optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
         kept = self.reference.state() if self.reference is not None else None
         state = state if kept is None else {**state, "reference": kept}
@@ -286,7 +286,7 @@ class Trainer:
             return wrapping.gathered(state, self.team.leads) if self.team.sharded else state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Loads what `state` returned, prepared by `optimiser.resumed`."""
+        """Load what `state` returned, prepared by `optimiser.resumed`."""
         with self.team.together("restore"):
             state = self.team.spread({name: state[name] for name in STATE if name in state})
             self._restore(state)
@@ -304,7 +304,7 @@ class Trainer:
 
 
 def _why_diverged(loss: float, grad_norm: float, metrics: Mapping[str, float]) -> str:
-    """Says which value is not finite, the metrics that show where it went wrong, and what to change."""
+    """Say which value is not finite, the metrics that show where it went wrong, and what to change."""
     if math.isfinite(metrics["log_ratio_max"]):
         remedy = (
             "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
@@ -320,7 +320,7 @@ def _why_diverged(loss: float, grad_norm: float, metrics: Mapping[str, float]) -
 
 
 def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns sums for KL(sampler, learner): the mean of -log r over the fresh tokens, where r = p / p of the sampler
+    """Return sums for KL(sampler, learner): the mean of -log r over the fresh tokens, where r = p / p of the sampler
     (k1 of joschu.net/blog/kl-approx.html).
 
     Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
@@ -334,12 +334,12 @@ def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torc
 
 
 def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Adds scalars by name on their device, so no row waits for another's."""
+    """Add scalars by name on their device, so no row waits for another's."""
     for name, value in more.items():
         total[name] = total[name] + value if name in total else value
 
 
 def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Keeps the greatest scalar by name on its device, so no row waits for another's."""
+    """Keep the greatest scalar by name on its device, so no row waits for another's."""
     for name, value in more.items():
         peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

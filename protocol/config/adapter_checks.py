@@ -152,7 +152,7 @@ def _check_published_alone(weight_sync: WeightSyncSection, model: ModelSection, 
 
 
 def find_adapter_warnings(learner: LearnerSection, lora: LoraSection) -> list[Finding]:
-    """Finds a learning rate that is valid but too low for an adapter to learn."""
+    """Find a learning rate that is valid but too low for an adapter to learn."""
     if not lora.r or learner.learning_rate >= _LITTLE:
         return []
     text = (

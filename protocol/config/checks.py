@@ -156,7 +156,7 @@ _WIDE_FOR_GSPO = 0.05
 
 
 def find_algorithm_warnings(learner: LearnerSection) -> list[Finding]:
-    """Finds bounds of a clip that are valid but too wide for the objective."""
+    """Find bounds of a clip that are valid but too wide for the objective."""
     bounds = {name: getattr(learner, name) for name in ("clip_low", "clip_high")}
     wide = [f"learner.{name} = {value:g}" for name, value in bounds.items() if value > _WIDE_FOR_GSPO]
     if learner.objective != "gspo" or not wide:
@@ -301,7 +301,7 @@ def _settings(parts: list[_Part]) -> str:
 
 
 def find_quorum_warnings(weight_sync: WeightSyncSection, vllm: VllmSection) -> list[Finding]:
-    """Finds a quorum above the number of servers, which is only right if more servers join."""
+    """Find a quorum above the number of servers, which is only right if more servers join."""
     there = len(vllm.servers) if vllm.servers else vllm.count
     if weight_sync.quorum <= there:
         return []

@@ -27,5 +27,5 @@ def build(config: RunConfig) -> Store:
 
 
 def open_for_reading(config: RunConfig) -> StoreReader:
-    """Opens what the queues of the run have stored, without holding it."""
+    """Open what the queues of the run have stored, without holding it."""
     return READERS[config.queue.store](config)

@@ -90,11 +90,11 @@ class StoreReader(Protocol):
     """Reads what a run has stored, without holding the store: a queue may run on it meanwhile."""
 
     def exists(self) -> bool:
-        """Tells whether a queue of the run has stored anything."""
+        """Tell whether a queue of the run has stored anything."""
         ...
 
     def read_ledger(self) -> list[LedgerRow]:
-        """Returns every ticket of the run in the order of issue. Those that are kept as sums only are left out.
+        """Return every ticket of the run in the order of issue. Those that are kept as sums only are left out.
 
         Raises:
             ConfigError: There is no ledger, or it cannot be read.
@@ -102,7 +102,7 @@ class StoreReader(Protocol):
         ...
 
     def run_state(self) -> RunState:
-        """Returns how far the run is, `RunState()` if nothing is stored. Raises `ConfigError` if it cannot be read."""
+        """Return how far the run is, `RunState()` if nothing is stored. Raises `ConfigError` if it cannot be read."""
         ...
 
 

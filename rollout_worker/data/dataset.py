@@ -172,7 +172,7 @@ def check_evaluation(config: RunConfig, eval_dataset: Any) -> None:
 
 
 def find_evaluation_warnings(config: RunConfig, eval_dataset: Any) -> list[Finding]:
-    """Finds an eval_dataset that is never read, and evaluations that are never made."""
+    """Find an eval_dataset that is never read, and evaluations that are never made."""
     settings, steps = config.eval, config.learner.steps
     if not settings.is_on and eval_dataset is not None:
         text = f"Task(eval_dataset=...) is never read, since {_OFF}"

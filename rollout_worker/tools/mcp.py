@@ -223,7 +223,7 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
         text = str(error) if isinstance(error, McpFailed) else f"{server.shown}: {type(error).__name__}: {error}"
         raise ConfigError(f"mcp_servers: {text:.500}; {remedy}") from None
     if not schemas:
-        raise ConfigError(f"mcp_servers: {server.shown} has no tools that can be used; leave it out, or mend it")
+        raise ConfigError(f"mcp_servers: {server.shown} has no tools that can be used; leave it out, or fix it")
     return schemas
 
 
@@ -233,10 +233,10 @@ def _remedy(server: McpServer) -> str:
     The stderr of a server over HTTP is not on this machine, so only that of a command line is named.
     """
     if server.command:
-        return "mend its command line, or look at what it wrote to stderr"
+        return "fix its command line, or look at what it wrote to stderr"
     if not urlsplit(server.shown).path.strip("/"):
         return f"its address has no path, which usually is /mcp: write {server.shown.rstrip('/')}/mcp, or start it"
-    return "start it, or mend its address"
+    return "start it, or fix its address"
 
 
 def _text_of(result: CallToolResult) -> str:

@@ -56,7 +56,7 @@ class Threads:
         limit: int,
         on_hung: Callable[[], None] = lambda: None,
         on_full: Callable[[str], None] = lambda text: None,
-        remedy: str = "mend what hangs",
+        remedy: str = "fix the code that hangs",
         after_cancel_s: float | None = None,
     ) -> None:
         self.limit = limit

@@ -110,16 +110,16 @@ class _Config:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Lists the fields that this class takes."""
+        """List the fields that this class takes."""
         return [name for name, field in FIELDS.items() if {cls.letter, "T"} & {*field.of}]
 
     def field(self, name: str) -> Any:
-        """Returns the script's value, else `default(name)`."""
+        """Return the script's value, else `default(name)`."""
         return self.given.get(name, self.default(name))
 
     @classmethod
     def default(cls, name: str) -> Any:
-        """Returns TRL's default of a field that shapes what is trained, None for another field."""
+        """Return TRL's default of a field that shapes what is trained, None for another field."""
         return DEFAULTS[cls.__name__].get(name)
 
     def __setattr__(self, name: str, value: Any) -> None:

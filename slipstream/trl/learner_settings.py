@@ -42,7 +42,7 @@ _UNBOUNDED = 1e6
 
 
 def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
-    """Translates the objective of a config into settings of [learner].
+    """Translate the objective of a config into settings of [learner].
 
     Args:
         config: The script's config.
@@ -74,7 +74,7 @@ def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
 
 
 def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
-    """Returns the preset, and the parts of the algorithm that the config may choose differently from it."""
+    """Return the preset, and the parts of the algorithm that the config may choose differently from it."""
     if isinstance(config, RLOOConfig):
         return {"algorithm": "rloo", "objective": "sequence_clip"}
     if isinstance(config, AsyncGRPOConfig):
@@ -101,7 +101,7 @@ def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
 
 
 def _own(config: _Config, loss: str) -> dict[str, Any]:
-    """Returns the fields whose names begin with the objective's, which are its settings here too."""
+    """Return the fields whose names begin with the objective's, which are its settings here too."""
     return {name: value for name, value in config.given.items() if name.startswith(f"{loss}_") and value is not None}
 
 
@@ -120,7 +120,7 @@ def _bounds(config: _Config, algorithm: str) -> dict[str, Any]:
 
 
 def _correction(config: _Config, loss: str, notes: list[str]) -> dict[str, Any]:
-    """Returns the correction. TRL weights by the ratio of trainer and sampler if vLLM samples.
+    """Return the correction. TRL weights by the ratio of trainer and sampler if vLLM samples.
 
     With one optimiser step for each batch, the trainer at generation is the policy that trains, which is
     `proximal = "recomputed"` here.
@@ -180,7 +180,7 @@ def _shapes(config: _Config, name: str) -> bool:
 
 
 def number(config: _Config, name: str) -> Any:
-    """Returns a number, None if it is neither given nor has a default. Raises `ConfigError` for another type."""
+    """Return a number, None if it is neither given nor has a default. Raises `ConfigError` for another type."""
     value = config.field(name)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
         raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a number")
@@ -199,7 +199,7 @@ _OF_BITSANDBYTES = ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_
 
 
 def optimiser_settings(config: _Config, steps: int | None, notes: list[str]) -> dict[str, Any]:
-    """Translates optimiser and schedule into settings of [learner].
+    """Translate optimiser and schedule into settings of [learner].
 
     Args:
         config: The script's config.
@@ -235,7 +235,7 @@ def optimiser_settings(config: _Config, steps: int | None, notes: list[str]) -> 
 
 
 def lora_settings(given: Any, kind: str) -> dict[str, Any]:
-    """Translates a trainer's `peft_config` into settings of [lora].
+    """Translate a trainer's `peft_config` into settings of [lora].
 
     Args:
         given: The `peft_config`.
@@ -282,7 +282,7 @@ def lora_settings(given: Any, kind: str) -> dict[str, Any]:
 
 
 def quantisation_settings(given: Any, kind: str) -> dict[str, Any]:
-    """Translates a trainer's `quantization_config` into settings of [model].
+    """Translate a trainer's `quantization_config` into settings of [model].
 
     Raises:
         ConfigError: It is not a BitsAndBytesConfig.
@@ -299,7 +299,7 @@ def quantisation_settings(given: Any, kind: str) -> dict[str, Any]:
 
 
 def _arguments(config: _Config) -> dict[str, Any]:
-    """Parses `optim_args`, which TRL takes as text such as "momentum=0.9,nesterov=true"."""
+    """Parse `optim_args`, which TRL takes as text such as "momentum=0.9,nesterov=true"."""
     given = config.field("optim_args")
     if isinstance(given, Mapping):
         return dict(given)
@@ -314,7 +314,7 @@ def _arguments(config: _Config) -> dict[str, Any]:
 
 
 def _schedule_arguments(config: _Config) -> dict[str, Any]:
-    """Parses `lr_scheduler_kwargs`, which TRL takes as a dict or as JSON."""
+    """Parse `lr_scheduler_kwargs`, which TRL takes as a dict or as JSON."""
     given = config.field("lr_scheduler_kwargs")
     try:
         found = json.loads(given) if isinstance(given, str) else given
@@ -326,7 +326,7 @@ def _schedule_arguments(config: _Config) -> dict[str, Any]:
 
 
 def _value(text: str) -> Any:
-    """Parses a number or a truth value; returns other text as it is."""
+    """Parse a number or a truth value; returns other text as it is."""
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false") else text)
     except ValueError:

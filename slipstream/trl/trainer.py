@@ -112,7 +112,7 @@ class _Trainer:
 
     @without_frames
     def add_callback(self, callback: Any) -> None:
-        """Adds an object or a class of transformers' `TrainerCallback`.
+        """Add an object or a class of transformers' `TrainerCallback`.
 
         It is called in the learner's process, which imports the script up to `train()`.
         """
@@ -125,7 +125,7 @@ class _Trainer:
 
     @without_frames
     def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
-        """Runs everything until the learner is done.
+        """Run everything until the learner is done.
 
         Args:
             resume_from_checkpoint: True goes on from the newest checkpoint.
@@ -167,7 +167,7 @@ class _Trainer:
 
     @without_frames
     def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copies the newest checkpoint's model to `output_dir`, by default the run directory.
+        """Copy the newest checkpoint's model to `output_dir`, by default the run directory.
 
         With `load_best_model_at_end` it is the best checkpoint's. An adapter is merged into the model, and copied to
         `adapter/` as well.
@@ -181,7 +181,7 @@ class _Trainer:
 
     @without_frames
     def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
-        """Uploads the model that `save_model` copies, with its card. Returns the hub's answer about the commit."""
+        """Upload the model that `save_model` copies, with its card. Returns the hub's answer about the commit."""
         if loading_a_task() is not None:
             return None
         from huggingface_hub import HfApi
@@ -200,7 +200,7 @@ class _Trainer:
         return Path(found[best.step if best else max(found)] / checkpoints.MODEL)
 
     def translated(self, context: int | None) -> Translation:
-        """Returns the run's settings. `context` is the model's length in tokens; None if it is not known."""
+        """Return the run's settings. `context` is the model's length in tokens; None if it is not known."""
         made = translate(self.args, self.model, context)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
@@ -230,7 +230,7 @@ class AsyncGRPOTrainer(_Trainer):
 
 
 def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
-    """Returns the tokenizer's folder or name, None if it is the model's. Raises `ConfigError` if it has none."""
+    """Return the tokenizer's folder or name, None if it is the model's. Raises `ConfigError` if it has none."""
     if processing_class is None:
         return None
     name = processing_class if isinstance(processing_class, str) else getattr(processing_class, "name_or_path", None)
@@ -246,7 +246,7 @@ def _name_of(processing_class: Any, model: str, kind: str) -> str | None:
 
 
 def _context_of(model: str) -> int | None:
-    """Returns a model's context in tokens; None if it cannot be read, which the check before the start reports."""
+    """Return a model's context in tokens; None if it cannot be read, which the check before the start reports."""
     from deploy.checks.model_check import context_of
 
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its client warns at every try to reach the hub
@@ -258,7 +258,7 @@ def _context_of(model: str) -> int | None:
 
 
 def _mean_loss(journal: Path) -> float:
-    """Returns the mean of the steps' losses, NaN without a step."""
+    """Return the mean of the steps' losses, NaN without a step."""
     if not journal.exists():
         return math.nan
     losses = [json.loads(line).get("loss") for line in journal.read_text(encoding="utf-8").splitlines()]

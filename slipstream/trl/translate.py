@@ -50,7 +50,7 @@ class Translation:
 
 
 def translate(config: _Config, model: str, context: int | None) -> Translation:
-    """Translates a trainer's config and model.
+    """Translate a trainer's config and model.
 
     Args:
         config: The script's config.
@@ -202,7 +202,7 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
 
 
 def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    """Sets the context to a prompt beside the longest completion, as far as the model's context allows."""
+    """Set the context to a prompt beside the longest completion, as far as the model's context allows."""
     completion, length = number(config, "max_completion_length"), number(config, "vllm_max_model_length")
     if length is None:
         length = max(_default(VllmSection, "max_model_len"), 2 * (completion or 0))
@@ -292,7 +292,7 @@ def _eval_generations(config: _Config) -> int:
 
 
 def _eval_steps(config: _Config) -> int:
-    """Returns the optimiser steps between evaluations; as in transformers, those between logs if none are given."""
+    """Return the optimiser steps between evaluations; as in transformers, those between logs if none are given."""
     name = "logging_steps" if number(config, "eval_steps") is None else "eval_steps"
     found: float | None = number(config, name)
     given = _LOGGING_STEPS if found is None else found
@@ -313,7 +313,7 @@ def _eval_steps(config: _Config) -> int:
 
 
 def _differences(config: _Config, notes: list[str]) -> None:
-    """Adds notes on differences that no field expresses."""
+    """Add notes on differences that no field expresses."""
     if config.letter in "GR":
         notes.append(
             "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
@@ -332,7 +332,7 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Unwraps a value of one of transformers' enumerations."""
+    """Unwrap a value of one of transformers' enumerations."""
     return value.value if isinstance(value, Enum) else value
 
 
@@ -341,7 +341,7 @@ def _default(section: Any, key: str) -> Any:
 
 
 def check_fields(config: _Config, sections: Sections) -> None:
-    """Raises `ConfigError` for a field whose setting is out of bounds.
+    """Raise `ConfigError` for a field whose setting is out of bounds.
 
     Settings of `config.slipstream` are left to the start of the run, whose messages name settings.
     """
@@ -356,7 +356,7 @@ def check_fields(config: _Config, sections: Sections) -> None:
 
 
 def _of_fields(config: _Config, line: str) -> str | None:
-    """Puts the script's fields before a message that begins with their setting; None if the script set none."""
+    """Put the script's fields before a message that begins with their setting; None if the script set none."""
     match = re.match(r"([a-z_]+)\.([a-z_]+) = ", line)
     if match is None or match[2] in config.slipstream.get(match[1], {}):
         return None

@@ -65,7 +65,7 @@ class AdapterOutcome:
 async def publish_adapter(
     control: ServerControl, snapshot: Snapshot, proof: ServerProof, proven: str | None
 ) -> AdapterOutcome:
-    """Publishes the adapter of `snapshot`. If its proof fails, the adapter before it goes on serving.
+    """Publish the adapter of `snapshot`. If its proof fails, the adapter before it goes on serving.
 
     Args:
         proven: Name of the adapter that was last proven on the server, None before the first.
@@ -91,7 +91,7 @@ async def publish_adapter(
 
 
 async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:
-    """Sends the adapter and has it loaded, unless it is loaded. It serves nobody yet.
+    """Send the adapter and has it loaded, unless it is loaded. It serves nobody yet.
 
     Args:
         state: The server's answer about its adapters, None to ask for it.
@@ -137,7 +137,7 @@ async def _load(control: ServerControl, payload: AdapterPayload) -> None:
 
 
 def adapter_refusal(config: RunConfig, snapshot: Snapshot) -> str | None:
-    """Asks the run's servers whether they take the adapter of `snapshot`, until one answers. Blocks.
+    """Ask the run's servers whether they take the adapter of `snapshot`, until one answers. Blocks.
 
     Returns:
         Why that server does not take it. None if it does, or if none answers within `vllm.start_timeout_s`, which the

@@ -45,7 +45,7 @@ class Lag:
 
 
 def find_lag(server: Standing, others: Iterable[Standing], newest: int, max_staleness: int) -> Lag | None:
-    """Compares a serving server with the others that serve. Returns None where none of them is ahead.
+    """Compare a serving server with the others that serve. Returns None where none of them is ahead.
 
     A server that is max(1, `max_staleness`) versions behind `newest` would hold up the admission of tickets. Its grace
     period is twice what the publication to the server ahead took: leaving service aborts its requests, which a delay
@@ -66,5 +66,5 @@ def find_lag(server: Standing, others: Iterable[Standing], newest: int, max_stal
 
 
 def retry_pause_s(failures: int) -> float:
-    """Returns the seconds to wait after so many failures in a row: doubled by each, at most `MAX_PAUSE_S`."""
+    """Return the seconds to wait after so many failures in a row: doubled by each, at most `MAX_PAUSE_S`."""
     return min(MAX_PAUSE_S, RETRY_PAUSE_S * 2.0 ** max(0, min(failures, 30) - 1))

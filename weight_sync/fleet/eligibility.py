@@ -37,7 +37,7 @@ class Wanted:
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Reads the requirements from a run file."""
+        """Read the requirements from a run file."""
         allows = config.weight_sync.probe_tolerance != "auto" or config.served_quantised
         return cls(config.served_dtype, config.vllm.max_model_len, config.weight_sync.transport, allows)
 
@@ -51,7 +51,7 @@ class Mismatch:
 
 
 def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
-    """Finds the flags of a server that keep the run from using it, or would make its data wrong."""
+    """Find the flags of a server that keep the run from using it, or would make its data wrong."""
     transport, length, dtype = wanted.transport, wanted.max_model_len, wanted.dtype
     known = {backend(name) for name in TRANSPORTS} if transport == "auto" else {backend(transport)}
     found = {
@@ -89,7 +89,7 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
 
 
 def describe_mismatches(mismatches: Sequence[Mismatch]) -> str:
-    """Joins all mismatches, and the remedy, into one text."""
+    """Join all mismatches, and the remedy, into one text."""
     return (
         f"{'; '.join(one.what for one in mismatches)}; start it with: slipstream vllm run.toml, or with: "
         f"{' '.join(one.flag for one in mismatches)}"
@@ -97,7 +97,7 @@ def describe_mismatches(mismatches: Sequence[Mismatch]) -> str:
 
 
 def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:
-    """Returns a text if the learner of another run controls the server at `url`; None if none does.
+    """Return a text if the learner of another run controls the server at `url`; None if none does.
 
     Args:
         run_id: This run's id, "" before it is known.
@@ -108,7 +108,7 @@ def of_another_run(url: str, state: EngineState, run_id: str) -> str | None:
 
 
 def find_lost_weights(state: EngineState, boot: str | None, ours: Container[str] | None, run_id: str) -> str | None:
-    """Returns how the weights proven on a server were lost; None where the server may still hold them.
+    """Return how the weights proven on a server were lost; None where the server may still hold them.
 
     Args:
         state: The server's answer just now.
@@ -144,7 +144,7 @@ class Eligibility:
         self._cause: str | None = None
 
     async def look(self, state: EngineState, claimed: str | None) -> str | None:
-        """Returns why the run may not use the server, None if it may.
+        """Return why the run may not use the server, None if it may.
 
         Args:
             state: The server's answer just now.
@@ -159,7 +159,7 @@ class Eligibility:
         return self.reason
 
     async def _find_mismatches(self, boot: str) -> str | None:
-        """Returns why the flags of the process `boot` do not fit, and the remedy. One that does not say them is not
+        """Return why the flags of the process `boot` do not fit, and the remedy. One that does not say them is not
         used, and is asked again."""
         if boot == self._boot:
             return self._mismatches

@@ -68,7 +68,7 @@ class Fleet:
         on_failure: Callable[[BaseException], None],
         run_id: Callable[[], str] = lambda: "",
     ) -> None:
-        """Makes a fleet without members.
+        """Make a fleet without members.
 
         Args:
             make_transport: Makes a transport for each connection to a server.
@@ -102,13 +102,13 @@ class Fleet:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Ends all members while connections are open: a task that ends resumes its server, or quarantines it."""
+        """End all members while connections are open: a task that ends resumes its server, or quarantines it."""
         for name in [*self.members]:
             self._remove(name)
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
 
     def handed(self, version: int, snapshot_s: float) -> None:
-        """Starts the publication of a version whose snapshot is filled.
+        """Start the publication of a version whose snapshot is filled.
 
         Args:
             snapshot_s: Seconds that the learner waited for the copy.
@@ -121,7 +121,7 @@ class Fleet:
             member.wake()
 
     async def run(self) -> None:
-        """Follows the registry and takes servers that are too far behind out of service. Runs until cancelled."""
+        """Follow the registry and takes servers that are too far behind out of service. Runs until cancelled."""
         while True:
             self._read.clear()
             try:
@@ -141,7 +141,7 @@ class Fleet:
                     await self._read.wait()
 
     def describe_waits(self) -> str:
-        """Describes each server that is not up to date, for people."""
+        """Describe each server that is not up to date, for people."""
         waiting = [
             f"{name} ({', '.join(filter(None, [member.server.state, member.wait_text]))})"
             for name, member in sorted(self.members.items())
@@ -150,7 +150,7 @@ class Fleet:
         return "; ".join(waiting) or ("all servers have it" if self.members else "the queue knows no server")
 
     def describe_missing(self, version: int) -> str:
-        """Explains for each server without `version` why it does not have it, for an error."""
+        """Explain for each server without `version` why it does not have it, for an error."""
         failed = self.publications.why_failed(version)
         missing = [
             failed.get(name)
@@ -161,7 +161,7 @@ class Fleet:
         return "; ".join(missing) or "the queue knows no server"
 
     def all_failed(self, times: int) -> bool:
-        """Returns whether every server answers and has failed `times` times in a row."""
+        """Return whether every server answers and has failed `times` times in a row."""
         return bool(self.members) and all(
             member.answers and member.failures >= times for member in self.members.values()
         )
@@ -205,7 +205,7 @@ class Fleet:
         self.changed = asyncio.Event()
 
     async def _read_registry(self) -> None:
-        """Adds and removes members to follow the registry, and hands them the changes that others made there."""
+        """Add and removes members to follow the registry, and hands them the changes that others made there."""
         updates = {name: member.reporter.updates for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():
@@ -246,7 +246,7 @@ class Fleet:
         )
 
     def _remove(self, name: str) -> None:
-        """Ends a member in the background, so that a server that hangs holds up no other."""
+        """End a member in the background, so that a server that hangs holds up no other."""
         if name not in self._leaving:
             self._leaving[name] = asyncio.create_task(self._end_member(name), name=f"server {name} leaves")
 
@@ -266,7 +266,7 @@ class Fleet:
         return await self._client.put_server(server, self._session())
 
     async def _mark_stale(self) -> None:
-        """Takes servers out of service whose lag would hold up the admission of tickets (stale)."""
+        """Take servers out of service whose lag would hold up the admission of tickets (stale)."""
         now = time.monotonic()
         for member in [*self.members.values()]:
             found = self._lag_of(member.standing)
@@ -281,7 +281,7 @@ class Fleet:
                     await member.reporter.tell(ServerState.STALE, None, reason)
 
     def _free_snapshots(self) -> None:
-        """Ends publications of old versions whose snapshots keep other servers from the newest."""
+        """End publications of old versions whose snapshots keep other servers from the newest."""
         names = self._snapshots.held_up(MAX_ROOM_WAIT_S)
         for name in names:
             if (member := self.members.get(name)) is not None:
@@ -295,7 +295,7 @@ class Fleet:
             member.wake()
 
     def _next_check_s(self) -> float:
-        """Returns the seconds until the next check: few while a server's grace period runs."""
+        """Return the seconds until the next check: few while a server's grace period runs."""
         return 0.1 if any(member.behind_since is not None for member in self.members.values()) else READ_EVERY_S
 
     def _note_queue_error(self, error: QueueError) -> None:
@@ -319,7 +319,7 @@ def _was_changed(ours: Server, theirs: Server) -> bool:
 async def run_forever(
     member: Member, on_queue_error: Callable[[QueueError], None], on_failure: Callable[[BaseException], None]
 ) -> None:
-    """Runs one server's task again after each error, with a pause. Runs until cancelled.
+    """Run one server's task again after each error, with a pause. Runs until cancelled.
 
     An unexpected error holds up no other server. After `MAX_UNEXPECTED_FAILURES` in quick succession the learner ends:
     a run whose only server is never updated would stand still, and nobody would know why.

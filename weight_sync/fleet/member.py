@@ -43,13 +43,13 @@ class FleetView(Protocol):
     """The part of the fleet that a member uses."""
 
     def claim(self, boot: str, name: str) -> str | None:
-        """Claims `name` for the server process `boot`. Returns why not, where it is in the fleet under another name."""
+        """Claim `name` for the server process `boot`. Returns why not, where it is in the fleet under another name."""
 
     def proven(self, member: Member, version: int, metrics: ServerMetrics) -> None:
-        """Notes that a server computes with `version`, and the costs of the publication."""
+        """Note that a server computes with `version`, and the costs of the publication."""
 
     def would_be_stale(self, member: Member, version: int, took_s: float) -> bool:
-        """Returns whether a server would be too far behind with `version`, whose publication took `took_s` seconds."""
+        """Return whether a server would be too far behind with `version`, whose publication took `took_s` seconds."""
 
 
 class Member:
@@ -124,23 +124,23 @@ class Member:
         return self.server.state is _S.SERVING and (newest is None or self.version == newest.version)
 
     def wake(self) -> None:
-        """Ends the task's pause: there is a new version, or the registry has changed."""
+        """End the task's pause: there is a new version, or the registry has changed."""
         self._wake.set()
 
     def take_registration(self, server: Server) -> None:
-        """Takes over a change that another process made in the queue's registry."""
+        """Take over a change that another process made in the queue's registry."""
         if server.state is _S.JOINING:
             self._forget_process()
         self.reporter.server = server
         self.wake()
 
     def reset_failures(self) -> None:
-        """Forgets earlier failures and tries at once."""
+        """Forget earlier failures and tries at once."""
         self.failures, self._next_try = 0, 0.0
         self.wake()
 
     async def run(self) -> None:
-        """Keeps the server up to date. Runs until cancelled.
+        """Keep the server up to date. Runs until cancelled.
 
         Raises:
             QueueError: The queue failed. Unexpected exceptions propagate too.
@@ -160,12 +160,12 @@ class Member:
             await self._pause()
 
     async def leave(self) -> None:
-        """Closes the connection and gives the server up to other runs."""
+        """Close the connection and gives the server up to other runs."""
         await self._sync.disconnect()
         await self._sync.control.goodbye()
 
     async def _look(self) -> EngineState | None:
-        """Returns the server's status, None where its engine does not answer or the run may not use it."""
+        """Return the server's status, None where its engine does not answer or the run may not use it."""
         began = time.monotonic()
         if self.waits_for is None and not self.up_to_date:
             self.waits_for = "an answer of its engine"
@@ -202,7 +202,7 @@ class Member:
         return state
 
     async def _is_ineligible(self, state: EngineState) -> bool:
-        """Returns whether the run may not use the server, which is then down for this run. Tells the queue once."""
+        """Return whether the run may not use the server, which is then down for this run. Tells the queue once."""
         reason = await self._eligibility.look(state, self._fleet.claim(state.boot, self.name))
         if reason is None:
             return False
@@ -213,13 +213,13 @@ class Member:
         return True
 
     async def _note_not_up(self, why: str) -> None:
-        """Notes that nothing listens at the server's address yet."""
+        """Note that nothing listens at the server's address yet."""
         self.answers, self.start_text, self.waits_for = False, why, "its start"
         if self.server.reason is None:
             await self.reporter.try_to_tell(_S.JOINING, None, why)
 
     async def _note_silence(self, why: str, asked: float, at_once: bool = False) -> None:
-        """Notes that the engine does not answer, and marks the server down when that has lasted.
+        """Note that the engine does not answer, and marks the server down when that has lasted.
 
         Args:
             why: The error, with the server's URL.
@@ -242,7 +242,7 @@ class Member:
         return self.user_pause.active
 
     async def _bring(self, state: EngineState) -> None:
-        """Publishes the newest version to the server, and tells the queue the outcome."""
+        """Publish the newest version to the server, and tells the queue the outcome."""
         snapshot = self._snapshots.take(self.name)
         self._no_room = snapshot is None
         if snapshot is None:
@@ -275,7 +275,7 @@ class Member:
             self._snapshots.give_back(self.name, snapshot, whole)
 
     async def _note_answer(self, why: str | None, asked: float) -> None:
-        """Notes an answer during a publication. `why`: the engine gave none when it was asked; None: it did."""
+        """Note an answer during a publication. `why`: the engine gave none when it was asked; None: it did."""
         if why is None:
             self._silent_since = None
         else:
@@ -315,7 +315,7 @@ class Member:
         self.behind_since, self._labels = None, set()
 
     async def _pause(self) -> None:
-        """Waits until there is something to publish, or the next look is due."""
+        """Wait until there is something to publish, or the next look is due."""
         left = self._next_try - time.monotonic()
         pause_s = min(LOOK_EVERY_S, left) if left > 0 else 0.0 if self._can_try() else LOOK_EVERY_S
         with suppress(TimeoutError):

@@ -38,7 +38,7 @@ class ServerMetrics:
 
     @classmethod
     def of(cls, outcome: Outcome, took_s: float, transport: str | None = None) -> ServerMetrics:
-        """Reads the metrics from a publication's outcome."""
+        """Read the metrics from a publication's outcome."""
         sent = outcome.sent or Sent(0, 0)
         return cls(
             *(outcome.transfer_s, outcome.pause_s, took_s, outcome.probe_max_abs_diff),
@@ -83,7 +83,7 @@ class PublishRecord:
     share_changed: float | None = None
 
     def add(self, name: str, metrics: ServerMetrics) -> None:
-        """Adds a server that has the version, or replaces its metrics."""
+        """Add a server that has the version, or replaces its metrics."""
         before = self.servers.get(name)
         self.servers[name] = metrics
         self.sent_bytes += metrics.sent_bytes - (before.sent_bytes if before else 0)
@@ -115,24 +115,24 @@ class Publications:
         self._known: dict[int, PublishRecord] = {}
 
     def reached(self, version: int) -> list[str]:
-        """Returns the names of the servers that have `version`."""
+        """Return the names of the servers that have `version`."""
         return self._known[version].servers_ok if version in self._known else []
 
     def handed(self, version: int, snapshot_s: float) -> None:
-        """Begins the record of a version. The learner waited for the copy only: `snapshot_s` seconds."""
+        """Begin the record of a version. The learner waited for the copy only: `snapshot_s` seconds."""
         self._known[version] = PublishRecord(version, snapshot_s, blocked_s=snapshot_s)
 
     def why_failed(self, version: int) -> dict[str, str]:
-        """Returns the newest reason by server name."""
+        """Return the newest reason by server name."""
         return dict(self._known[version].servers_failed) if version in self._known else {}
 
     def failed(self, name: str, version: int, reason: str) -> None:
-        """Notes why a server does not have a version."""
+        """Note why a server does not have a version."""
         if (record := self._known.get(version)) is not None and name not in record.servers:
             record.servers_failed[name] = reason
 
     def proven(self, name: str, version: int, metrics: ServerMetrics, served: Mapping[str, int | None]) -> bool:
-        """Adds a server to a version's record. Returns whether the publication counts from now on.
+        """Add a server to a version's record. Returns whether the publication counts from now on.
 
         Args:
             served: The version that each server serves, by name; None before its first.
@@ -156,5 +156,5 @@ class Publications:
         return True
 
     def give_up(self) -> None:
-        """Forgets the versions that have not counted. Nothing waits for them any more."""
+        """Forget the versions that have not counted. Nothing waits for them any more."""
         self._known = {of: each for of, each in self._known.items() if self.counted is not None and of <= self.counted}

@@ -26,7 +26,7 @@ Put = Callable[[Server], Awaitable[Server]]
 
 
 def transport_to(state: EngineState, newest: Snapshot | None) -> str:
-    """Returns the name of the transport that brings `newest` to a server. An adapter takes its own routes instead."""
+    """Return the name of the transport that brings `newest` to a server. An adapter takes its own routes instead."""
     if newest is not None and newest.adapter_config is not None:
         return ADAPTER
     return of_backend(state.transport) or state.transport
@@ -50,7 +50,7 @@ class QueueReporter:
         self._put = put
 
     async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """Tells the queue a state that it does not know yet.
+        """Tell the queue a state that it does not know yet.
 
         Args:
             version: The version that the state is about, None to leave it.
@@ -75,12 +75,12 @@ class QueueReporter:
             self.updates += 1
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """Calls `tell` and ignores a refusal: the registry has changed, and is read again soon."""
+        """Call `tell` and ignores a refusal: the registry has changed, and is read again soon."""
         with suppress(QueueRefused):
             await self.tell(state, version, reason)
 
     async def settled(self) -> None:
-        """Tells the queue, once for each drain, that the draining server may leave: no version is on its way to it."""
+        """Tell the queue, once for each drain, that the draining server may leave: no version is on its way to it."""
         began = self.server.changed_at
         if self._settled_at != began:
             with suppress(QueueRefused):
@@ -88,7 +88,7 @@ class QueueReporter:
             self._settled_at = began
 
     async def quarantine(self, version: int, reason: str) -> None:
-        """Takes the server out of service. One in quarantine keeps the first failed version: distrust begins there.
+        """Take the server out of service. One in quarantine keeps the first failed version: distrust begins there.
 
         Args:
             version: The version that failed.
@@ -102,7 +102,7 @@ class QueueReporter:
     async def publication_failed(
         self, snapshot: Snapshot, reason: str, must_leave: bool, now: EngineState | None
     ) -> None:
-        """Tells the queue the state that a failed publication leaves the server in.
+        """Tell the queue the state that a failed publication leaves the server in.
 
         Args:
             must_leave: Whether its proof failed, or it is left paused.
@@ -123,7 +123,7 @@ class QueueReporter:
             await self.try_to_tell(_S.STALE, None, reason)
 
     async def leave_quarantined(self, version: int) -> None:
-        """Quarantines a server that is left paused (I6), if the queue answers in time."""
+        """Quarantine a server that is left paused (I6), if the queue answers in time."""
         server = self.server
         reason = f"{server.url}: left paused: the learner ended before it had loaded version {version}"
         try:
@@ -148,7 +148,7 @@ class UserPause:
         self._reporter = reporter
 
     async def look(self, state: EngineState) -> bool:
-        """Returns whether a person has paused the engine. Tells the queue if so: no publication could be proven."""
+        """Return whether a person has paused the engine. Tells the queue if so: no publication could be proven."""
         self.active = state.paused and state.pause_owner == "person"
         if self.active:
             if self._reporter.server.state in (_S.JOINING, _S.DOWN):
@@ -158,13 +158,13 @@ class UserPause:
         return self.active
 
     def is_only_obstacle(self, state: EngineState, label: str) -> bool:
-        """Returns whether a pause alone keeps the server out of service, and it holds the weights of `label`."""
+        """Return whether a pause alone keeps the server out of service, and it holds the weights of `label`."""
         server = self._reporter.server
         was_paused = server.state is _S.STALE and (server.reason or "").startswith(PAUSED_BY_PERSON)
         return was_paused and state.label == label and state.whole
 
     async def end(self, version: int) -> None:
-        """Puts the server back into service with `version`, proven before the pause, which changes no weights (I5)."""
+        """Put the server back into service with `version`, proven before the pause, which changes no weights (I5)."""
         with suppress(QueueRefused):
             await self._reporter.tell(_S.SYNCING)
             await self._reporter.tell(_S.SERVING, version)

@@ -66,7 +66,7 @@ class ServerSync:
         dtype: str = "float32",
         rounds_more: bool = False,
     ) -> None:
-        """Prepares to publish to one server.
+        """Prepare to publish to one server.
 
         Args:
             tolerance: Largest `probe_max_abs_diff` that proves a version, in nats.
@@ -82,7 +82,7 @@ class ServerSync:
         self._boot: str | None = None
 
     async def publish(self, snapshot: Snapshot) -> Outcome:
-        """Brings `snapshot` to the server and proves it. After an error the next call starts with a new connection.
+        """Bring `snapshot` to the server and proves it. After an error the next call starts with a new connection.
 
         Raises:
             ControlError: A call to the server failed.
@@ -96,7 +96,7 @@ class ServerSync:
             raise
 
     async def disconnect(self) -> None:
-        """Closes the transport, if there is one."""
+        """Close the transport, if there is one."""
         transport, self._transport, self._proven = self._transport, None, None
         if transport is not None:
             await transport.close()
@@ -128,7 +128,7 @@ class ServerSync:
         looked.set()
 
     async def _connect(self) -> Transport:
-        """Returns the transport: a new one if there is none, or the server is not as the last publication left it."""
+        """Return the transport: a new one if there is none, or the server is not as the last publication left it."""
         state = await self._alive()
         if self._transport is not None:
             if (state.boot, state.label) == (self._boot, self._proven):
@@ -144,7 +144,7 @@ class ServerSync:
         return transport
 
     async def _alive(self) -> EngineState:
-        """Returns the server's status.
+        """Return the server's status.
 
         Raises:
             ControlError: Its engine does not answer, or it serves another run.
@@ -167,7 +167,7 @@ class PublicationAttempt:
     def __init__(
         self, control: ServerControl, on_answer: Callable[[str | None, float], Awaitable[None]], timeout_s: float
     ) -> None:
-        """Prepares to run publications.
+        """Prepare to run publications.
 
         Args:
             on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was
@@ -181,13 +181,13 @@ class PublicationAttempt:
         self._publishing: asyncio.Task[Outcome] | None = None
 
     def give_up(self) -> None:
-        """Ends the running publication, so that its snapshot can be filled anew."""
+        """End the running publication, so that its snapshot can be filled anew."""
         if self._publishing is not None:
             self.given_up = True
             self._publishing.cancel()
 
     async def run(self, publication: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """Awaits `publication()` and returns its outcome.
+        """Await `publication()` and returns its outcome.
 
         Raises:
             TimeoutError: It took too long. Errors of the publication propagate.
@@ -211,7 +211,7 @@ class PublicationAttempt:
             self._publishing = None
 
     async def _watch_engine(self, publishing: asyncio.Task[Outcome]) -> None:
-        """Looks at the engine until the publication ends: one that hangs must be marked down long before the
+        """Look at the engine until the publication ends: one that hangs must be marked down long before the
         publication's own time-out, as the requests that it holds keep everybody waiting."""
         while not publishing.done():
             await asyncio.wait([publishing], timeout=LOOK_EVERY_S)
@@ -228,7 +228,7 @@ class PublicationAttempt:
             await self._on_answer(look.result(), asked)
 
     async def _why_silent(self) -> str | None:
-        """Returns why the engine gives no answer; None where it does, or where a load in place keeps it busy."""
+        """Return why the engine gives no answer; None where it does, or where a load in place keeps it busy."""
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._control.state()

@@ -55,7 +55,7 @@ class Snapshots:
         dtype: torch.dtype | None,
         run_id: str = "",
     ) -> Snapshot:
-        """Copies the weights into a snapshot, which is the newest from now on.
+        """Copy the weights into a snapshot, which is the newest from now on.
 
         Args:
             weights: Names and tensors as in a checkpoint, on any device.
@@ -76,7 +76,7 @@ class Snapshots:
         return snapshot
 
     def take(self, name: str) -> Snapshot | None:
-        """Returns the newest snapshot, which server `name` holds until it gives it back; None while two older ones are
+        """Return the newest snapshot, which server `name` holds until it gives it back; None while two older ones are
         held."""
         with self._lock:
             snapshot = self._newest
@@ -90,7 +90,7 @@ class Snapshots:
             return snapshot
 
     def give_back(self, name: str, snapshot: Snapshot, whole: bool) -> None:
-        """Ends the hold of server `name`.
+        """End the hold of server `name`.
 
         Args:
             whole: Whether the publication came to its end, so that no thread can still read the buffer.
@@ -108,14 +108,14 @@ class Snapshots:
         self.freed()
 
     def held_up(self, seconds: float) -> list[str]:
-        """Returns the servers that hold the oldest version, if another one has waited `seconds` for its room."""
+        """Return the servers that hold the oldest version, if another one has waited `seconds` for its room."""
         with self._lock:
             if self._blocked_at is None or time.monotonic() - self._blocked_at < seconds:
                 return []
             return sorted(self._holders[min(self._holders)])
 
     def forget_oldest(self) -> int:
-        """Drops the oldest version, which a server that does not answer still holds. Its buffer is never filled again.
+        """Drop the oldest version, which a server that does not answer still holds. Its buffer is never filled again.
 
         Returns:
             The version.
@@ -135,11 +135,11 @@ class Snapshots:
             self._keep(snapshot)
 
     def _waits(self) -> bool:
-        """Returns whether no server has taken the newest snapshot."""
+        """Return whether no server has taken the newest snapshot."""
         return self._newest is not None and self._newest.version not in self._held
 
     def _keep(self, snapshot: Snapshot) -> None:
-        """Keeps the buffer for another snapshot, unless a thread may still read it."""
+        """Keep the buffer for another snapshot, unless a thread may still read it."""
         if snapshot.version in self._read:
             self._read.discard(snapshot.version)
         elif len(self._free) < MAX_ON_THEIR_WAY:

@@ -36,13 +36,13 @@ class ServerFacts:
 
     @classmethod
     def from_route(cls, answer: Mapping[str, Any]) -> ServerFacts:
-        """Reads the answer of `/slipstream/facts`."""
+        """Read the answer of `/slipstream/facts`."""
         names = [of.name for of in fields(cls) if of.name not in ("version", "scale_out")]
         return cls(version=None, scale_out=bool(answer.get("scale_out")), **{name: answer.get(name) for name in names})
 
     @classmethod
     def parse(cls, version: str | None, info: Mapping[str, Any], scale_out: bool) -> ServerFacts:
-        """Reads `info`, the answer of vLLM's `/server_info?config_format=json`."""
+        """Read `info`, the answer of vLLM's `/server_info?config_format=json`."""
         vllm = _table(info, "vllm_config")
         model = _table(vllm, "model_config")
         dtype = model.get("dtype")
@@ -59,7 +59,7 @@ class ServerFacts:
 
     @classmethod
     def of_command(cls, command: Sequence[str]) -> ServerFacts:
-        """Parses a command line that starts a server. Unknown flags are None; the last of several counts."""
+        """Parse a command line that starts a server. Unknown flags are None; the last of several counts."""
         given: dict[str, str] = {}
         for place, word in enumerate(command):
             flag, equals, value = word.partition("=")
@@ -89,7 +89,7 @@ def _table(values: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def serves_another_run(server: str, run: str, silent_s: float) -> str:
-    """Explains that `server` belongs to the run with the id `run`, whose learner called `silent_s` seconds ago."""
+    """Explain that `server` belongs to the run with the id `run`, whose learner called `silent_s` seconds ago."""
     return (
         f"{server} serves run {run}, whose learner looked {silent_s:.0f} s ago: one server serves one run; stop that "
         f"run, or give this one a server of its own"
@@ -151,7 +151,7 @@ class Swap:
 
 
 def hint(path: str, status: int, text: str) -> str:
-    """Returns what to do about a refusal, to follow its text; "" where the text says it all."""
+    """Return what to do about a refusal, to follow its text; "" where the text says it all."""
     if status == 403 and access.TOKEN_VARIABLE in text:
         return ""  # the text of our token check, which has the remedy
     if status == 401:

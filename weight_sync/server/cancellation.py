@@ -16,7 +16,7 @@ GRACE_S = 2.0
 
 
 async def shielded(work: Coroutine[Any, Any, T]) -> T:
-    """Returns the result of `work`, which ends even if this task is cancelled; the cancellation is raised after it."""
+    """Return the result of `work`, which ends even if this task is cancelled; the cancellation is raised after it."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -30,7 +30,7 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Runs all `work` at once and returns the results. The first error cancels the rest and is raised, not a group."""
+    """Run all `work` at once and returns the results. The first error cancels the rest and is raised, not a group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -40,7 +40,7 @@ async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
 
 
 async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, T]) -> tuple[S, T]:
-    """Runs two pieces of work as `gather` does, whose results have different types."""
+    """Run two pieces of work as `gather` does, whose results have different types."""
     try:
         async with asyncio.TaskGroup() as group:
             one, other = group.create_task(first), group.create_task(second)
@@ -50,7 +50,7 @@ async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, 
 
 
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Runs `work(*arguments)` on a daemon thread of its own and returns its result.
+    """Run `work(*arguments)` on a daemon thread of its own and returns its result.
 
     With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
     servers, and the process could not end before it.

@@ -43,28 +43,28 @@ class AdapterRoutes(ABC):
     """The routes for adapters, which `weight_sync.vllm.adapters` answers. Every call raises `ControlError`."""
 
     async def adapters(self) -> dict[str, Any]:
-        """Returns `enabled`, `max_rank`, `served` (a name or None) and `loaded` (names)."""
+        """Return `enabled`, `max_rank`, `served` (a name or None) and `loaded` (names)."""
         reply: dict[str, Any] = await self._call("GET", ROOT)
         return reply
 
     async def put_adapter(self, name: str, start: int, chunk: bytes, digest: str) -> None:
-        """Sends a chunk of an adapter's file, from byte `start`. `digest`: the chunk's BLAKE3 in hex."""
+        """Send a chunk of an adapter's file, from byte `start`. `digest`: the chunk's BLAKE3 in hex."""
         await self._call("PUT", f"{ROOT}/{name}?start={start}&blake3={digest}", data=chunk)
 
     async def load_adapter(self, name: str, config: str, digest: str) -> None:
-        """Loads an adapter that has arrived. It serves nobody yet. `digest`: `adapter_digest` of file and `config`."""
+        """Load an adapter that has arrived. It serves nobody yet. `digest`: `adapter_digest` of file and `config`."""
         await self._call("POST", f"{ROOT}/{name}/load", {"config": config, "blake3": digest})
 
     async def serve_adapter(self, name: str) -> None:
-        """Makes the adapter the one that requests ask for."""
+        """Make the adapter the one that requests ask for."""
         await self._call("POST", f"{ROOT}/{name}/serve", {})
 
     async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Returns log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, beside generation."""
+        """Return log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, beside generation."""
         return await self._scores(f"{ROOT}/{name}/score", sequences)
 
     async def adapter_layers(self, name: str) -> dict[str, Any]:
-        """Compares a loaded adapter in the layers with its file. Answers as `ServerControl.layers`."""
+        """Compare a loaded adapter in the layers with its file. Answers as `ServerControl.layers`."""
         reply: dict[str, Any] = await self._call("POST", f"{ROOT}/{name}/layers", {})
         return reply
 
@@ -100,7 +100,7 @@ class ServerControl(AdapterRoutes):
     def __init__(
         self, url: str, timeout_s: float, token: str | None = None, run_id: Callable[[], str] = lambda: ""
     ) -> None:
-        """Prepares to call a server.
+        """Prepare to call a server.
 
         Args:
             timeout_s: Bound on each call, in seconds.
@@ -130,7 +130,7 @@ class ServerControl(AdapterRoutes):
             await self._session.close()
 
     async def wait_until_up(self, timeout_s: float) -> None:
-        """Waits until the engine answers. vLLM takes half a minute to start, more with a large model."""
+        """Wait until the engine answers. vLLM takes half a minute to start, more with a large model."""
         last: ControlError | None = None
         try:
             async with asyncio.timeout(timeout_s):
@@ -148,19 +148,19 @@ class ServerControl(AdapterRoutes):
             raise ControlError(f"{self.url}: not up after vllm.start_timeout_s = {timeout_s:g} s ({why})") from None
 
     async def facts(self) -> ServerFacts:
-        """Returns the flags that the server was started with."""
+        """Return the flags that the server was started with."""
         return ServerFacts.from_route(await self._call("GET", "/slipstream/facts"))
 
     async def weight_label(self) -> str:
-        """Returns the label of the weights that serve, "default" after every start."""
+        """Return the label of the weights that serve, "default" after every start."""
         return str(await self._read("/weight_info", "weight_version"))
 
     async def init_transfer(self, init_info: dict[str, Any]) -> None:
-        """Has the workers connect to the learner that `init_info` names."""
+        """Have the workers connect to the learner that `init_info` names."""
         await self._call("POST", "/init_weight_transfer_engine", {"init_info": init_info})
 
     async def end_transfer(self) -> None:
-        """Ends an open update and the workers' connection that a dead learner or a failed publication left.
+        """End an open update and the workers' connection that a dead learner or a failed publication left.
 
         The model is not touched. A server with nothing open stays as it is.
         """
@@ -170,34 +170,34 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/shutdown_weight_transfer_engine")
 
     async def start_update(self) -> None:
-        """Opens an update."""
+        """Open an update."""
         await self._call("POST", "/start_weight_update")
 
     async def update(self, update_info: dict[str, Any]) -> None:
-        """Passes `update_info` to the workers. vLLM answers when its engine's `update_weights` returns."""
+        """Pass `update_info` to the workers. vLLM answers when its engine's `update_weights` returns."""
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
     async def finish_update(self, label: str) -> None:
-        """Ends the update and labels the weights that serve from now on."""
+        """End the update and labels the weights that serve from now on."""
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def state(self) -> EngineState:
-        """Returns the server's status, also when it refuses to generate."""
+        """Return the server's status, also when it refuses to generate."""
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
 
     async def goodbye(self) -> None:
-        """Leaves the server to the next run. A server that does not answer finds out by the learner's silence."""
+        """Leave the server to the next run. A server that does not answer finds out by the learner's silence."""
         if self.run_id:
             with contextlib.suppress(ControlError):
                 await self._call("POST", "/slipstream/goodbye", {"run": self.run_id}, timeout_s=GOODBYE_TIMEOUT_S)
 
     async def staged(self, wait_s: float) -> Staged:
-        """Returns how far the workers are, once all have ended or `wait_s` seconds are over."""
+        """Return how far the workers are, once all have ended or `wait_s` seconds are over."""
         reply = await self._call("POST", "/slipstream/staged", {"wait_s": wait_s}, timeout_s=wait_s + self._timeout_s)
         return Staged(**_fields(Staged, reply))
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
-        """Exchanges the live weights for the staged ones and labels them, in one call that needs no second one.
+        """Exchange the live weights for the staged ones and labels them, in one call that needs no second one.
 
         Args:
             clear_cache: Whether to drop all cached keys and values.
@@ -206,20 +206,20 @@ class ServerControl(AdapterRoutes):
         return Swap(**_fields(Swap, reply))
 
     async def lease(self, seconds: float, owner: str = OWNER) -> None:
-        """Renews the pause that `owner` holds: it ends in `seconds` at the earliest."""
+        """Renew the pause that `owner` holds: it ends in `seconds` at the earliest."""
         await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
 
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Returns log-probs float32 [T-1] of each of `sequences` [T] by the live weights, beside generation."""
+        """Return log-probs float32 [T-1] of each of `sequences` [T] by the live weights, beside generation."""
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Compares the live layers with the weights proven before the swap; see `weight_sync.vllm.routes`."""
+        """Compare the live layers with the weights proven before the swap; see `weight_sync.vllm.routes`."""
         reply: dict[str, Any] = await self._call("POST", "/slipstream/layers", body)
         return reply
 
     async def pause(self, clear_cache: bool) -> None:
-        """Pauses generation under a lease that `lease` renews. May be called while it is paused.
+        """Pause generation under a lease that `lease` renews. May be called while it is paused.
 
         Args:
             clear_cache: Whether to drop all cached keys and values.
@@ -228,7 +228,7 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", path, headers={"slipstream-owner": OWNER})
 
     async def resume(self) -> None:
-        """Lets generation go on. Tries a few times within half a minute, as a paused server is as good as dead."""
+        """Let generation go on. Tries a few times within half a minute, as a paused server is as good as dead."""
         for attempt in range(1, RESUME_ATTEMPTS + 1):
             try:
                 await self._call(
@@ -245,7 +245,7 @@ class ServerControl(AdapterRoutes):
                 await asyncio.sleep(RESUME_PAUSE_S)
 
     async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
-        """Returns log-probs float32 [T-1] of `token_ids` [T] by the path that episodes take.
+        """Return log-probs float32 [T-1] of `token_ids` [T] by the path that episodes take.
 
         Args:
             adapter: Name of a loaded adapter to compute under; None: the weights that serve now.
@@ -295,7 +295,7 @@ class ServerControl(AdapterRoutes):
         answered: tuple[int, ...] = (),
         data: bytes | None = None,
     ) -> Any:
-        """Returns the answer's JSON.
+        """Return the answer's JSON.
 
         Args:
             answered: Statuses from 400 on that are answers too.
@@ -339,7 +339,7 @@ class _Scores:
 
 
 def _fields(kind: Any, reply: Any) -> dict[str, Any]:
-    """Returns the fields of `reply` that the dataclass `kind` has. Raises `ControlError` if one is missing."""
+    """Return the fields of `reply` that the dataclass `kind` has. Raises `ControlError` if one is missing."""
     try:
         return {field.name: reply[field.name] for field in fields(kind)}
     except (KeyError, TypeError) as error:

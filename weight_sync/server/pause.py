@@ -38,7 +38,7 @@ class Pause:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Holds generation still inside the context, under a lease that is renewed.
+        """Hold generation still inside the context, under a lease that is renewed.
 
         Resumes at the end even if the calling task is cancelled; after an error or a cancellation inside the context
         only with `resume_after_error`.
@@ -62,12 +62,12 @@ class Pause:
             self.seconds += time.monotonic() - began
 
     async def until_due(self) -> None:
-        """Waits until generation may stand still."""
+        """Wait until generation may stand still."""
         if self.due is not None:
             await self.due.wait()
 
     async def _renew(self) -> None:
-        """Renews the lease while this process lives. The server ends a pause that is not renewed."""
+        """Renew the lease while this process lives. The server ends a pause that is not renewed."""
         while True:
             await asyncio.sleep(LEASE_S / 3)
             with contextlib.suppress(ControlError):  # the transport's next call fails too, and reports it

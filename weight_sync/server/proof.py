@@ -48,7 +48,7 @@ class Scorer:
         self._by_request = False
 
     async def __call__(self, control: Scoring, token_ids: list[int]) -> Floats:
-        """Returns log-probs float32 [T-1] of `token_ids` [T] by the weights that serve now. Raises `ControlError`."""
+        """Return log-probs float32 [T-1] of `token_ids` [T] by the weights that serve now. Raises `ControlError`."""
         if not self._by_request:
             try:
                 return (await control.score([token_ids]))[0]
@@ -110,7 +110,7 @@ class ServerProof:
     """Proves versions on one server: `look` before each swap, `prove` after it. Outlives connections and restarts."""
 
     def __init__(self, tolerance: float, dtype: str, rounds_more: bool = False) -> None:
-        """Prepares to prove versions on one server.
+        """Prepare to prove versions on one server.
 
         Args:
             tolerance: Largest `max_abs_diff` that proves a version, in nats.
@@ -127,7 +127,7 @@ class ServerProof:
         self._layers_unreadable = self._unread_told = False
 
     async def look(self, control: ProofTarget, snapshot: Snapshot, known: bool) -> None:
-        """Asks the server, before the swap, for its log-probs of the probe of `snapshot`.
+        """Ask the server, before the swap, for its log-probs of the probe of `snapshot`.
 
         A second attempt keeps the first one's answer, which v-1 gave.
 
@@ -183,7 +183,7 @@ class ServerProof:
         return int((before.words != snapshot.words).sum())
 
     async def _layers(self, control: ProofTarget, snapshot: Snapshot) -> int | None:
-        """Returns the number of tensors of the live layers that were compared with those that arrived. Raises
+        """Return the number of tensors of the live layers that were compared with those that arrived. Raises
         `ProofFailed`."""
         if self._layers_unreadable:
             return None
@@ -209,7 +209,7 @@ class ServerProof:
         return checked
 
     def _tell_unread(self, url: str, unread: Any) -> None:
-        """Logs unreadable layers, once for each server: they depend on its build, not on a version."""
+        """Log unreadable layers, once for each server: they depend on its build, not on a version."""
         if self._unread_told or not isinstance(unread, list) or not unread:
             return
         self._unread_told = True

@@ -99,7 +99,7 @@ class Judgement:
 
 
 def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement:
-    """Judges whether `evidence` shows that the server computes with version v.
+    """Judge whether `evidence` shows that the server computes with version v.
 
     Args:
         tolerance: Largest `max_abs_diff` that proves a version, in nats.

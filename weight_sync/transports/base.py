@@ -40,7 +40,7 @@ class Sent:
 
     @classmethod
     def of(cls, snapshot: Snapshot, path: DeltaPath | None = None) -> Sent:
-        """Counts the whole snapshot, or the deltas of `path` alone."""
+        """Count the whole snapshot, or the deltas of `path` alone."""
         whole = snapshot.manifest.total_bytes()
         return cls(whole, whole) if path is None else cls(path.total_bytes, whole, path.share)
 
@@ -66,7 +66,7 @@ class Transport(Protocol):
         """Costs of the newest publication, None before the first."""
 
     async def connect(self, server: ServerControl, workers: int) -> None:
-        """Connects to the server's `workers`, after ending a transfer that an earlier learner left open there.
+        """Connect to the server's `workers`, after ending a transfer that an earlier learner left open there.
 
         Raises:
             ControlError: A call to the server failed.
@@ -74,7 +74,7 @@ class Transport(Protocol):
         """
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
-        """Loads `snapshot` and labels it `snapshot.label`. Returns when every worker serves it.
+        """Load `snapshot` and labels it `snapshot.label`. Returns when every worker serves it.
 
         Args:
             pause: Holds generation still: by `pause.held()`, or by a swap for which it is due.
@@ -85,7 +85,7 @@ class Transport(Protocol):
         """
 
     async def close(self) -> None:
-        """Closes the connection. Never raises, and may be called at any time and again."""
+        """Close the connection. Never raises, and may be called at any time and again."""
 
 
 class AutoTransport:
@@ -153,7 +153,7 @@ class StagedTransport(ABC):
     async def connect(self, server: ServerControl, workers: int) -> None: ...
 
     async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Sends the bytes to all workers, which have begun to receive. Called by `bring` unless that is replaced.
+        """Send the bytes to all workers, which have begun to receive. Called by `bring` unless that is replaced.
 
         Raises:
             ControlError: A call to the server failed.
@@ -165,7 +165,7 @@ class StagedTransport(ABC):
     async def close(self) -> None: ...
 
     def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Returns the body of `/update_weights`, which the engines get before the bytes."""
+        """Return the body of `/update_weights`, which the engines get before the bytes."""
         return snapshot.manifest.as_dict()
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
@@ -178,7 +178,7 @@ class StagedTransport(ABC):
         pause.seconds += swap.pause_s
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Brings the snapshot to the workers. Returns when each has built it beside its live model."""
+        """Bring the snapshot to the workers. Returns when each has built it beside its live model."""
         # The engine answers at once: it receives and builds on a thread.
         await server.update(self.update_info(snapshot))
         await self.send(server, snapshot)
@@ -186,7 +186,7 @@ class StagedTransport(ABC):
         self.sent = Sent.of(snapshot)
 
     async def _until_staged(self, server: ServerControl) -> None:
-        """Waits until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
+        """Wait until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
         timeout_s = self._section.timeout_s
         ends = time.monotonic() + timeout_s
         while True:
@@ -203,7 +203,7 @@ class StagedTransport(ABC):
 
 
 def build_transport(section: WeightSyncSection) -> Transport:
-    """Makes the learner's end of the transport that `section` names, not connected yet."""
+    """Make the learner's end of the transport that `section` names, not connected yet."""
     if section.transport == "auto":
         return AutoTransport(section)
     module, _, name = TRANSPORTS[section.transport].learner.partition(":")

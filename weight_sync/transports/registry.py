@@ -55,7 +55,7 @@ TRANSPORTS = {
 
 
 def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
-    """Chooses the transport of a server.
+    """Choose the transport of a server.
 
     Args:
         cpu: Whether its vLLM is the build for CPUs.
@@ -70,10 +70,10 @@ def choice(cpu: bool, shares_gpu: bool, quantised: bool) -> str:
 
 
 def backend(transport: str) -> str:
-    """Returns the name that vLLM's `--weight-transfer-config` has for the engine of `transport`."""
+    """Return the name that vLLM's `--weight-transfer-config` has for the engine of `transport`."""
     return TRANSPORTS[transport].backend or transport
 
 
 def of_backend(name: str) -> str | None:
-    """Returns the transport whose engine vLLM calls `name`, None if Slipstream has none."""
+    """Return the transport whose engine vLLM calls `name`, None if Slipstream has none."""
     return next((transport for transport in TRANSPORTS if name == backend(transport)), None)

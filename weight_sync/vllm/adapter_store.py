@@ -58,7 +58,7 @@ class AdapterStore:
         return list(self._whole)
 
     def append(self, name: str, start: int, chunk: bytes, digest: str) -> int:
-        """Appends a chunk. One that starts at 0 begins the file again.
+        """Append a chunk. One that starts at 0 begins the file again.
 
         Args:
             start: Position of the chunk's first byte.
@@ -91,7 +91,7 @@ class AdapterStore:
         return arriving.size
 
     def complete(self, name: str, config: str, digest: str) -> Path:
-        """Verifies an adapter that has arrived. Blocks while its file is read.
+        """Verify an adapter that has arrived. Blocks while its file is read.
 
         Args:
             config: Content of `adapter_config.json`.
@@ -126,14 +126,14 @@ class AdapterStore:
         return folder
 
     def keep(self, names: Collection[str]) -> list[str]:
-        """Removes all whole adapters except `names`. Returns the names of those removed."""
+        """Remove all whole adapters except `names`. Returns the names of those removed."""
         gone = [name for name in self._whole if name not in names]
         for name in gone:
             shutil.rmtree(self._whole.pop(name), ignore_errors=True)
         return gone
 
     def remove(self) -> None:
-        """Removes the whole folder."""
+        """Remove the whole folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _drop(self, name: str) -> None:
@@ -156,7 +156,7 @@ def _is_table(text: str) -> bool:
 
 
 def _remove_leftovers(parent: Path) -> None:
-    """Removes folders of processes that have ended; another user's stay."""
+    """Remove folders of processes that have ended; another user's stay."""
     for folder in parent.glob(f"{PREFIX}*"):
         number = folder.name.removeprefix(PREFIX).partition("-")[0]
         if number.isdigit() and not _runs(int(number)):

@@ -40,7 +40,7 @@ OF_THE_BASE = frozenset({"/slipstream/swap", "/start_weight_update"})
 
 
 async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Scores `{"token_ids": [[int]]}` under a loaded adapter, whether it serves or not.
+    """Score `{"token_ids": [[int]]}` under a loaded adapter, whether it serves or not.
 
     Returns:
         `{"logprobs": [[float]]}`, in nats at temperature 1.
@@ -54,13 +54,13 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict
 
 
 async def layers(loaded: LoadedAdapters, name: str) -> dict[str, Any]:
-    """Compares the layers of a loaded adapter with its file. Answers as `routes.layers`. Raises `RouteError`."""
+    """Compare the layers of a loaded adapter with its file. Answers as `routes.layers`. Raises `RouteError`."""
     begun = await loaded.engine.collective_rpc("slipstream_read_adapter", args=(_which(loaded, name),))
     return await read(loaded.engine, begun)
 
 
 def _which(loaded: LoadedAdapters, name: str) -> tuple[str, int, str]:
-    """Returns name, number and folder of an adapter. Raises `RouteError` 409 if it is not loaded."""
+    """Return name, number and folder of an adapter. Raises `RouteError` 409 if it is not loaded."""
     adapter = loaded.adapter(name)
     if adapter is None:
         raise RouteError(409, f"the adapter {name} is not loaded")
@@ -126,7 +126,7 @@ class Adapters:
 
 
 def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
-    """Returns the refusal of a request by another run's learner, which must change nothing here; None to go on."""
+    """Return the refusal of a request by another run's learner, which must change nothing here; None to go on."""
     try:
         engine_state.check_owner(status_of(engine).owner, scope)
     except RouteError as error:
@@ -135,7 +135,7 @@ def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
 
 
 async def _answered(loaded: LoadedAdapters, scope: Scope, receive: Receive) -> dict[str, Any]:
-    """Calls the route. Raises `RouteError` or `StoreError`."""
+    """Call the route. Raises `RouteError` or `StoreError`."""
     name, _, verb = scope["path"].removeprefix(ROOT).removeprefix("/").partition("/")
     match scope["method"], bool(name), verb:
         case "GET", False, "":

@@ -25,7 +25,7 @@ _throttles: dict[float, Throttle] = {}
 
 
 async def serve_chunks(scope: Scope, send: Send) -> None:
-    """Answers one ASGI request whose path begins with `CHUNKS_PREFIX`.
+    """Answer one ASGI request whose path begins with `CHUNKS_PREFIX`.
 
     The status is 206 with the bytes asked for, 401 without the transfer's secret, 404 if nothing is staged whole, 412
     for another version, or 416 for a bad range.
@@ -63,7 +63,7 @@ async def serve_chunks(scope: Scope, send: Send) -> None:
 
 
 async def _send_range(send: Send, fd: int, start: int, end: int, throttle: Throttle) -> None:
-    """Sends a range of the buffer. If another version is received meanwhile, the caller's digests show it."""
+    """Send a range of the buffer. If another version is received meanwhile, the caller's digests show it."""
     length = str(end - start).encode()
     await send({"type": "http.response.start", "status": 206, "headers": [(b"content-length", length)]})
     for at in range(start, end, chunks.SLICE_BYTES):

@@ -30,7 +30,7 @@ SWAP_WITHIN_S = 5.0
 
 
 async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Renews a pause: `{"owner": str, "seconds": number}`. It ends in `seconds` at the earliest."""
+    """Renew a pause: `{"owner": str, "seconds": number}`. It ends in `seconds` at the earliest."""
     owner, seconds = body.get("owner"), body.get("seconds")
     if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
         raise RouteError(400, f'a lease wants {{"owner": text, "seconds": above 0, at most {MAX_LEASE_S:g}}}')
@@ -42,7 +42,7 @@ async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 def grant_pause(engine: Any, owner: str) -> None:
-    """Gives `owner` the lease of a pause that it is about to begin. Raises `RouteError` if another holds one."""
+    """Give `owner` the lease of a pause that it is about to begin. Raises `RouteError` if another holds one."""
     status = status_of(engine)
     if status.lease_owner not in (None, owner):
         raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
@@ -50,7 +50,7 @@ def grant_pause(engine: Any, owner: str) -> None:
 
 
 def release_pause(status: EngineStatus) -> None:
-    """Ends the lease, as its owner has ended the pause."""
+    """End the lease, as its owner has ended the pause."""
     if status.lease_ends is not None:
         status.lease_ends.cancel()
     status.lease_owner = status.lease_ends = None
@@ -84,7 +84,7 @@ Rule = Callable[[Any, EngineStatus, ASGIApp, Scope, Receive, Send], Awaitable[No
 
 
 async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> int:
-    """Passes the request on and returns the status of its answer."""
+    """Pass the request on and returns the status of its answer."""
     status = 0
 
     async def noting(message: Message) -> None:
@@ -102,7 +102,7 @@ def _owner(scope: Scope) -> str | None:
 
 
 async def pause(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Pauses under a lease with the header `slipstream-owner`; without it for a person, and only a person ends that."""
+    """Pause under a lease with the header `slipstream-owner`; without it for a person, and only a person ends that."""
     owner = _owner(scope)
     if owner is not None:
         grant_pause(engine, owner)
@@ -136,7 +136,7 @@ async def resume(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, 
 
 
 async def health(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers after a running swap, which takes milliseconds and may break the server down."""
+    """Answer after a running swap, which takes milliseconds and may break the server down."""
     if status.swapped is not None:
         with suppress(TimeoutError):
             async with asyncio.timeout(SWAP_WITHIN_S):
@@ -147,7 +147,7 @@ async def health(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, 
 
 
 async def _end_of_swap(swapped: asyncio.Event) -> None:
-    """Waits for a running swap, which takes milliseconds and leaves an earlier pause in force."""
+    """Wait for a running swap, which takes milliseconds and leaves an earlier pause in force."""
     try:
         async with asyncio.timeout(SWAP_WITHIN_S):
             await swapped.wait()
@@ -160,7 +160,7 @@ async def _end_of_swap(swapped: asyncio.Event) -> None:
 
 
 def _stages(engine: Any) -> bool:
-    """Returns whether this server's transport changes the model by Slipstream's swap only."""
+    """Return whether this server's transport changes the model by Slipstream's swap only."""
     from weight_sync.transports.registry import TRANSPORTS, of_backend
 
     transfer = engine.vllm_config.weight_transfer_config
@@ -171,7 +171,7 @@ def _stages(engine: Any) -> bool:
 async def start_update(
     engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Opens an update. From now on an in-place transport may touch the model."""
+    """Open an update. From now on an in-place transport may touch the model."""
     if not _stages(engine):
         status.whole = False
     await app(scope, receive, send)
@@ -180,7 +180,7 @@ async def start_update(
 async def finish_update(
     engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Ends the update of an in-place transport, after which the model is whole."""
+    """End the update of an in-place transport, after which the model is whole."""
     if _stages(engine):
         raise RouteError(409, "this transport stages: the weights go live by POST /slipstream/swap")
     if await _status_of(app, scope, receive, send) == 200:

@@ -72,28 +72,28 @@ class Owner:
     heard_at: float = 0.0
 
     def live(self, now: float) -> str:
-        """Returns the owner's id, "" if it has been silent for too long."""
+        """Return the owner's id, "" if it has been silent for too long."""
         return self.run if now - self.heard_at < SILENT_S else ""
 
     def silent_s(self, now: float) -> float:
-        """Returns the seconds since the owner called, 0 without one."""
+        """Return the seconds since the owner called, 0 without one."""
         return now - self.heard_at if self.live(now) else 0.0
 
     def admits(self, run: str, now: float) -> bool:
-        """Returns whether `run`, which makes a control call, is the owner. It becomes the owner if there is none."""
+        """Return whether `run`, which makes a control call, is the owner. It becomes the owner if there is none."""
         if self.live(now) not in ("", run):
             return False
         self.run, self.heard_at = run, now
         return True
 
     def leaves(self, run: str) -> None:
-        """Ends the ownership of `run`, whose learner said goodbye."""
+        """End the ownership of `run`, whose learner said goodbye."""
         if self.run == run:
             self.run = ""
 
 
 def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
-    """Checks that the request comes from the server's owner, before anything else is done with it.
+    """Check that the request comes from the server's owner, before anything else is done with it.
 
     Raises:
         RouteError: 409 for a control call of another run than the owner; 400 for a run id that is none. A request for
@@ -113,7 +113,7 @@ def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
 
 
 def end_the_process() -> None:
-    """Ends this server at once with `EXIT_CODE`: an engine that hangs would hold up an orderly end."""
+    """End this server at once with `EXIT_CODE`: an engine that hangs would hold up an orderly end."""
     for child in psutil.Process().children(recursive=True):
         try:
             child.kill()
@@ -166,7 +166,7 @@ class EngineStatus:
         return "person" if self.user_pause else "none"
 
     def break_down(self, reason: str) -> None:
-        """Refuses everything from now on, fails requests in flight, and ends the process after `TELL_S`."""
+        """Refuse everything from now on, fails requests in flight, and ends the process after `TELL_S`."""
         if self.broken is not None:
             return
         self.broken = reason
@@ -179,7 +179,7 @@ class EngineStatus:
 
 
 def status_of(engine: Any) -> EngineStatus:
-    """Returns the status of this engine's client, made at the first call."""
+    """Return the status of this engine's client, made at the first call."""
     found = getattr(engine, "slipstream_status", None)
     if found is None:
         found = engine.slipstream_status = EngineStatus()
@@ -188,7 +188,7 @@ def status_of(engine: Any) -> EngineStatus:
 
 
 async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
-    """Breaks the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
+    """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
 
     While a publication holds the pause its lease counts instead.
 
@@ -218,7 +218,7 @@ async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], A
 
 
 def how_it_died(engine: Any) -> str | None:
-    """Returns how a process of the engine ended by itself; None if the engine lives or is being shut down.
+    """Return how a process of the engine ended by itself; None if the engine lives or is being shut down.
 
     vLLM knows the exit code and does not report it.
     """

@@ -22,7 +22,7 @@ _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
 def roles_for(path: str) -> tuple[access.Role, ...]:
-    """Returns the roles whose tokens open a route. An unknown route might change the model, so it is the learner's."""
+    """Return the roles whose tokens open a route. An unknown route might change the model, so it is the learner's."""
     if path in _FOR_ALL_ROLES:
         return access.ROLES
     if path in ("/tokenize", "/detokenize") or (path.startswith(_SAMPLING) and not path.startswith(_CHANGING)):
@@ -65,6 +65,6 @@ class RequireToken:
 
 
 def route_of(scope: Scope) -> str:
-    """Returns the path that the application routes by: what follows `--root-path`."""
+    """Return the path that the application routes by: what follows `--root-path`."""
     path, root = str(scope["path"]), str(scope.get("root_path") or "")
     return path[len(root) :] if root and (path == root or path.startswith(f"{root}/")) else path

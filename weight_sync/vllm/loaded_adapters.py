@@ -32,7 +32,7 @@ class LoadedAdapters:
     """
 
     def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
-        """Prepares to load adapters into an engine.
+        """Prepare to load adapters into an engine.
 
         Args:
             models: vLLM's `OpenAIServingModels`, which knows adapters by name.
@@ -46,7 +46,7 @@ class LoadedAdapters:
         self._lock = asyncio.Lock()
 
     def state(self) -> dict[str, Any]:
-        """Returns the answer of `GET /slipstream/adapters`."""
+        """Return the answer of `GET /slipstream/adapters`."""
         lora = self.engine.vllm_config.lora_config
         return {
             "enabled": lora is not None,
@@ -56,7 +56,7 @@ class LoadedAdapters:
         }
 
     async def load(self, name: str, config: str, digest: str) -> dict[str, Any]:
-        """Loads an adapter that has arrived, unless it is loaded.
+        """Load an adapter that has arrived, unless it is loaded.
 
         Raises:
             RouteError: 422 if vLLM refuses it.
@@ -75,7 +75,7 @@ class LoadedAdapters:
             return {"load_s": time.monotonic() - began}
 
     async def serve(self, name: str) -> dict[str, Any]:
-        """Makes `name` the adapter that serves, and unloads old ones. Raises `RouteError` 409 if it is not loaded."""
+        """Make `name` the adapter that serves, and unloads old ones. Raises `RouteError` 409 if it is not loaded."""
         async with self._lock:
             if name not in self._models.lora_requests:
                 raise RouteError(409, f"the adapter {name} is not loaded")
@@ -90,7 +90,7 @@ class LoadedAdapters:
             return {"removed": len(gone)}
 
     async def clear(self) -> None:
-        """Unloads all adapters before the base changes, as their proofs hold for the old base only."""
+        """Unload all adapters before the base changes, as their proofs hold for the old base only."""
         async with self._lock:
             self._name(None)
             self._order = []
@@ -98,25 +98,25 @@ class LoadedAdapters:
                 await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
 
     def adapter(self, name: str) -> Any:
-        """Returns vLLM's `LoRARequest` of an adapter, None if it is not loaded."""
+        """Return vLLM's `LoRARequest` of an adapter, None if it is not loaded."""
         return self._models.lora_requests.get(name)
 
     def _name(self, served: str | None) -> None:
-        """Sets the adapter that workers are told of, and this server's label."""
+        """Set the adapter that workers are told of, and this server's label."""
         self.served = served
         status_of(self.engine).adapter = None if served is None else str(label_in(served))
 
     def _loaded(self) -> list[str]:
-        """Returns the names of Slipstream's adapters; a person may have loaded others."""
+        """Return the names of Slipstream's adapters; a person may have loaded others."""
         return [name for name in self._models.lora_requests if label_in(name) is not None]
 
     def _in_use(self) -> set[str]:
-        """Returns the adapters of the requests in flight."""
+        """Return the adapters of the requests in flight."""
         states = self.engine.output_processor.request_states.values()
         return {state.lora_name for state in states if state.lora_name is not None}
 
 
 def _refusal(answer: Any) -> str | None:
-    """Returns vLLM's reason for not loading an adapter, None if it has. Its answer is a text or an error object."""
+    """Return vLLM's reason for not loading an adapter, None if it has. Its answer is a text or an error object."""
     error = getattr(answer, "error", None)
     return None if error is None else str(error.message)

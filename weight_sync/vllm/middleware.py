@@ -99,13 +99,13 @@ def _engine_of(scope: Scope) -> Any:
 
 
 def _generates(scope: Scope) -> bool:
-    """Returns whether vLLM's routes for token ids are open (vllm 0.32, `register_scale_out_api_routers`)."""
+    """Return whether vLLM's routes for token ids are open (vllm 0.32, `register_scale_out_api_routers`)."""
     arguments = getattr(scope["app"].state, "args", None)
     return bool(getattr(arguments, "enable_scale_out", False) or getattr(arguments, "tokens_only", False))
 
 
 def _log_cause_of_end(scope: Scope) -> None:
-    """Logs the cause when the server ends because of its engine: vLLM logs only the requests that failed by it."""
+    """Log the cause when the server ends because of its engine: vLLM logs only the requests that failed by it."""
     engine = _engine_of(scope)
     if engine is not None and status_of(engine).broken is None and (why := how_it_died(engine)) is not None:
         logger.error("this server ends: %s", why)
@@ -127,7 +127,7 @@ async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> No
 
 
 async def bytes_of(receive: Receive) -> bytes:
-    """Reads the whole body. Raises `RouteError` if it is larger than `MAX_BODY_BYTES`."""
+    """Read the whole body. Raises `RouteError` if it is larger than `MAX_BODY_BYTES`."""
     whole = bytearray()
     while True:
         message = await receive()
@@ -141,7 +141,7 @@ async def bytes_of(receive: Receive) -> bytes:
 
 
 async def body_of(receive: Receive) -> dict[str, Any]:
-    """Reads the body as a JSON object, {} if it is empty. Raises `RouteError` 400."""
+    """Read the body as a JSON object, {} if it is empty. Raises `RouteError` 400."""
     whole = await bytes_of(receive)
     try:
         body = json.loads(whole) if whole else {}
@@ -157,7 +157,7 @@ async def _refuse(status: EngineStatus, scope: Scope, receive: Receive, send: Se
 
 
 def problem(status: int, message: str) -> JSONResponse:
-    """Makes the answer of a refusal, in the format of vLLM's errors."""
+    """Make the answer of a refusal, in the format of vLLM's errors."""
     kinds = {503: "ServiceUnavailable", 409: "Conflict", 400: "BadRequest"}
     kind = kinds.get(status, "SlipstreamError")
     return JSONResponse({"error": {"message": message, "type": kind, "param": None, "code": status}}, status)

@@ -8,7 +8,7 @@ from weight_sync.transports.registry import TRANSPORTS, backend
 
 
 def register() -> None:
-    """Adds the swap to the engine core, quickens the start, and registers the engine of every transport.
+    """Add the swap to the engine core, quickens the start, and registers the engine of every transport.
 
     `--weight-transfer-config '{"backend": NAME}'` then chooses an engine, which is imported when it is used. May be
     called again.

@@ -17,7 +17,7 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
 def install() -> None:
-    """Replaces both internals, on a CPU only. Runs in each of vLLM's processes, and may be called again."""
+    """Replace both internals, on a CPU only. Runs in each of vLLM's processes, and may be called again."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu() or hasattr(type(current_platform), "slipstream_quick_start"):
@@ -30,7 +30,7 @@ def install() -> None:
 
 
 def fork_engine(platform: Any) -> None:
-    """Has the engine forked, if that is safe, after the platform has asked for a new interpreter."""
+    """Have the engine forked, if that is safe, after the platform has asked for a new interpreter."""
     check = platform.check_and_update_config
 
     @wraps(check)
@@ -44,7 +44,7 @@ def fork_engine(platform: Any) -> None:
 
 
 def may_fork(executor: Any) -> bool:
-    """Returns whether the engine may be forked from the API server.
+    """Return whether the engine may be forked from the API server.
 
     A forked process that uses OpenMP waits forever for the threads of its parent, unless it computes on a single one.
     Workers of the `mp` executor read their number of threads only when they start as new interpreters.

@@ -30,19 +30,19 @@ MAX_WAIT_S = 60.0
 
 
 async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Scores `{"token_ids": [[int]]}`: `{"logprobs": [[float]]}` in nats at temperature 1; 501 if it cannot be done."""
+    """Score `{"token_ids": [[int]]}`: `{"logprobs": [[float]]}` in nats at temperature 1; 501 if it cannot be done."""
     token_ids = given_token_ids(engine, body)
     return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
 
 
 def given_token_ids(engine: Any, body: dict[str, Any]) -> list[list[int]]:
-    """Reads the token ids of a request's body. Raises `RouteError` 400."""
+    """Read the token ids of a request's body. Raises `RouteError` 400."""
     model = engine.model_config
     return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
 
 
 def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Makes the answer from those of all workers. Raises `RouteError` 501."""
+    """Make the answer from those of all workers. Raises `RouteError` 501."""
     _refuse_if_impossible(replies)
     logprobs = next((reply["logprobs"] for reply in replies if reply["logprobs"] is not None), None)
     if logprobs is None:
@@ -51,7 +51,7 @@ def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Compares the live layers with the weights proven before the swap to `{"label": str}`, over all workers.
+    """Compare the live layers with the weights proven before the swap to `{"label": str}`, over all workers.
 
     Returns:
         `{"checked": int, "wrong": [str], "unread": [str]}`.
@@ -68,7 +68,7 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
-    """Waits for the workers' findings about their layers.
+    """Wait for the workers' findings about their layers.
 
     Args:
         begun: The workers' answers when they began to read.
@@ -102,7 +102,7 @@ def _refuse_if_impossible(replies: list[dict[str, Any]]) -> None:
 
 
 def _token_ids(given: Any, vocabulary: int, longest: int) -> list[list[int]]:
-    """Checks that the model can take the ids: one outside its vocabulary would end the engine."""
+    """Check that the model can take the ids: one outside its vocabulary would end the engine."""
     if not isinstance(given, list) or not 0 < len(given) <= MAX_SEQUENCES:
         raise RouteError(400, f"token_ids: must be a list of 1 to {MAX_SEQUENCES} lists of token ids")
     for ids in given:
@@ -121,7 +121,7 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 
 
 async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
-    """Returns `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
+    """Return `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
             engine_state: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
@@ -136,7 +136,7 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
 
 
 async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the fields of `weight_sync.server.answers.EngineState`."""
+    """Return the fields of `weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
     engine_state = await ask_engine(engine) if status.broken is None else None
     reason = status.broken or (None if engine_state else NO_ANSWER)
@@ -159,7 +159,7 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the flags of the server that decide whether a run can use it.
+    """Return the flags of the server that decide whether a run can use it.
 
     vLLM's own `/server_info` takes longer, as it describes the machine too.
     """
@@ -177,7 +177,7 @@ async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Ends the ownership of `{"run": id}`, whose learner has ended: another run may have this server."""
+    """End the ownership of `{"run": id}`, whose learner has ended: another run may have this server."""
     run = body.get("run")
     if not isinstance(run, str):
         raise RouteError(400, 'a goodbye wants {"run": text}')
@@ -186,7 +186,7 @@ async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Reports how far the slowest worker is, once all have ended or `{"wait_s": seconds}` are over."""
+    """Report how far the slowest worker is, once all have ended or `{"wait_s": seconds}` are over."""
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
     while True:
@@ -207,7 +207,7 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 async def drop_update(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
-    """Drops an open update, for which vLLM has no route."""
+    """Drop an open update, for which vLLM has no route."""
     dropped = await engine.collective_rpc("slipstream_drop_update")
     return {"dropped": any(dropped)}
 

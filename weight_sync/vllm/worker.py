@@ -37,7 +37,7 @@ class AdapterMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_adapter(self, which: tuple[str, int, str]) -> dict[str, Any]:
-        """Begins to compare an adapter on this worker with its file. `slipstream_layers` returns the findings."""
+        """Begin to compare an adapter on this worker with its file. `slipstream_layers` returns the findings."""
         from weight_sync.vllm.engine import adapter_proof
 
         name, _, folder = which
@@ -55,7 +55,7 @@ class ProofMixin:
     _slipstream_reading: layer_proof.Reading
 
     def slipstream_score(self, token_ids: list[list[int]]) -> dict[str, Any]:
-        """Returns `logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
+        """Return `logprobs`: T-1 values of each sequence, None on a worker without logits; or `cannot`: why not."""
         for ids in token_ids:
             if (reason := score_proof.reason_not_to(self.model_runner, len(ids))) is not None:
                 return {"cannot": reason}
@@ -66,7 +66,7 @@ class ProofMixin:
         return {"logprobs": None if None in scores else scores}
 
     def slipstream_read_layers(self) -> dict[str, Any]:
-        """Begins to read the live layers on a thread. Returns `cannot`, the reason, if that is not possible."""
+        """Begin to read the live layers on a thread. Returns `cannot`, the reason, if that is not possible."""
         proven = getattr(self.weight_transfer_engine, "proven", None)
         if proven is None:
             return {"cannot": "no weights were staged and proven before they were loaded"}
@@ -78,7 +78,7 @@ class ProofMixin:
         return {}
 
     def slipstream_layers(self) -> dict[str, Any]:
-        """Returns the findings: the fields of `fingerprints.Difference`, {} while they are not complete."""
+        """Return the findings: the fields of `fingerprints.Difference`, {} while they are not complete."""
         reading = self._slipstream_reading
         return {} if reading.is_alive() else reading.result()
 
@@ -91,7 +91,7 @@ class StagingMixin:
     _weight_update_active: bool
 
     def slipstream_staging(self) -> dict[str, Any]:
-        """Returns `StagedEngine.staging` of this worker, without waiting."""
+        """Return `StagedEngine.staging` of this worker, without waiting."""
         staging = getattr(self.weight_transfer_engine, "staging", None)
         if staging is None:
             return {"stage": "failed", "error": "the transport of this server loads in place", "seconds": {}}
@@ -99,7 +99,7 @@ class StagingMixin:
         return report
 
     def slipstream_drop_update(self) -> bool:
-        """Drops an open update, as vLLM does with one that fails. Returns whether there was one."""
+        """Drop an open update, as vLLM does with one that fails. Returns whether there was one."""
         was_open = self._weight_update_active
         if was_open:
             self._weight_update_active = False
@@ -107,7 +107,7 @@ class StagingMixin:
         return was_open
 
     def slipstream_exchange(self) -> float | str:
-        """Exchanges the live weights for the staged ones.
+        """Exchange the live weights for the staged ones.
 
         An error is returned, not raised: vLLM would pass it on without its cause. The model is unknown then.
 

@@ -62,7 +62,7 @@ class DeltaHistory:
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
 
     def find_path(self, base: str | None, snapshot: Snapshot) -> DeltaPath | None:
-        """Returns the deltas from the version `base` to `snapshot`; None if unknown, or not smaller than the whole.
+        """Return the deltas from the version `base` to `snapshot`; None if unknown, or not smaller than the whole.
 
         Blocks while it compares, for about as long as a copy of a snapshot takes. `snapshot` is remembered, so that the
         next one can be reached from it.
@@ -109,7 +109,7 @@ class DeltaBase:
         self._since_full = 0
 
     def find_path(self, history: DeltaHistory, snapshot: Snapshot) -> tuple[DeltaPath, str] | None:
-        """Returns the deltas to `snapshot` and the digest of what to apply them to; None to send the whole snapshot.
+        """Return the deltas to `snapshot` and the digest of what to apply them to; None to send the whole snapshot.
 
         Blocks, see `DeltaHistory.find_path`. From now on nothing counts as brought until `arrived` is called, as a
         transfer that breaks off leaves neither version whole.
@@ -121,7 +121,7 @@ class DeltaBase:
         return None if path is None or base is None else (path, base[1])
 
     def arrived(self, snapshot: Snapshot, root: str, by_delta: bool) -> None:
-        """Notes that `snapshot`, whose bytes have the digest `root`, is on the server."""
+        """Note that `snapshot`, whose bytes have the digest `root`, is on the server."""
         self._base = (snapshot.label, root)
         self._since_full = self._since_full + 1 if by_delta else 1
 
@@ -135,13 +135,13 @@ class SharedHistory:
         self._holders = 0
 
     def take(self) -> DeltaHistory:
-        """Returns the history, for a connection that will `leave` it."""
+        """Return the history, for a connection that will `leave` it."""
         with self._lock:
             self._holders += 1
             return self._history
 
     def leave(self) -> None:
-        """Gives the history back. The last connection that does frees its copy of the weights."""
+        """Give the history back. The last connection that does frees its copy of the weights."""
         with self._lock:
             self._holders -= 1
             if not self._holders:

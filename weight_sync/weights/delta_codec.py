@@ -73,7 +73,7 @@ class _Piece:
 
 
 def encode_delta(base: torch.Tensor, new: torch.Tensor, manifest: Manifest) -> Delta:
-    """Encodes the difference from `base` to `new`: each uint8 [manifest.total_bytes()], contiguous, on the host."""
+    """Encode the difference from `base` to `new`: each uint8 [manifest.total_bytes()], contiguous, on the host."""
     old_bytes, new_bytes = _bytes_of(base, manifest), _bytes_of(new, manifest)
 
     def encoded(piece: _Piece) -> tuple[list[Array], int]:
@@ -90,7 +90,7 @@ def encode_delta(base: torch.Tensor, new: torch.Tensor, manifest: Manifest) -> D
 
 
 def apply(payload: torch.Tensor, flat: torch.Tensor, manifest: Manifest) -> None:
-    """Applies `payload` to `flat` in place. Compare a digest of the result: only that shows that `flat` was the base.
+    """Apply `payload` to `flat` in place. Compare a digest of the result: only that shows that `flat` was the base.
 
     Raises:
         DeltaError: It does not fit. `flat` may be half changed then.
@@ -124,7 +124,7 @@ def _elements(flat: Array, piece: _Piece) -> Array:
 
 
 def _encode_piece(old: Array, new: Array) -> tuple[list[Array], int]:
-    """Returns what the payload holds of a piece, and how many of its elements differ."""
+    """Return what the payload holds of a piece, and how many of its elements differ."""
     places = _differing(old, new)
     if len(places) == 0:
         return [np.zeros(FIELDS, np.int64)], 0
@@ -143,7 +143,7 @@ def _encode_piece(old: Array, new: Array) -> tuple[list[Array], int]:
 
 
 def _differing(old: Array, new: Array) -> Array:
-    """Finds where two pieces differ: first which words of eight bytes do, then which elements of those."""
+    """Find where two pieces differ: first which words of eight bytes do, then which elements of those."""
     words = len(old) * old.itemsize // 8
     per_word = 8 // old.itemsize
     head = words * per_word
@@ -158,14 +158,14 @@ def _differing(old: Array, new: Array) -> Array:
 
 
 def _gaps(places: Array) -> tuple[Array, Array]:
-    """Returns the distance of each place to the one before, less one, as uint8, and those too large as uint32."""
+    """Return the distance of each place to the one before, less one, as uint8, and those too large as uint32."""
     gaps = np.diff(places, prepend=-1) - 1
     large = gaps >= GAP_IN_FULL
     return np.where(large, GAP_IN_FULL, gaps).astype(np.uint8), gaps[large].astype(np.uint32)
 
 
 def _narrow(steps: Array) -> tuple[Array, Array]:
-    """Returns `steps` in the width that takes the fewest bytes in all, and those that do not fit into it."""
+    """Return `steps` in the width that takes the fewest bytes in all, and those that do not fit into it."""
     best, best_bytes = steps.itemsize, steps.nbytes
     fitting = steps
     for width in (1, 2, 4):

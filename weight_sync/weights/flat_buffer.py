@@ -34,7 +34,7 @@ _BEFORE = (["module"], ["base_model", "model"])
 
 
 def fresh(size: int) -> torch.Tensor:
-    """Makes a uint8 [size] of zeros, in huge pages if the system has them. Pages are taken as they are touched."""
+    """Make a uint8 [size] of zeros, in huge pages if the system has them. Pages are taken as they are touched."""
     if size < HUGE:
         return torch.zeros(size, dtype=torch.uint8)
     whole = _advised(mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
@@ -43,7 +43,7 @@ def fresh(size: int) -> torch.Tensor:
 
 
 def touch(flat: torch.Tensor) -> None:
-    """Takes all pages of a buffer whose content does not matter, so that filling it does not wait for them."""
+    """Take all pages of a buffer whose content does not matter, so that filling it does not wait for them."""
     flat[::PAGE].fill_(0)
 
 
@@ -51,7 +51,7 @@ class Staging:
     """A buffer that is made at first use, and again only for another size."""
 
     def __init__(self, shared: bool = False) -> None:
-        """Makes a buffer without memory.
+        """Make a buffer without memory.
 
         Args:
             shared: Whether other processes of this user on this host can map it by its `place`. Nothing of it stays in
@@ -62,7 +62,7 @@ class Staging:
         self._fd: int | None = None
 
     def take(self, size: int) -> torch.Tensor:
-        """Returns a uint8 [size] with any content; the same memory for the same size."""
+        """Return a uint8 [size] with any content; the same memory for the same size."""
         if self._flat is None or len(self._flat) != size:
             self.forget()
             self._flat = self._made(size)
@@ -95,7 +95,7 @@ class Staging:
 
 
 def mapped(pid: int, fd: int, size: int) -> torch.Tensor:
-    """Maps the shared buffer of another process as uint8 [size].
+    """Map the shared buffer of another process as uint8 [size].
 
     Args:
         pid: Its process id, the first value of `Staging.place`.
@@ -117,7 +117,7 @@ class Reserve:
     """Prepares buffers on a thread, so that filling them does not wait for their pages."""
 
     def __init__(self, most: int) -> None:
-        """Makes a reserve without buffers.
+        """Make a reserve without buffers.
 
         Args:
             most: Number of buffers to prepare in all for one size. `take` makes any more itself.
@@ -130,7 +130,7 @@ class Reserve:
         self._ready: list[torch.Tensor] = []
 
     def expect(self, size: int) -> None:
-        """Starts to prepare a buffer of `size` bytes, unless one is ready or being prepared. Returns at once."""
+        """Start to prepare a buffer of `size` bytes, unless one is ready or being prepared. Returns at once."""
         with self._changed:
             if size != self._size:
                 self._size, self._made = size, 0
@@ -142,7 +142,7 @@ class Reserve:
         threading.Thread(target=self._make, args=(size,), name="snapshot-pages", daemon=True).start()
 
     def take(self, size: int) -> torch.Tensor:
-        """Returns a uint8 [size] like `fresh`. Waits for one that is being prepared, which is faster than a new one."""
+        """Return a uint8 [size] like `fresh`. Waits for one that is being prepared, which is faster than a new one."""
         with self._changed:
             self._changed.wait_for(lambda: not self._making, MAX_WAIT_S)
             if self._ready and size == self._size:
@@ -163,7 +163,7 @@ class Reserve:
 
 
 def _advised(memory: mmap.mmap) -> torch.Tensor:
-    """Returns `memory` as a uint8 tensor, which keeps it alive, and asks for huge pages."""
+    """Return `memory` as a uint8 tensor, which keeps it alive, and asks for huge pages."""
     with contextlib.suppress(OSError, AttributeError):  # a system without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
@@ -185,7 +185,7 @@ class Manifest:
 
     @classmethod
     def of(cls, weights: dict[str, torch.Tensor], dtype: torch.dtype | None = None) -> Manifest:
-        """Makes the manifest of tensors by name.
+        """Make the manifest of tensors by name.
 
         Args:
             dtype: Type in which floating-point tensors are sent, as float32 masters go to servers in bfloat16; None:
@@ -198,26 +198,26 @@ class Manifest:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON; `Manifest(**...)` reads them back."""
+        """Return the fields for JSON; `Manifest(**...)` reads them back."""
         return asdict(self)
 
     def total_bytes(self) -> int:
-        """Returns the bytes of the whole buffer. Raises ValueError for an unknown dtype."""
+        """Return the bytes of the whole buffer. Raises ValueError for an unknown dtype."""
         return max((end for _, _, end in self._places()), default=0)
 
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns each tensor by name, as a view of `flat`: uint8 [total_bytes()], contiguous."""
+        """Return each tensor by name, as a view of `flat`: uint8 [total_bytes()], contiguous."""
         return {
             self.names[i]: flat[start:end].view(_dtype(self.dtypes[i])).view(self.shapes[i])
             for i, start, end in self._places()
         }
 
     def elements(self) -> int:
-        """Returns the elements of all tensors; one of more than 8 bytes counts as several, as in `runs`."""
+        """Return the elements of all tensors; one of more than 8 bytes counts as several, as in `runs`."""
         return sum((end - start) // min(8, _dtype(self.dtypes[i]).itemsize) for i, start, end in self._places())
 
     def runs(self) -> list[tuple[int, int, int]]:
-        """Finds runs of neighbouring tensors whose elements have the same width.
+        """Find runs of neighbouring tensors whose elements have the same width.
 
         Returns:
             First byte, byte past the end, and bytes of an element (at most 8) of each run. A run begins at a multiple
@@ -233,7 +233,7 @@ class Manifest:
         return runs
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
-        """Yields index, first byte and byte past the end of each tensor."""
+        """Yield index, first byte and byte past the end of each tensor."""
         start = 0
         for i, (dtype, shape) in enumerate(zip(self.dtypes, self.shapes, strict=True)):
             end = start + _dtype(dtype).itemsize * math.prod(shape)
@@ -254,7 +254,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def unwrapped(name: str) -> str:
-    """Returns `name` without what wrappers of the module put into it."""
+    """Return `name` without what wrappers of the module put into it."""
     parts = [part for part in name.split(".") if part not in _AROUND]
     while before := next((one for one in _BEFORE if parts[: len(one)] == one and len(parts) > len(one)), None):
         parts = parts[len(before) :]
@@ -262,7 +262,7 @@ def unwrapped(name: str) -> str:
 
 
 def check_distinct(names: Iterable[str]) -> None:
-    """Raises ValueError if two of `names` are the same without what wrappers put into them."""
+    """Raise ValueError if two of `names` are the same without what wrappers put into them."""
     seen: dict[str, str] = {}
     for name in names:
         other = seen.setdefault(unwrapped(name), name)

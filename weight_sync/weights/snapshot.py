@@ -48,14 +48,14 @@ class AdapterPayload:
     def of(
         cls, version: int, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], run_id: str = ""
     ) -> AdapterPayload:
-        """Packs `tensors` by peft's names, contiguous and on the host, and the adapter's configuration."""
+        """Pack `tensors` by peft's names, contiguous and on the host, and the adapter's configuration."""
         file, text = save(dict(tensors)), json.dumps(config, sort_keys=True)
         digest = adapter_digest(file, text)
         return cls(name_of(version, digest, run_id), file, text, digest)
 
 
 def adapter_digest(file: bytes, config: str) -> str:
-    """Returns the BLAKE3 over both, in hex."""
+    """Return the BLAKE3 over both, in hex."""
     return blake3(file).update(config.encode()).hexdigest()
 
 
@@ -73,7 +73,7 @@ class Probe:
 
 
 def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0) -> list[int]:
-    """Returns the ids of publication `number`, the same at every call.
+    """Return the ids of publication `number`, the same at every call.
 
     They are windows over a permutation of the vocabulary, each beginning with the last id of the one before: `rounds`
     in a row hold every id both as an input and as a prediction. Then the vocabulary is permuted anew.
@@ -86,7 +86,7 @@ def probe_token_ids(vocab_size: int, number: int = 0, seed: int = 0) -> list[int
 
 
 def rounds(vocab_size: int) -> int:
-    """Returns the number of publications in a row that touch every id."""
+    """Return the number of publications in a row that touch every id."""
     return max(1, -(-vocab_size // (LENGTH - 1)))
 
 
@@ -99,7 +99,7 @@ class MadeOneByOne(Protocol):
     """Weights that are made one at a time, such as those with an adapter merged into them."""
 
     def layout(self) -> dict[str, torch.Tensor]:
-        """Returns tensors of the same names, shapes and types, with any content."""
+        """Return tensors of the same names, shapes and types, with any content."""
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -133,7 +133,7 @@ class Snapshot:
         buffer: torch.Tensor | None = None,
         run_id: str = "",
     ) -> None:
-        """Copies the weights.
+        """Copy the weights.
 
         Args:
             version: The policy version.
@@ -167,7 +167,7 @@ class Snapshot:
             _expect(size)
 
     def _name(self, name: str) -> str:
-        """Returns the name that a checkpoint has; an adapter's file keeps peft's names."""
+        """Return the name that a checkpoint has; an adapter's file keeps peft's names."""
         return name if self.adapter_config is not None else unwrapped(name)
 
     @property
@@ -196,7 +196,7 @@ class Snapshot:
 
 
 def expect(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
-    """Starts to prepare memory for a first snapshot of such weights. Returns at once."""
+    """Start to prepare memory for a first snapshot of such weights. Returns at once."""
     layout = weights.layout() if isinstance(weights, MadeOneByOne) else dict(weights)
     _expect(Manifest.of(layout, dtype).total_bytes())
 
@@ -207,5 +207,5 @@ def _expect(size: int) -> None:
 
 
 def digest_of(flat: torch.Tensor) -> bytes:
-    """Returns the XXH3-128 of a uint8 tensor on the host, 16 bytes. It finds damage; it does not prevent forgery."""
+    """Return the XXH3-128 of a uint8 tensor on the host, 16 bytes. It finds damage; it does not prevent forgery."""
     return xxh3_128_digest(flat.numpy().data)

@@ -216,7 +216,7 @@ class TrackingSection(Section):
         why="keeps runs that belong together in one place",
     )
     run_name: str | None = setting(
-        None, min_length=1, description="the run's name at the trackers", why="the run's name"
+        None, min_length=1, description="the run's name at the trackers", why="the same as run.name"
     )
     rollouts_every: CountOrZero = setting(
         0,

@@ -63,7 +63,7 @@ class RepetitionDetection(msgspec.Struct, kw_only=True, forbid_unknown_fields=Tr
         if self.min_pattern_size > self.max_pattern_size:
             raise ValueError("min_pattern_size is more than max_pattern_size: no pattern could be so long")
         if self.max_pattern_size and self.min_count < 2:
-            raise ValueError("min_count must be at least 2: a pattern repeats by coming twice")
+            raise ValueError("min_count must be at least 2: a single occurrence is no repetition")
 
 
 class GenerationKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -52,7 +52,7 @@ _BUCKET_TAG = 2_000_000
 
 
 def leaders(group: Any, rank: int, size: int, timeout: timedelta) -> list[int]:
-    """Finds for each rank the one that receives for it. All ranks of the process group call it at once.
+    """Find for each rank the one that receives for it. All ranks of the process group call it at once.
 
     Returns:
         By rank: the lowest worker whose memory the rank can map, often itself; 0 for the learner.
@@ -105,7 +105,7 @@ def _readable(offer: torch.Tensor) -> bool:
 
 
 def authenticate_peers(group: Any, rank: int, size: int, secret: bytes, timeout_s: float) -> None:
-    """Blocks until every other rank of the process group has shown that it holds the group's secret.
+    """Block until every other rank of the process group has shown that it holds the group's secret.
 
     Raises:
         AuthenticationError: A rank does not hold it.
@@ -127,7 +127,7 @@ def _answer(secret: bytes, sender: int, to: int, senders_nonce: bytes, receivers
 
 
 def _exchanged(group: Any, rank: int, messages: dict[int, bytes], tag: int, timeout_s: float) -> dict[int, bytes]:
-    """Sends `messages` to the peers, and returns what each of them sent: 32 bytes."""
+    """Send `messages` to the peers, and returns what each of them sent: 32 bytes."""
     timeout = timedelta(seconds=min(timeout_s, AUTHENTICATION_S))
     out = {peer: torch.frombuffer(bytearray(message), dtype=torch.uint8) for peer, message in messages.items()}
     into = {peer: torch.zeros(32, dtype=torch.uint8) for peer in messages}
@@ -173,7 +173,7 @@ class GlooGroup:
     """
 
     def __init__(self, store: Any, rank: int, info: GlooInitInfo, local_host: str) -> None:
-        """Blocks until all `info.world_size` ranks have come to `store` and authenticated each other.
+        """Block until all `info.world_size` ranks have come to `store` and authenticated each other.
 
         Args:
             local_host: This end's own address.
@@ -192,7 +192,7 @@ class GlooGroup:
 
     @classmethod
     def join(cls, info: GlooInitInfo, rank: int) -> GlooGroup:
-        """Joins the group of the learner that `info` names, as a worker. Blocks until all ranks have come."""
+        """Join the group of the learner that `info` names, as a worker. Blocks until all ranks have come."""
         store, channel = rendezvous.join(info.master_address, info.master_port, info.key, rank, info.timeout_s)
         with closing(channel):
             return cls(store, rank, info, local_host_towards(info.master_address))
@@ -213,7 +213,7 @@ class GlooGroup:
         return self._leaders[self.rank]
 
     def buckets(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Sends `flat` (uint8) from the learner to all `receivers`, in place. Each of them iterates over it to the end.
+        """Send `flat` (uint8) from the learner to all `receivers`, in place. Each of them iterates over it to the end.
 
         Yields:
             Each bucket once it has travelled. The next `AHEAD` travel while the caller works on it.
@@ -229,11 +229,11 @@ class GlooGroup:
             yield self._through(*under_way.popleft())
 
     def tell(self, rank: int, *words: int) -> None:
-        """Sends a few numbers to another rank."""
+        """Send a few numbers to another rank."""
         self._group.send([torch.tensor(words)], rank, self.rank).wait(self._timeout)
 
     def hear(self, rank: int, count: int = 1) -> list[int]:
-        """Receives `count` numbers from `rank`."""
+        """Receive `count` numbers from `rank`."""
         words = torch.zeros(count, dtype=torch.int64)
         self._group.recv([words], rank, rank).wait(self._timeout)
         return [int(word) for word in words]
@@ -245,7 +245,7 @@ class GlooGroup:
 
 
 def local_host_towards(host: str) -> str:
-    """Returns this machine's address as `host` sees it, so that gloo binds the right interface."""
+    """Return this machine's address as `host` sees it, so that gloo binds the right interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))
         return str(probe.getsockname()[0])

@@ -36,7 +36,7 @@ class DeltaInfo:
     sizes: list[int]
 
     def check_size(self, whole_bytes: int) -> None:
-        """Raises ValueError if the payloads are not smaller than the whole snapshot."""
+        """Raise ValueError if the payloads are not smaller than the whole snapshot."""
         if min(self.sizes, default=-1) < 0 or sum(self.sizes) >= max(1, whole_bytes):
             raise ValueError(f"a delta of {self.sizes} bytes for weights of {whole_bytes}")
 
@@ -59,10 +59,10 @@ class GlooReceiver:
         self._digest = b""
 
     def close(self) -> None:
-        """Does nothing: the group ends with its last reference, which a running `receive` may hold."""
+        """Do nothing: the group ends with its last reference, which a running `receive` may hold."""
 
     def receive(self, info: GlooUpdateInfo) -> dict[str, torch.Tensor]:
-        """Receives a snapshot and tells the learner whether its digest agrees.
+        """Receive a snapshot and tells the learner whether its digest agrees.
 
         Returns:
             Its tensors by name, as views that are good until the next call.

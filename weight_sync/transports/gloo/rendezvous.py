@@ -58,7 +58,7 @@ class Channel:
         self._connection.sendall(_LENGTH.pack(len(payload)) + payload + mac)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Returns the next message.
+        """Return the next message.
 
         Raises:
             OSError: No whole message came in time.
@@ -89,7 +89,7 @@ class Rendezvous:
     """
 
     def __init__(self, host: str, secret: bytes, size: int, timeout_s: float) -> None:
-        """Starts to listen.
+        """Start to listen.
 
         Args:
             size: Number of ranks, the learner's included.
@@ -110,7 +110,7 @@ class Rendezvous:
         threading.Thread(target=self._accept, name="gloo-rendezvous", daemon=True).start()
 
     def close(self) -> None:
-        """Stops listening and ends every connection and wait. May be called again."""
+        """Stop listening and ends every connection and wait. May be called again."""
         with self._changed:
             self._closed = True
             left = [*self._strangers]
@@ -191,7 +191,7 @@ class Rendezvous:
 
 
 def join(host: str, port: int, secret: bytes, rank: int, timeout_s: float) -> tuple[KeyStore, Channel]:
-    """Joins the rendezvous at `host:port` as a worker.
+    """Join the rendezvous at `host:port` as a worker.
 
     Returns:
         The worker's store, and the connection to close once the group stands.
@@ -246,12 +246,12 @@ class KeyStore(dist.Store):  # type: ignore[misc]
 
 
 def mac_of(secret: bytes, *parts: bytes) -> bytes:
-    """Returns the HMAC-SHA256 over the parts, each with its length."""
+    """Return the HMAC-SHA256 over the parts, each with its length."""
     return hmac.digest(secret, b"".join(_LENGTH.pack(len(part)) + part for part in parts), "sha256")
 
 
 def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> Channel:
-    """Authenticates as a worker."""
+    """Authenticate as a worker."""
     connection = socket.create_connection((host, port), timeout=max(0.1, deadline - time.monotonic()))
     try:
         nonce = secrets.token_bytes(32)
@@ -272,7 +272,7 @@ def _joined(host: str, port: int, secret: bytes, rank: int, deadline: float) -> 
 
 
 def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int, Channel]:
-    """Authenticates a worker, bounded in time and bytes. Returns its rank and the connection."""
+    """Authenticate a worker, bounded in time and bytes. Returns its rank and the connection."""
     deadline = time.monotonic() + GREETING_S
     magic, rank, theirs = _HELLO.unpack(_read(connection, _HELLO.size, deadline))
     if magic != _MAGIC or not 1 <= rank < size:
@@ -281,12 +281,12 @@ def _accepted(connection: socket.socket, secret: bytes, size: int) -> tuple[int,
     about = (rank.to_bytes(4), theirs, nonce)
     connection.sendall(nonce + mac_of(secret, b"learner", *about))
     if not hmac.compare_digest(_read(connection, _MAC_BYTES, deadline), mac_of(secret, b"worker", *about)):
-        raise AuthenticationError("its secret is another")
+        raise AuthenticationError("its secret is not the group's")
     return rank, Channel(connection, mac_of(secret, b"line", *about), b"l", b"w")
 
 
 def _read(connection: socket.socket, size: int, deadline: float) -> bytes:
-    """Reads exactly `size` bytes. Raises OSError if they do not come in time."""
+    """Read exactly `size` bytes. Raises OSError if they do not come in time."""
     found = bytearray()
     while len(found) < size:
         left = deadline - time.monotonic()

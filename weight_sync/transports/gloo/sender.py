@@ -67,7 +67,7 @@ class GlooTransport(StagedTransport):
         await on_thread(self._let_go)
 
     def listen(self, workers: int) -> GlooInitInfo:
-        """Opens the rendezvous for so many workers and returns where it is. Raises `TransferError` if it cannot."""
+        """Open the rendezvous for so many workers and returns where it is. Raises `TransferError` if it cannot."""
         host, timeout_s = self._section.host, self._section.timeout_s
         secret = secrets.token_bytes(32)
         try:
@@ -95,7 +95,7 @@ class GlooTransport(StagedTransport):
             rendezvous.close()  # all have come, or the wait is over
 
     def _send(self, group: GlooGroup, snapshot: Snapshot, path: DeltaPath | None) -> Sent:
-        """Sends the snapshot. Returns when every worker has staged it and its digest agrees."""
+        """Send the snapshot. Returns when every worker has staged it and its digest agrees."""
         try:
             sent = Sent.of(snapshot, path)
             if path is None:
@@ -117,7 +117,7 @@ class GlooTransport(StagedTransport):
         return sent
 
     def _send_bytes(self, group: GlooGroup, snapshot: Snapshot, flat: torch.Tensor) -> None:
-        """Sends `flat` to all that receive, and then the snapshot's digest."""
+        """Send `flat` to all that receive, and then the snapshot's digest."""
         for _ in group.buckets(flat):
             snapshot.digest  # noqa: B018 - computed once for all servers, while the first buckets travel
         words = torch.frombuffer(bytearray(snapshot.digest), dtype=torch.int64).tolist()
@@ -135,7 +135,7 @@ class GlooTransport(StagedTransport):
 
 
 def _check(statuses: list[int]) -> None:
-    """Raises `TransferError` if a worker did not get the bytes that were sent. `statuses`: in the order of their
+    """Raise `TransferError` if a worker did not get the bytes that were sent. `statuses`: in the order of their
     ranks."""
     unmapped = [worker for worker, status in enumerate(statuses) if status == NOT_MAPPED]
     if unmapped:

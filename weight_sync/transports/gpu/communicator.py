@@ -33,10 +33,10 @@ class Stream(Protocol):
     pointer: int
 
     def current(self) -> AbstractContextManager[Any]:
-        """Puts torch's work of this thread onto the stream, inside the context."""
+        """Put torch's work of this thread onto the stream, inside the context."""
 
     def mark(self) -> Callable[[], bool]:
-        """Returns a function that tells whether all work that is on the stream by now is done."""
+        """Return a function that tells whether all work that is on the stream by now is done."""
 
 
 class CudaStream:
@@ -72,7 +72,7 @@ class Gpu:
 
 
 def own_gpu(device: torch.device | None = None) -> Gpu:
-    """Describes `device`, or the one that this rank of the learner trains on. Raises `NcclError` without a GPU."""
+    """Describe `device`, or the one that this rank of the learner trains on. Raises `NcclError` without a GPU."""
     if not torch.cuda.is_available():
         raise NcclError(
             "weight_sync.transport needs a GPU at the learner, and torch sees none; set weight_sync.transport = gloo "
@@ -87,7 +87,7 @@ class Communicator:
     """One rank of a group, used by one thread at a time. `abort` may be called from any thread, and again."""
 
     def __init__(self, gpu: Gpu, timeout_s: float) -> None:
-        """Makes a rank without a group. `timeout_s`: bound on each call, in seconds."""
+        """Make a rank without a group. `timeout_s`: bound on each call, in seconds."""
         self.stream = gpu.stream()
         self._gpu = gpu
         self._timeout_s = timeout_s
@@ -100,7 +100,7 @@ class Communicator:
         return self._ended.is_set()
 
     def meet(self, unique_id: bytes, size: int, rank: int) -> None:
-        """Joins the group of `unique_id` and sums one float32 over it, with which vLLM's workers begin.
+        """Join the group of `unique_id` and sums one float32 over it, with which vLLM's workers begin.
 
         Raises:
             NcclError: Not all `size` ranks came in time.
@@ -119,23 +119,23 @@ class Communicator:
             self.wait("the first collective")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Starts to copy rank 0's `tensor` into all others': uint8 [n], contiguous, on the group's GPU. See `wait`."""
+        """Start to copy rank 0's `tensor` into all others': uint8 [n], contiguous, on the group's GPU. See `wait`."""
         address, count = tensor.data_ptr(), len(tensor)
         self._bounded(
             lambda: self._gpu.library.broadcast(self._group, address, count, self.stream.pointer), "a broadcast"
         )
 
     def wait(self, what: str = "a broadcast") -> None:
-        """Waits until all work that is on the stream by now is done. `what` names it in an error."""
+        """Wait until all work that is on the stream by now is done. `what` names it in an error."""
         done = self.stream.mark()
         self._bounded(None, what, done)
 
     def stop(self) -> None:
-        """Makes the running call raise `NcclError`. Returns at once; `abort` must still be called."""
+        """Make the running call raise `NcclError`. Returns at once; `abort` must still be called."""
         self._ended.set()
 
     def abort(self) -> None:
-        """Ends the group. The running call raises `NcclError`, and so does every later one."""
+        """End the group. The running call raises `NcclError`, and so does every later one."""
         self._ended.set()
         if self._in_call.acquire(timeout=ABORT_WAIT_S):
             try:

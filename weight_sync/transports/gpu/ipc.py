@@ -43,14 +43,14 @@ class Handle:
 
 
 def export_storage(tensor: torch.Tensor, gpu: str) -> Handle:
-    """Exports the whole storage of `tensor`, once: torch counts one opener for each export. Raises RuntimeError."""
+    """Export the whole storage of `tensor`, once: torch counts one opener for each export. Raises RuntimeError."""
     storage: Any = tensor.untyped_storage()
     _, memory, size, offset, counter, counter_offset, event, event_wait = storage._share_cuda_()
     return Handle(gpu, _text(memory), size, offset, _text(counter), counter_offset, _text(event), bool(event_wait))
 
 
 def open_storage(handle: Handle, device: torch.device) -> torch.Tensor:
-    """Opens another process's memory as uint8 [handle.size], for as long as the tensor lives. Raises RuntimeError."""
+    """Open another process's memory as uint8 [handle.size], for as long as the tensor lives. Raises RuntimeError."""
     make: Any = torch.UntypedStorage
     storage = make._new_shared_cuda(
         device.index or 0,
@@ -117,7 +117,7 @@ class IpcTransport(StagedTransport):
         await super().publish(server, snapshot, pause)
 
     async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Does nothing: the worker copies the bytes itself."""
+        """Do nothing: the worker copies the bytes itself."""
 
     async def close(self) -> None:
         self._gpu = self._buffer = self._handle = None
@@ -158,7 +158,7 @@ class IpcReceiver:
     """The worker's end. Keeps the learner's memory open from one update to the next."""
 
     def __init__(self, gpu: Gpu, info: IpcInitInfo) -> None:
-        """Prepares to receive. Raises `TransferError` if the learner is on another GPU."""
+        """Prepare to receive. Raises `TransferError` if the learner is on another GPU."""
         if gpu.uuid != info.learner_gpu:
             raise TransferError(
                 f"the learner is on the GPU {info.learner_gpu} and this server on {gpu.uuid}, and ipc is for one that "
@@ -169,7 +169,7 @@ class IpcReceiver:
         self._opened: tuple[Handle, torch.Tensor] | None = None
 
     def receive(self, update: IpcUpdateInfo, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copies a snapshot into `flat`: uint8 of the manifest's size, on the GPU.
+        """Copy a snapshot into `flat`: uint8 of the manifest's size, on the GPU.
 
         Returns:
             Its tensors by name, as views of `flat`.
@@ -192,5 +192,5 @@ class IpcReceiver:
         return Manifest(**update.manifest).views(flat)
 
     def close(self) -> None:
-        """Closes the learner's memory. May be called again."""
+        """Close the learner's memory. May be called again."""
         self._opened = None

@@ -55,13 +55,13 @@ class Library(Protocol):
     def result(self, group: Any) -> Result: ...
 
     def broadcast(self, group: Any, address: int, count: int, stream: int) -> None:
-        """Copies `count` bytes of rank 0 to all others, in place."""
+        """Copy `count` bytes of rank 0 to all others, in place."""
 
     def sum_one(self, group: Any, address: int, stream: int) -> None:
-        """Sums one float32 over all ranks in place, with which vLLM's workers begin."""
+        """Sum one float32 over all ranks in place, with which vLLM's workers begin."""
 
     def abort(self, group: Any) -> None:
-        """Ends the group whatever it does, from any thread. The running call of this rank ends with an error."""
+        """End the group whatever it does, from any thread. The running call of this rank ends with an error."""
 
 
 class _UniqueId(ctypes.Structure):
@@ -162,7 +162,7 @@ def _loaded() -> ctypes.CDLL:
 
 
 def _places() -> list[str]:
-    """Returns where vLLM and torch look for it, as both ends should use one release."""
+    """Return where vLLM and torch look for it, as both ends should use one release."""
     named = [os.environ["VLLM_NCCL_SO_PATH"]] if os.environ.get("VLLM_NCCL_SO_PATH") else []
     try:
         spec = find_spec("nvidia.nccl")

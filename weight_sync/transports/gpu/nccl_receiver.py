@@ -30,7 +30,7 @@ _PART = 1 << 20
 
 
 def checksum(data: torch.Tensor) -> torch.Tensor:
-    """Sums the 64-bit words of contiguous uint8 [n], modulo 2**64, plainly and mixed with odd weights by position.
+    """Sum the 64-bit words of contiguous uint8 [n], modulo 2**64, plainly and mixed with odd weights by position.
 
     It tells changed and exchanged words.
 
@@ -74,7 +74,7 @@ class NcclReceiver:
     """A worker's end. Begins to join the group at once, and receives one snapshot at a time."""
 
     def __init__(self, gpu: Gpu, info: NcclInitInfo, rank: int) -> None:
-        """Begins to join. Raises `TransferError` if the learner is on the same GPU, which NCCL cannot do."""
+        """Begin to join. Raises `TransferError` if the learner is on the same GPU, which NCCL cannot do."""
         if gpu.uuid == info.learner_gpu:
             raise TransferError(
                 f"learner and server share the GPU {gpu.uuid}, and NCCL joins no two processes on one; set "
@@ -88,7 +88,7 @@ class NcclReceiver:
         self._joining.start()
 
     def receive(self, manifest: Manifest, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Receives a snapshot into `flat`: uint8 [manifest.total_bytes()] on the GPU.
+        """Receive a snapshot into `flat`: uint8 [manifest.total_bytes()] on the GPU.
 
         Returns:
             Its tensors by name, as views of `flat`.
@@ -117,7 +117,7 @@ class NcclReceiver:
         return manifest.views(flat)
 
     def close(self) -> None:
-        """Leaves the group. A running `receive` raises. May be called again."""
+        """Leave the group. A running `receive` raises. May be called again."""
         self._group.abort()
 
     def _join(self, rank: int) -> None:
@@ -129,7 +129,7 @@ class NcclReceiver:
 
 
 def buckets(flat: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
-    """Cuts uint8 [n] into views of at most `max_bytes`, in order."""
+    """Cut uint8 [n] into views of at most `max_bytes`, in order."""
     for start in range(0, len(flat), max_bytes):
         yield flat[start : start + max_bytes]
 
@@ -143,7 +143,7 @@ class Chunk:
 
 
 def wire_order(manifest: Manifest) -> Manifest:
-    """Sorts tensors by width of their type, widest first, so that each is aligned when they are packed without gaps.
+    """Sort tensors by width of their type, widest first, so that each is aligned when they are packed without gaps.
 
     Within a type they keep their order, so that the parts of a fused layer stay together.
     """
@@ -157,7 +157,7 @@ def wire_order(manifest: Manifest) -> Manifest:
 
 
 def chunks(manifest: Manifest, max_bytes: int) -> Iterator[Chunk]:
-    """Cuts as vLLM does: a chunk ends with the tensor with which it passes `max_bytes`."""
+    """Cut as vLLM does: a chunk ends with the tensor with which it passes `max_bytes`."""
     names: list[str] = []
     size = 0
     for name, dtype, shape in zip(manifest.names, manifest.dtypes, manifest.shapes, strict=True):
@@ -171,7 +171,7 @@ def chunks(manifest: Manifest, max_bytes: int) -> Iterator[Chunk]:
 
 
 def fill(buffer: torch.Tensor, chunk: Chunk, snapshot: Snapshot) -> torch.Tensor:
-    """Copies the chunk's tensors into `buffer` (uint8, any device) on the current stream. Returns the filled part."""
+    """Copy the chunk's tensors into `buffer` (uint8, any device) on the current stream. Returns the filled part."""
     views = snapshot.manifest.views(snapshot.flat)
     start = 0
     for name in chunk.names:

@@ -51,7 +51,7 @@ class Link:
     async def open(
         self, server: ServerControl, workers: int, info: Callable[[communicator.Gpu], dict[str, Any]]
     ) -> communicator.Gpu:
-        """Forms a group with the server's workers.
+        """Form a group with the server's workers.
 
         The group's id travels by a route that wants the learner's token; without the id nobody can join.
 
@@ -78,7 +78,7 @@ class Link:
         return gpu
 
     async def beside(self, call: Coroutine[Any, Any, None], work: Callable[..., None], *arguments: Any) -> None:
-        """Runs `work(*arguments)`, which uses the group, on a thread while the server answers `call`."""
+        """Run `work(*arguments)`, which uses the group, on a thread while the server answers `call`."""
         group = self._group
         assert group is not None
 
@@ -105,7 +105,7 @@ class Link:
             raise
 
     async def close(self) -> None:
-        """Ends the group. May be called again."""
+        """End the group. May be called again."""
         group, self._group = self._group, None
         if group is not None:
             await on_thread(group.abort)
@@ -196,7 +196,7 @@ class NcclStagedTransport(StagedTransport):
         await self._link.close()
 
     async def _received(self, server: ServerControl) -> None:
-        """Waits until no worker receives any more. Raises `TransferError` at once if one has failed."""
+        """Wait until no worker receives any more. Raises `TransferError` at once if one has failed."""
         while True:
             staged = await server.staged(WATCH_EVERY_S)
             if staged.stage == "failed":

@@ -42,7 +42,7 @@ class BlobServer:
     """
 
     def __init__(self, host: str, port: int = 0, mbytes_per_s: float = 0.0) -> None:
-        """Prepares to listen.
+        """Prepare to listen.
 
         Args:
             host: Name or address to listen at.
@@ -69,7 +69,7 @@ class BlobServer:
         return url_of(self._host, self._port)
 
     def start(self) -> None:
-        """Starts to listen. Raises `TransferError` if it cannot."""
+        """Start to listen. Raises `TransferError` if it cannot."""
         self._thread.start()
         try:
             asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(START_TIMEOUT_S)
@@ -81,7 +81,7 @@ class BlobServer:
             ) from error
 
     def stop(self) -> None:
-        """Stops listening and cuts off running requests."""
+        """Stop listening and cuts off running requests."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)
@@ -97,7 +97,7 @@ class BlobServer:
         self.stop()
 
     def put(self, flat: torch.Tensor) -> str:
-        """Serves a uint8 tensor on the host, which must not change until its key is dropped. Returns the key."""
+        """Serve a uint8 tensor on the host, which must not change until its key is dropped. Returns the key."""
         key = secrets.token_hex(8)
         self._blobs[key] = bytes_of(flat)
         return key
@@ -110,7 +110,7 @@ class BlobServer:
         self._asked.discard(key)
 
     def asked(self, key: str) -> bool:
-        """Returns whether anyone has asked for a part of the blob `key`."""
+        """Return whether anyone has asked for a part of the blob `key`."""
         return key in self._asked
 
     async def _listen(self) -> None:
@@ -165,7 +165,7 @@ class BlobServer:
         return response
 
     async def _send(self, request: web.BaseRequest, response: web.StreamResponse, key: str, part: memoryview) -> None:
-        """Sends `part` in slices, within the bound on bytes. Raises ConnectionError if the receiver disconnects."""
+        """Send `part` in slices, within the bound on bytes. Raises ConnectionError if the receiver disconnects."""
         for at in range(0, len(part), chunks.SLICE_BYTES):
             piece = part[at : at + chunks.SLICE_BYTES]
             await self._throttle.pass_on(len(piece))
@@ -186,7 +186,7 @@ class BlobServer:
 
 
 def _closing(response: web.Response) -> web.Response:
-    """Has the connection closed after the response, so that a refused client holds none."""
+    """Have the connection closed after the response, so that a refused client holds none."""
     response.force_close()
     return response
 
@@ -199,7 +199,7 @@ class SharedBlobServers:
         self._held: dict[tuple[str, int, float], tuple[BlobServer, int]] = {}
 
     def take(self, host: str, port: int, mbytes_per_s: float) -> BlobServer:
-        """Returns the blob server of an address, started if nobody holds it. Raises `TransferError`."""
+        """Return the blob server of an address, started if nobody holds it. Raises `TransferError`."""
         place = (host, port, mbytes_per_s)
         with self._lock:
             blob_server, holders = self._held.get(place, (None, 0))
@@ -210,7 +210,7 @@ class SharedBlobServers:
             return blob_server
 
     def leave(self, blob_server: BlobServer) -> None:
-        """Gives a blob server back. It stops with its last holder."""
+        """Give a blob server back. It stops with its last holder."""
         with self._lock:
             for place, (held, holders) in self._held.items():
                 if held is blob_server:

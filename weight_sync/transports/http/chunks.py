@@ -34,7 +34,7 @@ class ChunkList:
     digests: list[str]
 
     def __post_init__(self) -> None:
-        """Raises ValueError where the parts do not fit each other."""
+        """Raise ValueError where the parts do not fit each other."""
         if self.chunk_bytes < 1 or self.total_bytes < 0:
             raise ValueError(f"chunks of {self.chunk_bytes} bytes, {self.total_bytes} in all")
         if len(self.digests) != -(-self.total_bytes // self.chunk_bytes):
@@ -45,7 +45,7 @@ class ChunkList:
 
     @classmethod
     def of(cls, flat: torch.Tensor, chunk_bytes: int = CHUNK_BYTES) -> ChunkList:
-        """Hashes the chunks of a uint8 tensor on the host."""
+        """Hash the chunks of a uint8 tensor on the host."""
         whole = bytes_of(flat)
         starts = range(0, len(whole), chunk_bytes)
         with ThreadPoolExecutor(THREADS) as pool:
@@ -58,42 +58,42 @@ class ChunkList:
         return digest_of(memoryview("".join(self.digests).encode()))
 
     def place(self, index: int) -> tuple[int, int]:
-        """Returns the first byte of a chunk and the byte past its end."""
+        """Return the first byte of a chunk and the byte past its end."""
         start = index * self.chunk_bytes
         return start, min(start + self.chunk_bytes, self.total_bytes)
 
     def damaged(self, flat: torch.Tensor) -> list[int]:
-        """Returns the indices of the chunks of `flat` (uint8 [total_bytes]) whose digest is not the list's."""
+        """Return the indices of the chunks of `flat` (uint8 [total_bytes]) whose digest is not the list's."""
         found = ChunkList.of(flat, self.chunk_bytes)
         return [i for i, (a, b) in enumerate(zip(found.digests, self.digests, strict=True)) if a != b]
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns the fields for JSON; `ChunkList(**...)` reads them back."""
+        """Return the fields for JSON; `ChunkList(**...)` reads them back."""
         return asdict(self)
 
 
 def bytes_of(flat: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous uint8 tensor on the host."""
+    """Return the memory of a contiguous uint8 tensor on the host."""
     return memoryview(flat.numpy().data)
 
 
 def digest_of(data: memoryview) -> str:
-    """Returns the BLAKE3 of `data` in hex, 64 characters."""
+    """Return the BLAKE3 of `data` in hex, 64 characters."""
     return blake3(data).hexdigest()
 
 
 def is_authorized(authorization: str, secret: str) -> bool:
-    """Returns whether the request's Authorization header holds the transfer's secret."""
+    """Return whether the request's Authorization header holds the transfer's secret."""
     return equal_secrets(authorization, f"Bearer {secret}")
 
 
 def equal_secrets(given: str, expected: str) -> bool:
-    """Returns whether two texts are equal, in constant time. `given` may hold any bytes, as read from a header."""
+    """Return whether two texts are equal, in constant time. `given` may hold any bytes, as read from a header."""
     return hmac.compare_digest(given.encode(errors="surrogateescape"), expected.encode())
 
 
 def parse_range(header: str, total_bytes: int) -> tuple[int, int] | None:
-    """Parses a Range header with one range. Returns first byte and byte past the end; None if not within the bytes."""
+    """Parse a Range header with one range. Returns first byte and byte past the end; None if not within the bytes."""
     match = _RANGE.fullmatch(header)
     if match is None:
         return None

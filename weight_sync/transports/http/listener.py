@@ -64,7 +64,7 @@ class Listener(web.Server):
         super().connection_lost(handler, exc)
 
     def authenticate(self, transport: asyncio.Transport) -> bool:
-        """Notes that the secret came on a connection, on which a request is served until `finish`.
+        """Note that the secret came on a connection, on which a request is served until `finish`.
 
         Returns:
             False if there is no room for it, as every authenticated connection is busy.
@@ -83,7 +83,7 @@ class Listener(web.Server):
         return True
 
     def finish(self, transport: asyncio.Transport) -> None:
-        """Notes that the request on a connection is answered."""
+        """Note that the request on a connection is answered."""
         if transport in self._authenticated:
             self._time(transport)
 
@@ -108,7 +108,7 @@ class Listener(web.Server):
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
-    """Opens sockets that listen at every address of `host`, on one port (0: a free one). Raises OSError."""
+    """Open sockets that listen at every address of `host`, on one port (0: a free one). Raises OSError."""
     found: list[socket.socket] = []
     absent: OSError | None = None
     infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -130,7 +130,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 async def admit(listener: Listener, open_socket: socket.socket) -> None:
-    """Accepts connections until cancelled, one in each turn of the loop: a server's request must be read before the
+    """Accept connections until cancelled, one in each turn of the loop: a server's request must be read before the
     next hundred strangers replace its connection."""
     loop = asyncio.get_running_loop()
     logged = False
@@ -155,12 +155,12 @@ class Throttle:
         self._free_at = 0.0
 
     async def pass_on(self, count: int) -> None:
-        """Waits until `count` bytes may be sent."""
+        """Wait until `count` bytes may be sent."""
         if delay := self.delay(count):
             await asyncio.sleep(delay)
 
     def delay(self, count: int) -> float:
-        """Returns the seconds until `count` bytes may be sent, and counts them as sent then."""
+        """Return the seconds until `count` bytes may be sent, and counts them as sent then."""
         if not self._bytes_per_s:
             return 0.0
         now = self._clock()

@@ -72,7 +72,7 @@ class Offer:
 
     @asynccontextmanager
     async def seat(self, own_url: str | None) -> AsyncIterator[list[str]]:
-        """Holds a seat for the caller's server. Leaving without an error makes that server a host for others.
+        """Hold a seat for the caller's server. Leaving without an error makes that server a host for others.
 
         Args:
             own_url: Where the server will serve the bytes, None if nowhere.
@@ -99,7 +99,7 @@ class Offer:
                 self._changed.notify_all()
 
     def add_peer(self, url: str) -> None:
-        """Notes that a server now serves the bytes at `url`."""
+        """Note that a server now serves the bytes at `url`."""
         self._peers.append(Host(url, PEER_SEATS))
 
     async def _take(self) -> Host:
@@ -136,7 +136,7 @@ class Offers:
         self._chunks: WeakKeyDictionary[Snapshot, ChunkList] = WeakKeyDictionary()
 
     def open(self, snapshot: Snapshot, chunk_bytes: int = CHUNK_BYTES) -> Offer:
-        """Returns the offer of `snapshot`, which must not change until all who opened it have closed it.
+        """Return the offer of `snapshot`, which must not change until all who opened it have closed it.
 
         Blocks while it is hashed, once for each snapshot.
         """
@@ -152,7 +152,7 @@ class Offers:
             return offer
 
     def close(self, offer: Offer) -> None:
-        """Gives an offer back. It is served until its last holder has."""
+        """Give an offer back. It is served until its last holder has."""
         with self._lock:
             offer.holders -= 1
             if offer.holders:

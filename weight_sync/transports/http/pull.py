@@ -88,7 +88,7 @@ class Pull:
         lanes: int = LANES,
         world: World | None = None,
     ) -> None:
-        """Prepares a pull.
+        """Prepare a pull.
 
         Args:
             secret: To be brought to every source.
@@ -122,7 +122,7 @@ class Pull:
         self._error: str | None = None
 
     def run(self) -> PullReport:
-        """Blocks until every chunk has arrived and is right.
+        """Block until every chunk has arrived and is right.
 
         Raises:
             TransferError: Not all arrived. The text names the sources that failed.
@@ -150,7 +150,7 @@ class Pull:
         return self.report
 
     def stop(self, reason: str) -> None:
-        """Ends the pull from another thread. `run` raises then."""
+        """End the pull from another thread. `run` raises then."""
         with self._lock:
             self._stop(reason)
 
@@ -161,7 +161,7 @@ class Pull:
             lane.wire.end()
 
     def _look(self) -> None:
-        """Ends the pull when its time is over, and requests that are too slow."""
+        """End the pull when its time is over, and requests that are too slow."""
         with self._lock:
             now = self._world.clock()
             if now >= self._deadline:
@@ -196,7 +196,7 @@ class Pull:
             return self._left.popleft() if self._left and self._error is None else None
 
     def _fetch(self, lane: _Lane, index: int) -> float:
-        """Requests the rest of a chunk. Returns the seconds to wait before the next request."""
+        """Request the rest of a chunk. Returns the seconds to wait before the next request."""
         attempt, part = self._begin(lane, index), self._parts[index]
         at = part.start + part.arrived
         asked = at < part.end
@@ -230,7 +230,7 @@ class Pull:
             return attempt
 
     def _count(self, attempt: Attempt, part: _Part, count: int) -> bool:
-        """Notes `count` bytes that arrived. Returns whether to go on."""
+        """Note `count` bytes that arrived. Returns whether to go on."""
         url = attempt.source.url
         with self._lock:
             part.arrived += count
@@ -241,7 +241,7 @@ class Pull:
             return self._error is None
 
     def _damaged(self, index: int, part: _Part) -> None:
-        """Has a damaged chunk pulled again, from one source only: which of several sent wrong bytes is not known."""
+        """Have a damaged chunk pulled again, from one source only: which of several sent wrong bytes is not known."""
         urls = ", ".join(source.url for source in part.sources)
         logger.warning("chunk %d from %s has another digest than the learner's", index, urls)
         if len(part.sources) == 1:

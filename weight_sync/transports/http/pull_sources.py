@@ -101,11 +101,11 @@ class Sources:
         self._worth_at = float("-inf")
 
     def begin(self, now: float) -> Attempt:
-        """Begins an attempt at the first of the sources with the fewest failures whose bytes were right."""
+        """Begin an attempt at the first of the sources with the fewest failures whose bytes were right."""
         return Attempt(min(self._usable(), key=lambda source: source.faults), now, now, now)
 
     def note(self, attempt: Attempt, count: int, now: float) -> None:
-        """Notes `count` bytes that came."""
+        """Note `count` bytes that came."""
         attempt.heard_at = now
         attempt.in_window += count
         attempt.arrived += count
@@ -114,12 +114,12 @@ class Sources:
             self.done(attempt, now)
 
     def done(self, attempt: Attempt, now: float) -> None:
-        """Notes that the attempt brought all that it asked for, or enough."""
+        """Note that the attempt brought all that it asked for, or enough."""
         attempt.source.barren = 0
         self._worth_at = now
 
     def too_slow(self, attempt: Attempt, now: float, least_bytes_per_s: float) -> bool:
-        """Returns whether to end the attempt: it is silent, or slower than `least_bytes_per_s` or than any network."""
+        """Return whether to end the attempt: it is silent, or slower than `least_bytes_per_s` or than any network."""
         if attempt.slow:
             return True
         if (silent_s := now - attempt.heard_at) >= SILENCE_S * 2**self._slack:
@@ -134,7 +134,7 @@ class Sources:
         return bool(attempt.slow)
 
     def failed(self, attempt: Attempt, error: Exception, now: float) -> float:
-        """Notes that the attempt failed. Returns the seconds to wait before the next one."""
+        """Note that the attempt failed. Returns the seconds to wait before the next one."""
         source = attempt.source
         source.last_error = attempt.slow or f"{type(error).__name__}: {error}"
         if not isinstance(error, ConnectionRefusedError):
@@ -157,18 +157,18 @@ class Sources:
         return min(RETRY_PAUSE_S * 2 ** min(barren - 1, 10), MAX_RETRY_PAUSE_S) if barren else 0.0
 
     def gone_s(self, now: float) -> float:
-        """Returns for how many seconds the learner has refused connections and no source has brought anything."""
+        """Return for how many seconds the learner has refused connections and no source has brought anything."""
         since = self.last.refused_since
         return 0.0 if since is None else now - max(since, self._worth_at)
 
     def distrust(self, source: PullSource) -> None:
-        """Notes that the source's bytes were wrong. It is not asked again, unless it is the last."""
+        """Note that the source's bytes were wrong. It is not asked again, unless it is the last."""
         source.distrusted = source is not self.last
         source.faults += 1
         source.last_error = "its bytes were wrong"
 
     def describe_failures(self) -> str:
-        """Describes the last error of each source; "" if there is none."""
+        """Describe the last error of each source; "" if there is none."""
         return "; ".join(f"{source.url}: {source.last_error}" for source in self.all if source.last_error)
 
     def _usable(self) -> list[PullSource]:
@@ -195,13 +195,13 @@ class Wire:
             self._http = None
 
     def end(self) -> None:
-        """Makes the running read fail at once."""
+        """Make the running read fail at once."""
         if (connection := self._socket) is not None:
             with contextlib.suppress(OSError):
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
     def read_range(self, url: str, start: int, into: memoryview, arrived: Callable[[int], bool]) -> None:
-        """Reads bytes `start` to `start + len(into)` of `url` into `into`.
+        """Read bytes `start` to `start + len(into)` of `url` into `into`.
 
         Args:
             arrived: Called with the size of each piece. Returns whether to go on; if not, the rest is left.

@@ -84,11 +84,11 @@ class HttpReceiver:
         self._closed = False
 
     def greet(self) -> None:
-        """Pulls one byte from the learner. Raises `TransferError` if it cannot be reached."""
+        """Pull one byte from the learner. Raises `TransferError` if it cannot be reached."""
         Pull(GREETING, self._init.secret, [self._init.greeting], memoryview(bytearray(1)), self._init.timeout_s).run()
 
     def receive(self, info: HttpUpdateInfo) -> dict[str, torch.Tensor]:
-        """Receives a snapshot.
+        """Receive a snapshot.
 
         Returns:
             Its tensors by name: views of memory that the next snapshot is received into.
@@ -112,14 +112,14 @@ class HttpReceiver:
         return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
 
     def close(self) -> None:
-        """Ends the running pull and releases the buffer. Never raises."""
+        """End the running pull and releases the buffer. Never raises."""
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")
         self._share.close()
 
     def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
-        """Blocks until `into` holds the blob of `chunks`. Raises `TransferError`."""
+        """Block until `into` holds the blob of `chunks`. Raises `TransferError`."""
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
@@ -146,7 +146,7 @@ class _Filling:
         self.reception.pull(self.chunks, self.info.sources, into, held, self.deadline)
 
     def _held(self, into: torch.Tensor, before: Record) -> set[int]:
-        """Returns the indices of the chunks that need not be pulled, after applying the delta if there is one."""
+        """Return the indices of the chunks that need not be pulled, after applying the delta if there is one."""
         if before.holds and self.info.delta is not None:
             delta = DeltaInfo(**self.info.delta)
             if delta.base == before.holds:
@@ -159,7 +159,7 @@ class _Filling:
         return self._right(into)  # a pull broke off here
 
     def _lay_on(self, delta: DeltaInfo, into: torch.Tensor) -> None:
-        """Applies the deltas to `into`. If that fails, the digests of the result tell what to pull."""
+        """Apply the deltas to `into`. If that fails, the digests of the result tell what to pull."""
         chunks = ChunkList(**delta.chunks)
         payload = torch.empty(chunks.total_bytes, dtype=torch.uint8)
         try:

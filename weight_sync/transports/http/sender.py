@@ -107,7 +107,7 @@ class HttpTransport(StagedTransport):
     async def _tell(
         self, server: ServerControl, snapshot: Snapshot, offer: Offer, urls: list[str], delta: dict[str, Any] | None
     ) -> None:
-        """Tells the server which chunks to pull from which URLs. Returns when its workers have built the model."""
+        """Tell the server which chunks to pull from which URLs. Returns when its workers have built the model."""
         info = HttpUpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
         await server.update(asdict(info))
         await self._until_staged(server)

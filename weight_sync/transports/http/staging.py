@@ -50,7 +50,7 @@ class Record:
     mbytes_per_s: float = 0.0
 
     def open(self) -> int:
-        """Opens a file descriptor of the buffer. Raises OSError if the process that held it is gone."""
+        """Open a file descriptor of the buffer. Raises OSError if the process that held it is gone."""
         fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         if os.fstat(fd).st_size != self.total_bytes:
             os.close(fd)
@@ -59,7 +59,7 @@ class Record:
 
 
 def record_of(key: str) -> Record | None:
-    """Reads the record of the transfer `key`; None if there is none that can be read."""
+    """Read the record of the transfer `key`; None if there is none that can be read."""
     if not _KEY.fullmatch(key):
         return None
     try:
@@ -84,7 +84,7 @@ class SharedStaging:
         self._flat: torch.Tensor | None = None
 
     def receive(self, wanted: Record, fill: Fill, timeout_s: float) -> torch.Tensor:
-        """Returns the buffer with `wanted.holds` in it, filled here if no other worker has done it.
+        """Return the buffer with `wanted.holds` in it, filled here if no other worker has done it.
 
         Returns:
             uint8 [wanted.total_bytes].
@@ -102,7 +102,7 @@ class SharedStaging:
             time.sleep(LOOK_EVERY_S)
 
     def close(self) -> None:
-        """Releases the buffer and its record; views of it stay good. Never raises."""
+        """Release the buffer and its record; views of it stay good. Never raises."""
         with contextlib.suppress(OSError), self._lock() as mine:
             if mine:
                 for suffix in (".json", ".lock"):
@@ -129,7 +129,7 @@ class SharedStaging:
         return flat
 
     def _map(self, found: Record | None, size: int) -> Record | None:
-        """Maps the buffer that `found` names, or a fresh one. Returns `found` if its buffer could be mapped."""
+        """Map the buffer that `found` names, or a fresh one. Returns `found` if its buffer could be mapped."""
         if found is not None and found.total_bytes == size:
             if self._flat is not None and found.pid == os.getpid() and found.fd == self._fd:
                 return found
@@ -162,14 +162,14 @@ class SharedStaging:
 
     @contextmanager
     def _lock(self) -> Iterator[bool]:
-        """Yields whether this worker alone may fill the buffer."""
+        """Yield whether this worker alone may fill the buffer."""
         with _locked(_folder() / f"{self._key}.lock") as mine:
             yield mine
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[bool]:
-    """Yields whether this process has the lock. Its holder may remove the file, which is no lock from then on."""
+    """Yield whether this process has the lock. Its holder may remove the file, which is no lock from then on."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
         try:
@@ -183,7 +183,7 @@ def _locked(path: Path) -> Iterator[bool]:
 
 
 def _sweep() -> None:
-    """Removes what killed processes left: their records, and locks that nobody holds."""
+    """Remove what killed processes left: their records, and locks that nobody holds."""
     folder = _folder()
     for key in {path.stem for suffix in ("json", "lock") for path in folder.glob(f"*.{suffix}")}:
         record = record_of(key)
@@ -196,7 +196,7 @@ def _sweep() -> None:
 
 
 def _folder() -> Path:
-    """Returns this user's folder of records. Raises OSError if another user has made it."""
+    """Return this user's folder of records. Raises OSError if another user has made it."""
     folder = Path(tempfile.gettempdir()) / f"slipstream-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()

@@ -58,7 +58,7 @@ class Copied:
 
 
 def copy_adapter_slots(runner: Any, which: tuple[str, int, str]) -> Copied:
-    """Copies the slots of an adapter, which is made active for that. To be called on the engine's thread.
+    """Copy the slots of an adapter, which is made active for that. To be called on the engine's thread.
 
     Args:
         runner: vLLM's model runner.
@@ -101,7 +101,7 @@ class AdapterReading(Reading):
 
 
 def compare(copied: Copied, name: str, folder: Path) -> Difference:
-    """Compares the slots with the file in `folder` of the adapter `name`. Blocks while the file is read."""
+    """Compare the slots with the file in `folder` of the adapter `name`. Blocks while the file is read."""
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     try:
         data, text = file.read_bytes(), config.read_bytes()
@@ -124,7 +124,7 @@ def compare(copied: Copied, name: str, folder: Path) -> Difference:
 
 
 def _sent(tensors: dict[str, torch.Tensor], config: dict[str, Any], copied: Copied) -> dict[str, Pair]:
-    """Returns A and B by vLLM's name of the layer, as vLLM computes with them: in the slots' type, B scaled."""
+    """Return A and B by vLLM's name of the layer, as vLLM computes with them: in the slots' type, B scaled."""
     from vllm.lora.peft_helper import PEFTHelper
     from vllm.lora.utils import parse_fine_tuned_lora_name
 
@@ -143,7 +143,7 @@ def _sent(tensors: dict[str, torch.Tensor], config: dict[str, Any], copied: Copi
 
 
 def _of_this_worker(layer: Any, whole: list[Pair]) -> Iterator[Pair]:
-    """Cuts A and B as vLLM does for a tensor-parallel worker."""
+    """Cut A and B as vLLM does for a tensor-parallel worker."""
     if layer.tp_size == 1 or all(part == (None, None) for part in whole):
         return iter(whole)
     a, b = [part[0] for part in whole], [part[1] for part in whole]
@@ -153,7 +153,7 @@ def _of_this_worker(layer: Any, whole: list[Pair]) -> Iterator[Pair]:
 
 
 def _holds(found: torch.Tensor, should: torch.Tensor | None) -> bool:
-    """Returns whether a slot holds `should` in its first rows and columns and zeros elsewhere; None: zeros only."""
+    """Return whether a slot holds `should` in its first rows and columns and zeros elsewhere; None: zeros only."""
     expected = torch.zeros_like(found)
     if should is not None:
         if should.shape[0] > found.shape[0] or should.shape[1] > found.shape[1]:

@@ -27,7 +27,7 @@ class DeviceEngine(StagedEngine):
         self._on_device: torch.Tensor | None = None
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Returns a uint8 [size] on the worker's GPU, the same memory at every update of that size."""
+        """Return a uint8 [size] on the worker's GPU, the same memory at every update of that size."""
         if self._on_device is None or len(self._on_device) != size:
             self._on_device = None  # frees the old one first
             self._on_device = torch.empty(size, dtype=torch.uint8, device=self.device)

@@ -34,7 +34,7 @@ BOOT = secrets.token_hex(6)
 
 
 def install_prefix_salt() -> None:
-    """Has the engine core salt every request, in front of the caller's own salt. May be called again."""
+    """Have the engine core salt every request, in front of the caller's own salt. May be called again."""
     from vllm.v1.engine.core import EngineCore
 
     if hasattr(EngineCore, "slipstream_salt"):
@@ -69,7 +69,7 @@ def install_prefix_salt() -> None:
 
 
 def begin_anew(core: Any) -> None:
-    """Has all requests without a token compute their prompts again under the present weights. Between two steps."""
+    """Have all requests without a token compute their prompts again under the present weights. Between two steps."""
     scheduler = core.scheduler
     now = time.monotonic()
     # The last first, as each is put at the head of the queue.
@@ -84,7 +84,7 @@ def begin_anew(core: Any) -> None:
 
 
 def _renew(core: Any, request: Any) -> None:
-    """Hashes the blocks of a request again if its salt is of other weights. Nothing of it is computed yet."""
+    """Hash the blocks of a request again if its salt is of other weights. Nothing of it is computed yet."""
     salt = _salted(core, request.cache_salt)
     if request.cache_salt != salt:
         request.cache_salt = salt
@@ -93,7 +93,7 @@ def _renew(core: Any, request: Any) -> None:
 
 
 def _salted(core: Any, salt: str | None) -> str:
-    """Returns the salt of the present weights. `salt`: the caller's, or one that was made for other weights."""
+    """Return the salt of the present weights. `salt`: the caller's, or one that was made for other weights."""
     given = salt or ""
     if given.startswith(_MARK):
         given = given.partition("|")[2]
@@ -101,7 +101,7 @@ def _salted(core: Any, salt: str | None) -> str:
 
 
 def install_swap() -> None:
-    """Adds the calls below to vLLM's engine core. Runs in each of vLLM's processes, and may be called again."""
+    """Add the calls below to vLLM's engine core. Runs in each of vLLM's processes, and may be called again."""
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.slipstream_state = state
@@ -111,12 +111,12 @@ def install_swap() -> None:
 
 
 def state(core: Any) -> dict[str, Any]:
-    """Returns boot, label and whether the engine is paused. An answer also shows that it lives."""
+    """Return boot, label and whether the engine is paused. An answer also shows that it lives."""
     return {"boot": BOOT, "label": core.get_weight_version(), "paused": core.is_scheduler_paused()}
 
 
 def swap(core: Any, label: str, clear_cache: bool) -> Any:
-    """Exchanges the weights of all workers for those that they have staged, and labels them.
+    """Exchange the weights of all workers for those that they have staged, and labels them.
 
     Args:
         clear_cache: Whether to drop all cached keys and values; requests in flight compute theirs again.
@@ -147,7 +147,7 @@ def swap(core: Any, label: str, clear_cache: bool) -> Any:
 
 
 def exchange(core: Any, label: str, clear_cache: bool, began: float | None = None) -> dict[str, Any]:
-    """Swaps while no step is running. If a worker fails in it, generation stays paused for good."""
+    """Swap while no step is running. If a worker fails in it, generation stays paused for good."""
     from vllm.v1.core.sched.interface import PauseState
 
     began = time.monotonic() if began is None else began
@@ -170,7 +170,7 @@ def exchange(core: Any, label: str, clear_cache: bool, began: float | None = Non
 
 
 def _result(began: float, exchange_s: float, error: str | None, whole: bool) -> dict[str, Any]:
-    """Makes the answer to a swap.
+    """Make the answer to a swap.
 
     Args:
         began: When generation stopped (`time.monotonic`), from which `pause_s` counts.

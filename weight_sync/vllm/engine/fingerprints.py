@@ -74,7 +74,7 @@ class Difference:
 
 
 def held(model: torch.nn.Module) -> ModelFingerprints:
-    """Reads every parameter, buffer and packed weight of `model`, on any thread. Tensors that modules share are read
+    """Read every parameter, buffer and packed weight of `model`, on any thread. Tensors that modules share are read
     once."""
     found = ModelFingerprints()
     known: dict[tuple[Any, ...], str] = {}
@@ -90,7 +90,7 @@ def held(model: torch.nn.Module) -> ModelFingerprints:
 
 
 def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
-    """Compares the live model with the fingerprints of the shadow.
+    """Compare the live model with the fingerprints of the shadow.
 
     A tensor that `proven.known` does not have is `unread` if it differs, and known from now on if it does not.
     """
@@ -104,14 +104,14 @@ def compare(proven: ModelFingerprints, live: ModelFingerprints) -> Difference:
 
 
 def cannot_be_read(layer: Any) -> bool:
-    """Returns whether one of vLLM's linear layers holds its weight behind a handle, or quantised."""
+    """Return whether one of vLLM's linear layers holds its weight behind a handle, or quantised."""
     packed = getattr(layer, "cpu_linear", None)
     behind_a_handle = packed is not None and any(part is None for part in _parts(packed, layer))
     return behind_a_handle or not type(layer.quant_method).__name__.startswith("Unquantized")
 
 
 def fingerprint(tensor: torch.Tensor) -> str:
-    """Returns a fingerprint of shape, type and bits. It finds damage and mistakes, not forgeries."""
+    """Return a fingerprint of shape, type and bits. It finds damage and mistakes, not forgeries."""
     if tensor.is_mkldnn:
         bits = _bits_packed(tensor)
     elif tensor.device.type == "cpu":
@@ -122,7 +122,7 @@ def fingerprint(tensor: torch.Tensor) -> str:
 
 
 def _bits_packed(tensor: torch.Tensor) -> str:
-    """Hashes the bits in the order that torch packed them: unpacking would take four times as long."""
+    """Hash the bits in the order that torch packed them: unpacking would take four times as long."""
     size: int = torch.ops.mkldnn._nbytes(tensor)
     return xxhash.xxh3_128_hexdigest((ctypes.c_char * size).from_address(torch.ops.mkldnn.data_ptr(tensor)))
 
@@ -132,7 +132,7 @@ def _bits(tensor: torch.Tensor) -> str:
 
 
 def _bits_on_device(tensor: torch.Tensor) -> str:
-    """Sums the words, each times an odd number from its position, modulo 2**64; nothing is copied to the host."""
+    """Sum the words, each times an odd number from its position, modulo 2**64; nothing is copied to the host."""
     flat = tensor.reshape(-1)
     words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -155,7 +155,7 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]
 
 
 def _parts(packed: Any, module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """Returns the tensors that a packed layer's function computes with.
+    """Return the tensors that a packed layer's function computes with.
 
     None stands for a handle, even if the module keeps a weight beside it, as an output head does. A function that reads
     the module's own weight has none.

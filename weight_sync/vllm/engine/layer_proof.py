@@ -50,7 +50,7 @@ class Reading(threading.Thread):
         self._error: Exception | None = None
 
     def difference(self) -> Difference:
-        """Compares the worker's weights with the proven ones."""
+        """Compare the worker's weights with the proven ones."""
         raise NotImplementedError
 
     def run(self) -> None:
@@ -60,7 +60,7 @@ class Reading(threading.Thread):
             self._error = error
 
     def result(self) -> dict[str, Any]:
-        """Returns the fields of `Difference`, after the thread's end. Raises RuntimeError if it failed."""
+        """Return the fields of `Difference`, after the thread's end. Raises RuntimeError if it failed."""
         if self._found is None:
             raise RuntimeError(f"the layers could not be read: {self._error!r}") from self._error
         return vars(self._found)
@@ -102,7 +102,7 @@ class Watched:
 
 
 def vectors(columns: int, number: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Returns the vectors of update `number`, [2 * HALF, columns]: first the one-hot ones, then those of signs."""
+    """Return the vectors of update `number`, [2 * HALF, columns]: first the one-hot ones, then those of signs."""
     x = torch.zeros(2 * HALF, columns)
     x[torch.arange(HALF), _hot(columns, number)] = 1.0
     seeded = torch.Generator().manual_seed(number)
@@ -111,7 +111,7 @@ def vectors(columns: int, number: int, dtype: torch.dtype, device: torch.device)
 
 
 def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Products:
-    """Computes the products of a layer that holds `weight` [rows, columns].
+    """Compute the products of a layer that holds `weight` [rows, columns].
 
     Args:
         number: Number of the update.
@@ -129,7 +129,7 @@ def of_weight(weight: torch.Tensor, number: int, bits: int | None = None) -> Pro
 
 @torch.inference_mode()
 def probe_products(model: torch.nn.Module, proven: ModelFingerprints) -> Difference:
-    """Compares the live layers' products with the `proven` ones, under the rule of `fingerprints.compare`.
+    """Compare the live layers' products with the `proven` ones, under the rule of `fingerprints.compare`.
 
     To be called on the engine's thread, as oneDNN's functions are not thread-safe.
     """
@@ -160,7 +160,7 @@ def _known(name: str) -> str:
 
 @contextmanager
 def watching(layers: Iterable[tuple[str, Any, Any]], prints: bool = False) -> Iterator[Watched]:
-    """Notes the values of weights while they are loaded, before vLLM packs or quantises them.
+    """Note the values of weights while they are loaded, before vLLM packs or quantises them.
 
     Args:
         layers: Name, live module, and the module that is loaded, which may be the same one.
@@ -210,7 +210,7 @@ def _is_linear(module: Any) -> bool:
 
 
 def _bits(live: Any) -> int | None:
-    """Returns the bits that a live layer keeps of each element, None for all."""
+    """Return the bits that a live layer keeps of each element, None for all."""
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     if type(live.quant_method).__name__.startswith("Unquantized"):
@@ -229,7 +229,7 @@ def _hot(columns: int, number: int) -> torch.Tensor:
 def _of_rows(
     rows: torch.Tensor, hot: torch.Tensor, signs: torch.Tensor, dtype: torch.dtype, bits: int | None, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns expected and slack [2 * HALF, n] of float32 rows [n, columns]."""
+    """Return expected and slack [2 * HALF, n] of float32 rows [n, columns]."""
     alone, together = rows[:, hot.to(rows.device)].T, signs @ rows.T
     norm, sizes = rows.norm(dim=1), rows.abs().sum(dim=1)
     eps, exact = _epsilon(dtype)
@@ -244,7 +244,7 @@ def _of_rows(
 
 
 def _epsilon(dtype: torch.dtype) -> tuple[float, bool]:
-    """Returns the machine epsilon of a product's type, and whether a product with a one-hot vector is exact."""
+    """Return the machine epsilon of a product's type, and whether a product with a one-hot vector is exact."""
     if dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
         return 2.0**-7, False
     return torch.finfo(dtype).eps, True

@@ -34,13 +34,13 @@ class NcclEngine(NCCLWeightTransferEngine):
         self._check: UpdateCheck | None = None
 
     def start_weight_update(self) -> None:
-        """Opens an update."""
+        """Open an update."""
         self.proven = None
         super().start_weight_update()
         self._check = UpdateCheck(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receives and loads tensors. Raises ValueError if one comes twice, or in another type than the model's."""
+        """Receive and loads tensors. Raises ValueError if one comes twice, or in another type than the model's."""
         check = self._check
         if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")
@@ -60,7 +60,7 @@ class NcclEngine(NCCLWeightTransferEngine):
         check.take(watched)
 
     def finish_weight_update(self) -> None:
-        """Ends the update. Raises ValueError if parameters of the model were not sent: it is not whole then."""
+        """End the update. Raises ValueError if parameters of the model were not sent: it is not whole then."""
         check, self._check = self._check, None
         if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")

@@ -37,7 +37,7 @@ class Reload:
             self._check.note(name, tensor)
 
     def exchange(self) -> None:
-        """Makes the live model compute with the new weights. Generation must stand still. After an error the model may
+        """Make the live model compute with the new weights. Generation must stand still. After an error the model may
         be half new."""
         layers = [(name, module, module) for name, module in self._model.named_modules()]
         with watching(layers) as watched:
@@ -48,7 +48,7 @@ class Reload:
 
 
 def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
-    """Reloads `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
+    """Reload `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
 
     On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the
     checkpoint reaches a tied output head, which is a module of its own; experts are packed at their first load only,
@@ -68,7 +68,7 @@ def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor])
 
 @contextmanager
 def _without_false_alarms(model: Any) -> Iterator[None]:
-    """Keeps vLLM from warning at each reload of modules that no checkpoint holds, such as rotary embeddings."""
+    """Keep vLLM from warning at each reload of modules that no checkpoint holds, such as rotary embeddings."""
     with_parameters = {type(module).__name__ for module in model.modules() if list(module.parameters(recurse=False))}
 
     def concerns_parameters(record: logging.LogRecord) -> bool:

@@ -23,7 +23,7 @@ MAX_TOKENS = 1024
 
 
 def reason_not_to(runner: Any, tokens: int) -> str | None:
-    """Returns why the model of `runner` (vLLM's model runner) cannot be scored this way, None if it can."""
+    """Return why the model of `runner` (vLLM's model runner) cannot be scored this way, None if it can."""
     config = runner.vllm_config
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
@@ -59,7 +59,7 @@ def _reason_of_layer(layer: Any, tokens: int) -> str | None:
 
 @torch.inference_mode()
 def score(runner: Any, token_ids: list[int]) -> list[float] | None:
-    """Computes log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1.
+    """Compute log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1.
 
     To be called on the engine's thread, in every worker at once: tensor-parallel ones compute together.
 
@@ -106,7 +106,7 @@ def _attend(
     output_shape: torch.Size | None = None,
     output_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Computes `Attention.forward` of one sequence without a cache: causal, in float32."""
+    """Compute `Attention.forward` of one sequence without a cache: causal, in float32."""
     heads, groups = layer.num_kv_heads, layer.num_heads // layer.num_kv_heads
     q = query.view(-1, heads, groups, layer.head_size).float()
     k = key.view(-1, heads, layer.head_size).float()
@@ -121,7 +121,7 @@ def _attend(
 
 
 def put_under(runner: Any, tokens: int, adapter: Any | None) -> None:
-    """Has the next pass over `tokens` tokens compute under `adapter`, a `LoRARequest`, or under none.
+    """Have the next pass over `tokens` tokens compute under `adapter`, a `LoRARequest`, or under none.
 
     Without this the adapters of the engine's last step would apply. Its next step sets its own. The logits of all
     tokens but the last are wanted.

@@ -51,7 +51,7 @@ NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
 def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
-    """Prepares the exchange of the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
+    """Prepare the exchange of the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
 
     Returns:
         A shadow; a reload under the pause if no shadow can be built, which is logged.
@@ -96,7 +96,7 @@ class Shadow:
         self._changes = [change for pair in self.pairs for change in _changes(pair)]
 
     def exchange(self) -> None:
-        """Makes the live modules compute with the shadow's tensors. Generation must stand still."""
+        """Make the live modules compute with the shadow's tensors. Generation must stand still."""
         old: list[Any] = []
         with torch.no_grad():
             for change in self._changes:
@@ -115,7 +115,7 @@ class Shadow:
 
 
 def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
-    """Loads `weights` into the shadows and packs them.
+    """Load `weights` into the shadows and packs them.
 
     Args:
         whole: Whether no part of a tensor belongs to another worker.
@@ -169,7 +169,7 @@ class Reading:
             yield name, tensor
 
     def place(self, pairs: list[Pair]) -> str:
-        """Describes the tensor that was read last: its shape, and that of the model's parameter of this name if any."""
+        """Describe the tensor that was read last: its shape, and that of the model's parameter of this name if any."""
         if self._at is None:
             return "the first tensor"
         shapes = {
@@ -191,7 +191,7 @@ def _words(error: Exception) -> str:
 
 
 def _processed(pair: Pair) -> bool:
-    """Returns whether the shadow was loaded. A padded vocabulary is loaded once all that was sent for it has come."""
+    """Return whether the shadow was loaded. A padded vocabulary is loaded once all that was sent for it has come."""
     info = pair.info
     if not info.can_load():
         return True
@@ -206,7 +206,7 @@ def _processed(pair: Pair) -> bool:
 
 
 def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
-    """Ties and packs those of `left` that share live tensors with loaded modules, as an output head may."""
+    """Tie and packs those of `left` that share live tensors with loaded modules, as an output head may."""
     owners = {id(tensor): (pair, name) for pair in loaded for name, tensor in pair.live._parameters.items()}
     tied = []
     for pair in left:
@@ -236,7 +236,7 @@ def _head_is_tied_and_sent(pairs: list[Pair], weights: Weights) -> bool:
 
 
 def _mark_lookups(pairs: list[Pair]) -> None:
-    """Marks embeddings of models with a separate head: they multiply nothing, so they need no packing."""
+    """Mark embeddings of models with a separate head: they multiply nothing, so they need no packing."""
     heads = [pair for pair in pairs if isinstance(pair.live, ParallelLMHead)]
     for pair in pairs:
         if isinstance(pair.live, VocabParallelEmbedding) and pair not in heads and heads:
@@ -244,14 +244,14 @@ def _mark_lookups(pairs: list[Pair]) -> None:
 
 
 def _pack_experts(shadow: Any) -> None:
-    """Packs experts, which vLLM does at their first load only."""
+    """Pack experts, which vLLM does at their first load only."""
     kernel = getattr(getattr(shadow, "quant_method", None), "moe_kernel", None)
     if kernel is not None and shadow.w13_weight.device.type == "cpu":
         kernel.fused_experts.process_weights_after_loading(shadow)
 
 
 def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """Yields calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced."""
+    """Yield calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced."""
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
         for name, tensor in getattr(pair.shadow, container).items():

@@ -20,7 +20,7 @@ class NoShadow(Exception):
 
 
 def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
-    """Checks the types of tensors. Loaders cast silently, but a tensor of another type was not meant for this model."""
+    """Check the types of tensors. Loaders cast silently, but a tensor of another type was not meant for this model."""
     known = {dtype, *(tensor.dtype for tensor in model.parameters()), *(tensor.dtype for tensor in model.buffers())}
     for name, tensor in weights.items():
         if tensor.dtype not in known:
@@ -31,7 +31,7 @@ def check_types(model: Any, dtype: torch.dtype, weights: Weights) -> None:
 
 
 def check_width(model: Any, of: str, weights: Weights) -> None:
-    """Checks rows and width of the token table before anything is loaded, as they tell models apart.
+    """Check rows and width of the token table before anything is loaded, as they tell models apart.
 
     vLLM's loaders only assert shapes, without a text.
 
@@ -57,7 +57,7 @@ def another_model(of: str) -> str:
 
 
 def check_can_be_shadowed(model: Any) -> None:
-    """Raises `NoShadow` if a layer keeps weights that a shadow could not exchange."""
+    """Raise `NoShadow` if a layer keeps weights that a shadow could not exchange."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         if isinstance(method, QuantizeMethodBase) and type(method).__name__ not in SHADOWED:
@@ -69,7 +69,7 @@ def check_can_be_shadowed(model: Any) -> None:
 
 
 def check_rows(pairs: list[Pair], weights: Weights) -> None:
-    """Checks that embedding and output head hold the rows that arrived.
+    """Check that embedding and output head hold the rows that arrived.
 
     A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
     rows does so on purpose.

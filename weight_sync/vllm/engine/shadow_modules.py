@@ -34,7 +34,7 @@ class Pair:
 
 
 def pair_modules(model: Any) -> list[Pair]:
-    """Makes a shadow of every module of `model`. Returns the pairs, the model's own first."""
+    """Make a shadow of every module of `model`. Returns the pairs, the model's own first."""
     pairs: dict[int, Pair] = {}
     _copy_tree(model, "", pairs)
     for pair in pairs.values():
@@ -43,7 +43,7 @@ def pair_modules(model: Any) -> list[Pair]:
 
 
 def let_go(pairs: list[Pair]) -> None:
-    """Frees the shadows: vLLM's records refer to the modules that they are kept by, which would keep them forever."""
+    """Free the shadows: vLLM's records refer to the modules that they are kept by, which would keep them forever."""
     for pair in pairs:
         LAYERWISE_INFO.pop(pair.shadow, None)
         pair.shadow._parameters.clear()
@@ -51,7 +51,7 @@ def let_go(pairs: list[Pair]) -> None:
 
 
 def bind_to_live(tensor: torch.Tensor, pair: Pair) -> None:
-    """Binds a tensor's loaders to the live module, whose tensor it is about to become."""
+    """Bind a tensor's loaders to the live module, whose tensor it is about to become."""
     sanitize_layer_refs(tensor, pair.shadow)
     restore_layer_refs(tensor, pair.live)
 
@@ -72,7 +72,7 @@ def _copy_tree(live: Any, name: str, pairs: dict[int, Pair]) -> Any:
 
 
 def _own_what_vllm_would_share(pair: Pair) -> None:
-    """Gives the shadow a record of its own, and copies of the tensors that vLLM's reload writes where they are."""
+    """Give the shadow a record of its own, and copies of the tensors that vLLM's reload writes where they are."""
     live_info = get_layerwise_info(pair.live)
     params, buffers = live_info.restore_metadata
     fresh = (
@@ -87,7 +87,7 @@ def _own_what_vllm_would_share(pair: Pair) -> None:
 
 
 def _fresh(tensor: torch.Tensor, live: Any) -> torch.Tensor:
-    """Returns vLLM's record of the first load. The live module's own record may hold the loader of a reload, which
+    """Return vLLM's record of the first load. The live module's own record may hold the loader of a reload, which
     would take the shadow's weights and load them nowhere."""
     fresh = to_meta_tensor(tensor)
     loader = getattr(fresh, "weight_loader", None)
@@ -110,7 +110,7 @@ class PackingError(Exception):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Asks torch whether it packs weights of this type on this CPU.
+    """Ask torch whether it packs weights of this type on this CPU.
 
     bfloat16 needs AVX-512 or AVX-NE-CONVERT: with AVX2 alone oneDNN refuses to pack it, and torch multiplies without.
     """
@@ -137,13 +137,13 @@ class TorchLinear:
         return product
 
     def dense(self) -> torch.Tensor:
-        """Returns W, bit for bit."""
+        """Return W, bit for bit."""
         weight: torch.Tensor = self.packed.to_dense()
         return weight
 
 
 def install_torch_packing() -> None:
-    """Has torch pack every layer that vLLM would pack by oneDNN. May be called again.
+    """Have torch pack every layer that vLLM would pack by oneDNN. May be called again.
 
     Where torch cannot pack a type, the layer keeps its weight and computes with the plain `linear`.
     """
@@ -171,7 +171,7 @@ def install_torch_packing() -> None:
 
 
 def _has_a_kernel_of_its_own(utils: Any, weight: torch.Tensor) -> bool:
-    """Returns whether vLLM packs it for its AMX kernels or zentorch, which are thread-safe."""
+    """Return whether vLLM packs it for its AMX kernels or zentorch, which are thread-safe."""
     rows, columns = weight.shape
     zen = utils.current_platform.is_zen_cpu() and hasattr(torch.ops.zentorch, "zentorch_linear_unary")
     return bool(zen or utils.check_cpu_sgl_kernel(rows, columns, weight.dtype))

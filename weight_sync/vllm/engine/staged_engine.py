@@ -21,7 +21,7 @@ class Receiver(Protocol):
     """A worker's end of a connection to the learner."""
 
     def receive(self, update_info: Any, /, *into: Any) -> Weights:
-        """Receives weights and verifies them, on a thread beside generation.
+        """Receive weights and verifies them, on a thread beside generation.
 
         Returns:
             Tensors by name, as in a checkpoint: views of memory that is good until the next update.
@@ -31,7 +31,7 @@ class Receiver(Protocol):
         """
 
     def close(self) -> None:
-        """Closes the connection to the learner. Never raises, and may be called again."""
+        """Close the connection to the learner. Never raises, and may be called again."""
 
 
 class StagedEngine(WeightTransferEngine):
@@ -57,7 +57,7 @@ class StagedEngine(WeightTransferEngine):
         return self._staging.shadow if self._staging is not None else None
 
     def join(self, init_info: Any) -> Receiver:
-        """Connects to the learner that `init_info` names."""
+        """Connect to the learner that `init_info` names."""
         raise NotImplementedError
 
     @property
@@ -71,7 +71,7 @@ class StagedEngine(WeightTransferEngine):
         self._receiver = self.join(init_info)
 
     def receive(self, update_info: Any) -> Weights:
-        """Receives over the connection that `init_transfer_engine` made, as `Receiver.receive` does."""
+        """Receive over the connection that `init_transfer_engine` made, as `Receiver.receive` does."""
         receiver = self._receiver
         if receiver is None:
             raise RuntimeError("the connection to the learner was closed")
@@ -82,7 +82,7 @@ class StagedEngine(WeightTransferEngine):
         return weights
 
     def start_weight_update(self) -> None:
-        """Opens an update. Raises RuntimeError while the thread of the one before still runs."""
+        """Open an update. Raises RuntimeError while the thread of the one before still runs."""
         if self._staging is not None and self._staging.is_alive():
             raise RuntimeError("the reception of the last update has not ended")
         self._staging = None
@@ -91,7 +91,7 @@ class StagedEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: Any) -> None:
-        """Begins to receive and to build on a thread. `staging` returns how far it is."""
+        """Begin to receive and to build on a thread. `staging` returns how far it is."""
         if self._receiver is None:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         if self._staging is not None and self._staging.is_alive():
@@ -100,13 +100,13 @@ class StagedEngine(WeightTransferEngine):
         self._staging.start()
 
     def build(self, weights: Weights) -> Any:
-        """Builds the shadow of `self.model` with `weights`. Raises ValueError if they are not the model's."""
+        """Build the shadow of `self.model` with `weights`. Raises ValueError if they are not the model's."""
         from weight_sync.vllm.engine.shadow import build
 
         return build(self.model, self.vllm_config, weights)
 
     def staging(self, wait_s: float = 0.0) -> dict[str, Any]:
-        """Returns how far the update is, after at most `wait_s` seconds of waiting for its end.
+        """Return how far the update is, after at most `wait_s` seconds of waiting for its end.
 
         Returns:
             `stage` ("receiving", "building", "ready" or "failed"), `error`, and `seconds` by stage.
@@ -118,7 +118,7 @@ class StagedEngine(WeightTransferEngine):
         return self._staging.report()
 
     def finish_weight_update(self) -> None:
-        """Exchanges the live weights for the shadow's. Generation must stand still.
+        """Exchange the live weights for the shadow's. Generation must stand still.
 
         Raises:
             RuntimeError: They are not ready; the model is not touched.
@@ -133,7 +133,7 @@ class StagedEngine(WeightTransferEngine):
         self.proven = getattr(staging.shadow, "proven", None)
 
     def shutdown(self) -> None:
-        """Drops the connection and the staged weights."""
+        """Drop the connection and the staged weights."""
         self._staging = None
         receiver, self._receiver = self._receiver, None
         if receiver is not None:

@@ -40,7 +40,7 @@ class UpdateCheck:
         self._seen: set[str] = set()
 
     def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: Any) -> None:
-        """Checks names and types before anything is received.
+        """Check names and types before anything is received.
 
         Raises:
             ValueError: A tensor comes twice, or in another type than the model's.
@@ -58,19 +58,19 @@ class UpdateCheck:
                 )
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
-        """Notes a tensor that is about to be loaded."""
+        """Note a tensor that is about to be loaded."""
         self._seen.add(name)
         if self._as_they_stand.get(name) == (tensor.shape, tensor.dtype):
             self.prints[name] = fingerprint(tensor)
 
     def take(self, watched: Watched) -> None:
-        """Adds the values that layers had when they were loaded. Fingerprints of tensors that arrived under a
+        """Add the values that layers had when they were loaded. Fingerprints of tensors that arrived under a
         parameter's name take precedence."""
         self.prints = watched.prints | self.prints
         self.products |= watched.products
 
     def check_whole(self) -> None:
-        """Checks that every parameter was sent whole.
+        """Check that every parameter was sent whole.
 
         To be called before vLLM ends the load: vLLM only warns, and keeps the old weights of a layer that got nothing.
 
@@ -140,5 +140,5 @@ class Staging(threading.Thread):
         return ("building" if "receiving" in self._seconds else "receiving"), self._error
 
     def report(self) -> dict[str, Any]:
-        """Returns `stage`, `error` and `seconds` by stage."""
+        """Return `stage`, `error` and `seconds` by stage."""
         return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}

@@ -1,0 +1,125 @@
+"""Begins one session of the learner at the queue, and makes the parts that it works with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from learner import start
+from learner.callbacks import Callbacks
+from learner.checkpoint_keeper import CheckpointKeeper
+from learner.checkpoints import checkpoint as checkpoints
+from learner.checkpoints.checkpoint import Checkpoint
+from learner.checkpoints.model_card import Results
+from learner.checkpoints.uploads import Models
+from learner.evaluator import Evaluator, open_eval_journal
+from learner.feed.blocking_client import BlockingQueueClient
+from learner.ranks.stopping import Stop
+from learner.report.progress import TerminalProgress
+from learner.report.queue_status import PendingNotices
+from learner.report.reports import Reports
+from learner.report.sampler_checks import ServerWatch
+from learner.skipping import Attempts
+from learner.training.trainer import Trainer
+from protocol.client import QueueError
+from protocol.config import RunConfig
+from protocol.messages import RunPosition
+from weight_sync.publisher import Publisher
+
+if TYPE_CHECKING:
+    from transformers import TrainerCallback
+
+TOLD_WITHIN_S = 5.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts that one session of the learner works with, from the position at which the queue began it.
+
+    Attributes:
+        position: The run's position when the session began.
+        notices: Failures that the queue is not told of yet.
+        watch: Compares the servers' samples with the policy.
+        attempts: Trains batches, and leaves out those that cannot be trained.
+    """
+
+    position: RunPosition
+    reports: Reports
+    evaluator: Evaluator
+    callbacks: Callbacks
+    models: Models
+    keeper: CheckpointKeeper
+    notices: PendingNotices
+    watch: ServerWatch
+    attempts: Attempts
+
+
+def begin_session(
+    config: RunConfig,
+    trainer: Trainer,
+    client: BlockingQueueClient,
+    publisher: Publisher,
+    progress: TerminalProgress,
+    stop: Stop,
+    checkpoint: Checkpoint | None,
+    resume: bool,
+    callbacks: Sequence[TrainerCallback] = (),
+) -> Session:
+    """Begin a session at the queue and makes its parts. Arguments and errors are those of `train`."""
+    # torch calls it right before weights change.
+    trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
+    trainer.team.guard(stop)
+    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size)
+    with progress.phase("waiting for the queue"):
+        position = client.call(lambda queue: queue.begin_session(begin))
+    session = position.session
+    publisher.session, publisher.run_id = session, position.run
+
+    def rank_is_silent(who: str | None) -> None:
+        """Tell the queue, from a thread: the main one may be in a collective with that rank."""
+        what = who and f"a sign of life of {who}"
+        # The terminal shows the same text, so a queue that does not answer costs nothing.
+        with suppress(QueueError, TimeoutError):
+            client.call(lambda queue: asyncio.wait_for(queue.waiting(session, what), TOLD_WITHIN_S))
+
+    trainer.team.on_silent(rank_is_silent)
+    checkpoints.set_aside(config.run_dir, begin.step)
+    reports = Reports(config, begin.step, progress)
+    notices = PendingNotices()
+    evaluator = Evaluator(config, client, session, open_eval_journal(config, begin.step), progress)
+    models = Models(config, progress)
+    tokenizer = start.tokenizer(config.model) if callbacks else None
+    called = Callbacks(callbacks, config, trainer, begin.step, tokenizer, lambda what: client.waiting(session, what))
+
+    def saved(checkpoint: Checkpoint) -> None:
+        evaluated = [(of.step, of.evaluation.reward) for of in evaluator.records]
+        known = [(step, reward) for step, reward in evaluated if reward is not None]
+        models.saved(checkpoint.model_path, Results(checkpoint.info.step, reports.rewards, known))
+        called.saved()
+
+    return Session(
+        position=position,
+        reports=reports,
+        evaluator=evaluator,
+        callbacks=called,
+        models=models,
+        keeper=CheckpointKeeper(
+            config,
+            trainer,
+            client,
+            progress,
+            stop,
+            begin.step if checkpoint else None,
+            evaluator,
+            notices.checkpoint,
+            saved,
+        ),
+        notices=notices,
+        watch=ServerWatch(),
+        attempts=Attempts(
+            trainer, config.learner.skip_bad_batches, config.run_dir, begin.step, progress, notices.batch
+        ),
+    )

@@ -149,7 +149,7 @@ def weights(value: float = 1.0) -> list[tuple[str, torch.Tensor]]:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)

@@ -41,7 +41,7 @@ def listening(size: int = 2, timeout_s: float = 5) -> Iterator[Rendezvous]:
         found.close()
 
 
-def until(true: Any, timeout_s: float = 10) -> None:
+def until(true: Any, timeout_s: float = 60) -> None:
     deadline = time.monotonic() + timeout_s
     while not true():
         assert time.monotonic() < deadline

@@ -99,8 +99,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Sort long files to the front, the order within a file stays; leave out what is for `--all`."""
-    first = {name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: first.get(item.path.relative_to(TESTS).as_posix(), len(first)))
+    first = {str(TESTS / name): place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: first.get(str(item.path), len(first)))
     if config.getoption("all"):
         return
     wide = {item for item in items if item.get_closest_marker("wide")}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LONG_FILES, OWN_SERVERS, TESTS
+
 ROOT = Path(__file__).parents[2]
 
 LIVES = """

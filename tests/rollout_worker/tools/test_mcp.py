@@ -29,7 +29,7 @@ from tests.kit.ports import free_port
 from tests.kit.worker import TOKENIZER, fake, roll, task, until
 
 HERE = Path(__file__).parent
-PROGRAM = HERE.parent / "kit" / "programs" / "mcp_program.py"
+PROGRAM = HERE.parents[1] / "kit" / "programs" / "mcp_program.py"
 STDIO = shlex.join([sys.executable, str(PROGRAM), "stdio"])
 
 

@@ -300,8 +300,9 @@ def _evaluated_again(ledger: Ledger, record: ServerRecord) -> list[TicketRecord]
 def _taints(record: ServerRecord, ticket: TicketRecord) -> bool:
     """Tell whether tokens of a group are from weights of this server that failed their proof, or left service before
     it."""
-    distrusted = ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None
-    return distrusted or lost(record, ticket.group)
+    if record.distrust and ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None:
+        return True
+    return lost(record, ticket.group)
 
 
 def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:
@@ -356,7 +357,10 @@ def check_unfenced(fleet: ServerRegistry, server: Server) -> None:
 def lost(record: ServerRecord, group: GroupFacts) -> bool:
     """Tell whether the server left service before the proof of what it sampled of the group."""
     waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
-    return not waits and ServerRegistry([record]).unproven(group) is not None
+    return not waits and any(
+        sampled.server == record.server.name and (record.proven is None or sampled.newest > record.proven)
+        for sampled in group.servers
+    )
 
 
 def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:

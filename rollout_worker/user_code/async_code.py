@@ -16,6 +16,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -61,8 +62,16 @@ class Culprit:
     function: Callable[..., Any] | None = None
 
 
+# The clock itself, which code that replaces `time.monotonic`, as to freeze the time, does not reach.
+_monotonic = time.monotonic
+
+
 class _SharedLoop(asyncio.SelectorEventLoop):
     """An event loop that many calls share. Made by its class: user code may set a policy that makes other ones."""
+
+    def time(self) -> float:
+        """Return the clock's seconds, whatever user code makes of `time`."""
+        return _monotonic()
 
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Do nothing. User code may call this as its own work ends, but other calls still need the executor."""

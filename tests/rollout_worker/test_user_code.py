@@ -1205,6 +1205,17 @@ async def test_i9_what_one_call_does_to_its_event_loop_leaves_no_other_without_a
         assert code.hung == 0
 
 
+async def test_i9_async_calls_come_back_although_user_code_stops_the_clock(monkeypatch):
+    async def stop_the_clock():
+        monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+        await asyncio.sleep(0.001)
+        monkeypatch.undo()
+        return "well"
+
+    async with UserCode() as code:
+        assert await call(code, stop_the_clock, timeout_s=5.0) == "well"
+
+
 class NoLoops(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self):
         raise ValueError("no loop for you")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from protocol import reasons
 from rollout_worker.user_code.call import Call
@@ -76,6 +77,16 @@ class _SharedLoop(asyncio.SelectorEventLoop):
     async def shutdown_default_executor(self, timeout: float | None = None) -> None:
         """Do nothing. User code may call this as its own work ends, but other calls still need the executor."""
 
+    def end_copy(self) -> None:
+        """In a copy of the process: let the callback that made it run to its end, or to its next await, and no other.
+
+        The copy shares the file descriptors that wake the loop. It would take wake-ups from the original, and do the
+        work of other calls a second time.
+        """
+        for handle in self._ready:  # type: ignore[attr-defined]
+            handle.cancel()
+        self.stop()
+
 
 class EventLoop:
     """An event loop for user code, with its thread. Public methods are for the caller's thread.
@@ -98,6 +109,7 @@ class EventLoop:
         self._asked = self._answered = 0
         self._unanswered = 0
         self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
+        _all_loops.add(self)
         try:
             self._thread.start()
         except RuntimeError:
@@ -140,6 +152,11 @@ class EventLoop:
             return None
         code = ours[-1].f_code
         return Culprit(encodable(code.co_qualname), encodable(f"{code.co_filename}:{ours[-1].f_lineno}"))
+
+    def end_copy(self) -> None:
+        """End the copy of the process that code on this loop has just made, once that code returns control."""
+        if threading.get_ident() == self._thread.ident:
+            self._loop.end_copy()
 
     def close(self) -> None:
         """Cancel running calls and end the loop. Code that blocks the loop ends with the process."""
@@ -196,6 +213,17 @@ class EventLoop:
     def _cancel(self, call: Call) -> None:
         if call.task is not None:  # Otherwise it has ended, or finds that it is not wanted any more.
             call.task.cancel()
+
+
+_all_loops: WeakSet[EventLoop] = WeakSet()
+
+
+def _end_copies() -> None:
+    for loop in list(_all_loops):
+        loop.end_copy()
+
+
+os.register_at_fork(after_in_child=_end_copies)
 
 
 def _frames_of_step(thread: int | None) -> Iterator[FrameType]:

@@ -1216,6 +1216,35 @@ async def test_i9_async_calls_come_back_although_user_code_stops_the_clock(monke
         assert await call(code, stop_the_clock, timeout_s=5.0) == "well"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("in_a_task", [False, True])
+async def test_i9_a_copy_that_a_task_or_callback_makes_ends_with_it_and_takes_no_call(in_a_task):
+    """It ran the event loop on, took every other wake-up from it, and outlived the worker."""
+    copies = []
+
+    def fork_here():
+        copies.append(os.fork())
+
+    async def fork_in_a_task():
+        fork_here()
+        await asyncio.sleep(0)
+
+    async def leave():
+        loop = asyncio.get_running_loop()
+        keep = loop.create_task(fork_in_a_task()) if in_a_task else loop.call_soon(fork_here)
+        await asyncio.sleep(0.001)
+        return keep is not None
+
+    async with UserCode() as code:
+        for _ in range(3):
+            assert await call(code, leave)
+        assert await asyncio.gather(*(call(code, asyncio.sleep, delay=0.001, result=n) for n in range(20))) == [
+            *range(20)
+        ]
+        assert len(copies) == 3
+        assert [(await asyncio.to_thread(os.waitpid, copy, 0))[1] for copy in copies] == [0] * 3
+
+
 class NoLoops(asyncio.DefaultEventLoopPolicy):
     def new_event_loop(self):
         raise ValueError("no loop for you")

@@ -216,6 +216,9 @@ class Ledger:
         """Apply a decision that the store has committed."""
         for record in decision.tickets:
             before = self._live.get(record.id)
+            if before is not None and before.state is record.state is TicketState.ISSUED:
+                self._live[record.id] = record  # Its time goes on.
+                continue
             if before is not None:
                 self._leave(before)
             self._enter(record, now)

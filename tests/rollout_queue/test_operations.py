@@ -253,6 +253,41 @@ async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_
         two.close_waits()
 
 
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        ([(ServerState.QUARANTINED, 0), (ServerState.SYNCING, None), (ServerState.SERVING, 0)], "unverified_server"),
+        ([(ServerState.JOINING, None)], None),
+    ],
+    ids=["its proof failed, and the same version was proven later", "its server was restarted"],
+)
+async def test_i5_a_ticket_of_an_evaluation_came_before_a_proof_or_restart_though_none_of_the_training_came_between(
+    states: list[tuple[ServerState, int | None]], reason: str | None
+) -> None:
+    """It had the serial of the next training ticket, and so counted as issued later."""
+    declared = Fingerprint("1", "t", "c", {})
+    found = msgspec.structs.replace(declared, rows=9, data="d", eval_rows=4, eval_data="e")
+    async with running(eval={"every": 1, "share": 1.0}) as broker:
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=declared))
+        await workers.heartbeat(broker, WorkerReport("w", [], capacity=4, fingerprint=found))
+        (train,) = await draw(broker)
+        request = EvaluationRequest(2, 0, 0, rows=None, group_size=2, temperature=None, timeout_s=1000.0)
+        await learner.ask_for_evaluation(broker, request)
+        (before,) = await draw(broker)
+        for state, version in states:
+            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 2))
+        assert (before.kind, train.kind) == ("eval", "train")
+        for ticket in (train, before):
+            if reason is None:
+                assert await submit(broker, ticket) is True
+            else:
+                with pytest.raises(Refusal) as refused:
+                    await submit(broker, ticket)
+                assert refused.value.reason == reason
+        if reason is not None:
+            assert [await submit(broker, ticket) for ticket in await draw(broker, 2)] == [True] * 2
+
+
 async def test_a_proof_that_fails_adds_an_evaluation_up_again_once_however_many_rows_it_takes_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -146,6 +146,10 @@ class Broker:
                 url = normal_url(given)
                 if not self.fleet.has_had(name, url):
                     async with self.lock:
+                        known = self.fleet.get(name)
+                        if known is not None and known.state is ServerState.DRAINING:
+                            # It has another address, which the run file names no more. It would keep the name taken.
+                            await self.commit(servers.remove(self.fleet, self.ledger, [name]))
                         await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
             async with asyncio.TaskGroup() as tasks:
                 watch = tasks.create_task(self._expire_when_due())

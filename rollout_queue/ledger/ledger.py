@@ -207,7 +207,8 @@ class Ledger:
     def next_deadline(self, now: float) -> float:
         """Return when to look for expired tickets again: no deadline that is set later can come before it."""
         queue = self.config.queue
-        soonest = now + min(queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
+        shortest = (queue.ticket_timeout_s, queue.lease_timeout_s, self.config.ticket_max_age_s)
+        soonest = now + min(*shortest, self.config.eval.timeout_s)
         deadlines = (self._ticket_deadlines, self._lease_deadlines)
         return min(soonest, self.evaluations.next_deadline(), *(of.soonest() for of in deadlines))
 
@@ -215,6 +216,9 @@ class Ledger:
         """Apply a decision that the store has committed."""
         for record in decision.tickets:
             before = self._live.get(record.id)
+            if before is not None and before.state is record.state is TicketState.ISSUED:
+                self._live[record.id] = record  # Its time goes on.
+                continue
             if before is not None:
                 self._leave(before)
             self._enter(record, now)

@@ -133,34 +133,47 @@ _MAX_ACCEPTED = 4096
 
 
 class OpenEvaluation:
-    """Holds an evaluation that has not ended.
+    """Holds an evaluation that has not ended. Reading tickets in one state costs nothing for those in another.
 
     Attributes:
         record: Its record.
         tickets: The newest ticket of each row that was issued, by row.
-        to_reissue: Those whose rows wait to be issued again, by row.
-        tally: Sums of the rows that have ended.
     """
 
     def __init__(self, record: EvalRecord, tickets: Iterable[TicketRecord] = ()) -> None:
         self.record = record
         self.tickets: dict[int, TicketRecord] = {}
-        self.to_reissue: dict[int, TicketRecord] = {}
-        self.tally = EvalTally()
+        self._by_state: defaultdict[TicketState, dict[int, TicketRecord]] = defaultdict(dict)
+        self._tally: EvalTally | None = EvalTally()
         for ticket in tickets:
             self.put(ticket)
+
+    @property
+    def to_reissue(self) -> dict[int, TicketRecord]:
+        """The tickets whose rows wait to be issued again, by row."""
+        return self._by_state[TicketState.REISSUED]
+
+    @property
+    def tally(self) -> EvalTally:
+        """Sums of the rows that have ended."""
+        if self._tally is None:
+            self._tally = EvalTally(self.tickets.values())
+        return self._tally
+
+    def in_state(self, state: TicketState) -> Iterable[TicketRecord]:
+        """Return the tickets in `state`, in the order in which they entered it."""
+        return self._by_state[state].values()
 
     def put(self, ticket: TicketRecord) -> None:
         """Take a ticket in place of the one before it of the same row."""
         before = self.tickets.get(ticket.index)
-        self.tickets[ticket.index] = ticket
-        self.to_reissue.pop(ticket.index, None)
-        if ticket.state is TicketState.REISSUED:
-            self.to_reissue[ticket.index] = ticket
+        if before is not None:
+            del self._by_state[before.state][before.index]
+        self.tickets[ticket.index] = self._by_state[ticket.state][ticket.index] = ticket
         if before is not None and before.state is TicketState.EVALUATED:
-            self.tally = EvalTally(self.tickets.values())
-        else:
-            self.tally.add(ticket)
+            self._tally = None  # A failed proof takes many rows back. They are added up again once, when it is read.
+        elif self._tally is not None:
+            self._tally.add(ticket)
 
 
 class Evaluations:
@@ -201,7 +214,7 @@ class Evaluations:
 
     def tickets(self, state: TicketState) -> list[TicketRecord]:
         """Return the tickets of open evaluations that are in `state`."""
-        return [ticket for of in self._open.values() for ticket in of.tickets.values() if ticket.state is state]
+        return [ticket for of in self._open.values() for ticket in of.in_state(state)]
 
     def was_accepted(self, ticket_id: str) -> bool:
         """Return whether a ticket's group was accepted. Only the newest accepted tickets are remembered."""

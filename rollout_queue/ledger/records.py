@@ -136,7 +136,8 @@ class TicketRecord(msgspec.Struct, frozen=True):
 
     Attributes:
         index: Number of the row in the order of the training, or in the eval_dataset.
-        serial: Number of training tickets issued before it in this run: a clock that restarts do not turn back.
+        serial: Number of training tickets issued before it in this run: a clock that restarts do not turn back. A
+            ticket of an evaluation that is out when a server's proof or restart is noted at its serial gets one less.
         version: The learner's version at issue; `arrival_version`, when the group was accepted.
         failures: Failed attempts at this row, without those that a worker gave back as it ended.
         reason: Why it ended untrained. A trained ticket has UNVERIFIED_SERVER if the failed proof became known only

@@ -67,6 +67,10 @@ class ServerRegistry:
         record = self._present(name)
         return record.server if record is not None else None
 
+    def record(self, name: str) -> ServerRecord | None:
+        """Return the record of a server that is or was in the fleet."""
+        return self._records.get(name)
+
     def has_had(self, name: str, url: str) -> bool:
         """Tell whether a server of that name and address is or was in the fleet."""
         record = self._records.get(name)
@@ -226,7 +230,10 @@ class ServerRegistry:
 def lost(record: ServerRecord, group: GroupFacts) -> bool:
     """Tell whether the server left service before the proof of what it sampled of the group."""
     waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
-    return not waits and ServerRegistry([record]).unproven(group) is not None
+    return not waits and any(
+        sampled.server == record.server.name and (record.proven is None or sampled.newest > record.proven)
+        for sampled in group.servers
+    )
 
 
 def _verdict_of_draining(known: ServerRecord, wanted: Server, serial: int) -> ServerRecord | None:

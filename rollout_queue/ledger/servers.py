@@ -37,7 +37,11 @@ def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float)
     before = fleet.get(wanted.name)
     if before is not None and before.state in AWAITS_PROOF and wanted.state is ServerState.JOINING:
         record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped in more
-    return _changed(ledger, _tidied(record, ledger))
+    known = fleet.record(wanted.name)
+    decision = _changed(ledger, _tidied(record, ledger))
+    if _times_at(record, ledger.issued) > (0 if known is None else _times_at(known, ledger.issued)):
+        decision = msgspec.structs.replace(decision, tickets=(*decision.tickets, *_issued_before(ledger)))
+    return decision
 
 
 def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) -> Decision:
@@ -67,6 +71,22 @@ def distrust_unproven(fleet: ServerRegistry, ledger: Ledger, version: int) -> De
     return Decision(tuple(again.values()), servers=tuple(records))
 
 
+def _times_at(record: ServerRecord, serial: int) -> int:
+    """Count what the record says of tickets before, or since, this serial."""
+    return sum(distrust.until_serial == serial for distrust in record.distrust) + (record.restarted_at == serial)
+
+
+def _issued_before(ledger: Ledger) -> list[TicketRecord]:
+    """Return the tickets of evaluations that are out, with serials that tell that they were issued before this moment.
+
+    A ticket of an evaluation has the serial of the training ticket that follows, which may be issued much later.
+    """
+    out = ledger.evaluations.tickets(TicketState.ISSUED)
+    return [
+        msgspec.structs.replace(ticket, serial=ticket.serial - 1) for ticket in out if ticket.serial == ledger.issued
+    ]
+
+
 def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
     """Change a record, drop the ready groups that can no longer be trained because of it, and evaluate rows again that
     it sampled."""
@@ -87,8 +107,9 @@ def _evaluated_again(ledger: Ledger, record: ServerRecord) -> list[TicketRecord]
 def _taints(record: ServerRecord, ticket: TicketRecord) -> bool:
     """Tell whether tokens of a group are from weights of this server that failed their proof, or left service before
     it."""
-    distrusted = ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None
-    return distrusted or lost(record, ticket.group)
+    if record.distrust and ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None:
+        return True
+    return lost(record, ticket.group)
 
 
 def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:

@@ -16,10 +16,13 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
 
 from protocol import reasons
 from rollout_worker.user_code.call import Call
@@ -60,6 +63,31 @@ class Culprit:
     function: Callable[..., Any] | None = None
 
 
+# The clock itself, which code that replaces `time.monotonic`, as to freeze the time, does not reach.
+_monotonic = time.monotonic
+
+
+class _SharedLoop(asyncio.SelectorEventLoop):
+    """An event loop that many calls share. Made by its class: user code may set a policy that makes other ones."""
+
+    def time(self) -> float:
+        """Return the clock's seconds, whatever user code makes of `time`."""
+        return _monotonic()
+
+    async def shutdown_default_executor(self, timeout: float | None = None) -> None:
+        """Do nothing. User code may call this as its own work ends, but other calls still need the executor."""
+
+    def end_copy(self) -> None:
+        """In a copy of the process: let the callback that made it run to its end, or to its next await, and no other.
+
+        The copy shares the file descriptors that wake the loop. It would take wake-ups from the original, and do the
+        work of other calls a second time.
+        """
+        for handle in self._ready:  # type: ignore[attr-defined]
+            handle.cancel()
+        self.stop()
+
+
 class EventLoop:
     """An event loop for user code, with its thread. Public methods are for the caller's thread.
 
@@ -72,7 +100,7 @@ class EventLoop:
 
     def __init__(self, executor: ThreadExecutor) -> None:
         self.told = False
-        self._loop = asyncio.new_event_loop()
+        self._loop = _SharedLoop()
         self._loop.set_default_executor(executor)
         self._calls: dict[asyncio.Task[Any], Call] = {}
         self._closing = False
@@ -81,6 +109,7 @@ class EventLoop:
         self._asked = self._answered = 0
         self._unanswered = 0
         self._thread = threading.Thread(target=self._serve, daemon=True, name="async user code")
+        _all_loops.add(self)
         try:
             self._thread.start()
         except RuntimeError:
@@ -124,6 +153,11 @@ class EventLoop:
         code = ours[-1].f_code
         return Culprit(encodable(code.co_qualname), encodable(f"{code.co_filename}:{ours[-1].f_lineno}"))
 
+    def end_copy(self) -> None:
+        """End the copy of the process that code on this loop has just made, once that code returns control."""
+        if threading.get_ident() == self._thread.ident:
+            self._loop.end_copy()
+
     def close(self) -> None:
         """Cancel running calls and end the loop. Code that blocks the loop ends with the process."""
         self._soon(self._end)
@@ -140,6 +174,7 @@ class EventLoop:
             # A SystemExit in a task that user code started ends run_forever. So does a call of loop.stop().
             with Invocation(self._pid, _ignore):
                 self._loop.run_forever()
+        self._loop.set_task_factory(None)  # One that user code set may fail.
         with contextlib.suppress(BaseException):
             self._loop.run_until_complete(self._finish())
         self._loop.close()
@@ -161,23 +196,34 @@ class EventLoop:
         self._answered = number
 
     def _start(self, call: Call, came_back: Callable[[Call], None]) -> None:
-        self._loop.create_task(self._run(call, came_back))
-
-    async def _run(self, call: Call, came_back: Callable[[Call], None]) -> None:
-        call.task = asyncio.current_task()
-        assert call.task is not None
+        # Not by `create_task`, which calls a task factory that user code may have set.
+        call.task = asyncio.Task(call.run_async(self._pid), loop=self._loop)
         self._calls[call.task] = call
-        try:
-            await call.run_async(self._pid)
-        finally:
-            del self._calls[call.task]
-            call.task = None
-            with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
-                call.loop.call_soon_threadsafe(came_back, call)
+        # Not at the end of the coroutine: one that other code cancels before its first step never runs.
+        call.task.add_done_callback(partial(self._ended, call, came_back))
+
+    def _ended(self, call: Call, came_back: Callable[[Call], None], task: asyncio.Task[None]) -> None:
+        del self._calls[task]
+        call.task = None
+        if task.cancelled():
+            call.was_cancelled()
+        with contextlib.suppress(RuntimeError):  # The caller's loop may be closed by now.
+            call.loop.call_soon_threadsafe(came_back, call)
 
     def _cancel(self, call: Call) -> None:
         if call.task is not None:  # Otherwise it has ended, or finds that it is not wanted any more.
             call.task.cancel()
+
+
+_all_loops: WeakSet[EventLoop] = WeakSet()
+
+
+def _end_copies() -> None:
+    for loop in list(_all_loops):
+        loop.end_copy()
+
+
+os.register_at_fork(after_in_child=_end_copies)
 
 
 def _frames_of_step(thread: int | None) -> Iterator[FrameType]:
@@ -247,7 +293,7 @@ class Loops:
 
         Raises:
             NotCalled: There are `MAX_LOOPS` loops, and every one is blocked.
-            UserCodeError: The machine provides no more threads.
+            UserCodeError: The machine provides no more threads or files.
         """
         if self._executor is None:
             self._executor = ThreadExecutor(self._threads, _PINGS_TO_END * self._ping_s)
@@ -259,7 +305,7 @@ class Loops:
                 raise NotCalled(text, reasons.TIMEOUT, defined_at(call.function))
             try:
                 home = EventLoop(self._executor)
-            except RuntimeError as error:
+            except (RuntimeError, OSError) as error:
                 raise no_thread(call, error) from None
             self._loops.append(home)
         call.pool = self

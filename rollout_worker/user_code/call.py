@@ -161,6 +161,11 @@ class Call:
                 self.outcome = self.plain(result)
         self.start = self.pending = None
 
+    def was_cancelled(self) -> None:
+        """Note that other code cancelled the call before it began."""
+        self.start = self.pending = None
+        self._fail(asyncio.CancelledError())
+
     def _fail(self, error: BaseException) -> None:
         self.failure = failure_in(self.function, error)
 

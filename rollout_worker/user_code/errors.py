@@ -8,13 +8,14 @@ Invariant: describing an error runs no code of the error except its text, and th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
-from types import TracebackType
+from types import CodeType, TracebackType
 from typing import Any, Self
 
 from rollout_worker.user_code.values import encodable, type_name
@@ -80,7 +81,8 @@ def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeEr
     A `UserCodeError` is returned as it is, without the frames that would keep the user's objects alive.
     """
     if issubclass(type(error), asyncio.CancelledError):
-        return UserCodeError("it cancelled itself", "CancelledError", defined_at(function))
+        text = "it cancelled itself, or other code on its event loop cancelled it"
+        return UserCodeError(text, "CancelledError", defined_at(function))
     if issubclass(type(error), UserCodeError):  # Not isinstance, which would ask the error for its class.
         assert isinstance(error, UserCodeError)
         error.__cause__ = error.__context__ = None
@@ -123,7 +125,8 @@ def name_of(function: Callable[..., Any]) -> str:
     """Return the function's name as its author wrote it."""
     while isinstance(function, partial):
         function = function.func
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+    name = _attribute(function, "__qualname__")
+    return name if isinstance(name, str) and name else type(function).__qualname__
 
 
 def is_async(function: Callable[..., Any]) -> bool:
@@ -163,11 +166,23 @@ def _remedy(kind: str, text: str) -> str:
     return ""
 
 
-def _code(function: Callable[..., Any]) -> Any:
+def _code(function: Callable[..., Any]) -> CodeType | None:
     while isinstance(function, partial):
         function = function.func
-    function = inspect.unwrap(function)
-    return getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    with contextlib.suppress(Exception):  # A proxy has every attribute, and so is wrapped without end.
+        function = inspect.unwrap(function)
+    for called in (function, type(function).__call__):
+        if isinstance(code := _attribute(called, "__code__"), CodeType):
+            return code
+    return None
+
+
+def _attribute(value: object, name: str) -> Any:
+    """Return an attribute; None if there is none, or if the code that would find it fails."""
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 class Invocation:

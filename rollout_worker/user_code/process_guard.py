@@ -49,7 +49,7 @@ class ProcessGuard:
     def add(self, group: int) -> None:
         with self._lock:
             self._groups.add(group)
-            if self._process is None:
+            if self._process is None or self._process.poll() is not None:  # Nobody yet, or somebody ended it.
                 self._start()
             else:
                 self._tell(b"+%d\n" % group)

@@ -18,7 +18,7 @@ import contextlib
 import contextvars
 import os
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -30,6 +30,9 @@ from rollout_worker.user_code.call import Call
 from rollout_worker.user_code.errors import Invocation, NotCalled, UserCodeError, defined_at, name_of, place_in
 
 HUNG_PER_THREAD = 4
+
+# Seconds that a job without a time-out waits for a thread before a person is told.
+_JOB_WAITS_S = 10.0
 
 _Jobs: TypeAlias = "SimpleQueue[Call | None]"
 
@@ -68,7 +71,7 @@ class Threads:
         self._on_hung = on_hung
         self._on_full = on_full
         self._after_cancel_s = after_cancel_s
-        self._working = 0
+        self._running: set[Call] = set()  # Without those that hang.
         self._idle: list[_Jobs] = []
         self._starter: SimpleQueue[tuple[_Jobs, Call] | None] | None = None
         self._waiting: deque[tuple[Call, float]] = deque()  # With the time of the loop's clock when each was requested.
@@ -112,19 +115,19 @@ class Threads:
             raise self._refusal(call)
         call.pool = self
         self.longest_s = max(self.longest_s, call.timeout_s or 0.0)
-        if self._working < self.limit:
+        if len(self._running) < self.limit:
             self._start(call)
         else:
             call.started = asyncio.Event()
             self._waiting.append((call, call.loop.time()))
-            if call.timeout_s is not None:
-                call.timer = call.loop.call_later(call.timeout_s, self._waits_long, call)
+            patience_s = _JOB_WAITS_S if call.timeout_s is None else call.timeout_s
+            call.timer = call.loop.call_later(patience_s, self._waits_long, patience_s)
 
     def give_up(self, call: Call) -> None:
         if call.hung or call.finished.is_set():
             return
         call.hung = True
-        self._working -= 1
+        self._running.discard(call)
         self._hung.add(call)
         call.settle(call.late())
         self._on_hung()
@@ -155,7 +158,7 @@ class Threads:
                 self._starter = SimpleQueue()
                 _start_thread(_start_all, self._starter)
             self._starter.put((SimpleQueue(), call))
-        self._working += 1
+        self._running.add(call)
         call.start_timer(call.timeout_s)
 
     def not_started(self, call: Call, error: RuntimeError) -> None:
@@ -179,10 +182,10 @@ class Threads:
             self._hung.discard(call)
             self.came_back += 1
         else:
-            self._working -= 1
+            self._running.discard(call)
 
     def _start_waiting(self) -> None:
-        while self._waiting and (self.full or self._working < self.limit):
+        while self._waiting and (self.full or len(self._running) < self.limit):
             call, asked_at = self._waiting.popleft()
             if not call.wanted:
                 continue
@@ -201,17 +204,20 @@ class Threads:
             defined_at(call.function),
         )
 
-    def _waits_long(self, call: Call) -> None:
+    def _waits_long(self, patience_s: float) -> None:
+        names = Counter(name_of(call.function) for call in self._running)
+        whose = ", ".join(f"{count} of them on {name}" for name, count in names.most_common(1))
         self._on_full(
-            f"no thread was free within {call.timeout_s:g} s: all {self.limit} are at work; raise "
+            f"no thread was free within {patience_s:g} s: all {self.limit} are at work, {whose}; raise "
             f"worker.user_threads, or make slow code async"
         )
 
 
-def no_thread(call: Call, error: RuntimeError) -> UserCodeError:
-    """Return the error of a call if the machine provides no more threads."""
-    text = f"not called: {error}; lower worker.user_threads, or raise the limit of processes (ulimit -u)"
-    return UserCodeError(text, "RuntimeError", defined_at(call.function))
+def no_thread(call: Call, error: RuntimeError | OSError) -> UserCodeError:
+    """Return the error of a call if the machine provides no more threads, or no file that an event loop needs."""
+    limit = "the limit of processes (ulimit -u)" if isinstance(error, RuntimeError) else "that of files (ulimit -n)"
+    text = f"not called: {error}; lower worker.user_threads, or raise {limit}"
+    return UserCodeError(text, type(error).__name__, defined_at(call.function))
 
 
 def _start_all(starts: SimpleQueue[tuple[_Jobs, Call] | None]) -> None:

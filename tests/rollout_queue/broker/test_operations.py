@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol import codec, reasons
 from protocol.messages import (
     BeginSession,
     Checkpointed,
+    Fingerprint,
     FinishRun,
     LeaseAck,
     LeaseRenewal,
@@ -25,9 +28,11 @@ from protocol.messages import (
     Waiting,
     WorkerReport,
 )
+from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Refusal, TicketState
+from rollout_queue.ledger.open_evaluations import EvalTally
+from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
@@ -228,3 +233,86 @@ async def test_a_server_drains_until_no_worker_uses_it_and_goes_at_once_on_reque
         with pytest.raises(Refusal) as refused:
             await learner.remove_server(broker, SERVER, now=False)
         assert refused.value.reason == reasons.SERVER_UNKNOWN
+
+
+async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_another_address(tmp_path: Path) -> None:
+    """The address in the run file changed meanwhile. The queue refused its own server, and never came up again."""
+    path = tmp_path / "queue.db"
+    one = Broker(config(vllm={"servers": ["http://127.0.0.1:7001"]}), SqliteStore(path), FakeTime().clock())
+    async with one.running():
+        await learner.command(one, BeginSession(0, 0, 100, resume=False))
+        (server,) = one.fleet.servers
+        await workers.heartbeat(one, WorkerReport("w", [], draining={server.name: 1}))
+        await learner.remove_server(one, server.name, now=False)
+        assert one.fleet.servers[0].state is ServerState.DRAINING
+        one.close_waits()
+    two = Broker(config(vllm={"servers": ["http://127.0.0.1:7002"]}), SqliteStore(path), FakeTime().clock())
+    async with two.running():
+        (server,) = two.fleet.servers
+        assert (server.url, server.state) == ("http://127.0.0.1:7002", ServerState.JOINING)
+        two.close_waits()
+
+
+@pytest.mark.parametrize(
+    ("states", "reason"),
+    [
+        ([(ServerState.QUARANTINED, 0), (ServerState.SYNCING, None), (ServerState.SERVING, 0)], "unverified_server"),
+        ([(ServerState.JOINING, None)], None),
+    ],
+    ids=["its proof failed, and the same version was proven later", "its server was restarted"],
+)
+async def test_i5_a_ticket_of_an_evaluation_came_before_a_proof_or_restart_though_none_of_the_training_came_between(
+    states: list[tuple[ServerState, int | None]], reason: str | None
+) -> None:
+    """It had the serial of the next training ticket, and so counted as issued later."""
+    declared = Fingerprint("1", "t", "c", {})
+    found = msgspec.structs.replace(declared, rows=9, data="d", eval_rows=4, eval_data="e")
+    async with running(eval={"every": 1, "share": 1.0}) as broker:
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=declared))
+        await workers.heartbeat(broker, WorkerReport("w", [], capacity=4, fingerprint=found))
+        (train,) = await draw(broker)
+        request = EvaluationRequest(2, 0, 0, rows=None, group_size=2, temperature=None, timeout_s=1000.0)
+        await learner.ask_for_evaluation(broker, request)
+        (before,) = await draw(broker)
+        for state, version in states:
+            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 2))
+        assert (before.kind, train.kind) == ("eval", "train")
+        for ticket in (train, before):
+            if reason is None:
+                assert await submit(broker, ticket) is True
+            else:
+                with pytest.raises(Refusal) as refused:
+                    await submit(broker, ticket)
+                assert refused.value.reason == reason
+        if reason is not None:
+            assert [await submit(broker, ticket) for ticket in await draw(broker, 2)] == [True] * 2
+
+
+async def test_a_proof_that_fails_adds_an_evaluation_up_again_once_however_many_rows_it_takes_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The whole sum was made anew for each row: 4,000 rows kept the queue from answering for 50 seconds."""
+    rows, added = 64, list[str]()
+    declared = Fingerprint("1", "t", "c", {})
+    found = msgspec.structs.replace(declared, rows=9, data="d", eval_rows=rows, eval_data="e")
+    async with running(eval={"every": 1, "share": 1.0}) as broker:
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=declared))
+        await workers.heartbeat(broker, WorkerReport("w", [], capacity=2 * rows, fingerprint=found))
+        request = EvaluationRequest(2, 0, 0, rows=None, group_size=2, temperature=None, timeout_s=1000.0)
+        await learner.ask_for_evaluation(broker, request)
+        issued = await draw(broker, rows)
+        assert [ticket.kind for ticket in issued] == ["eval"] * rows
+        for ticket in issued[: rows - 1]:
+            assert await submit(broker, ticket)
+        add = EvalTally.add
+
+        def counted(tally: EvalTally, ticket: TicketRecord) -> None:
+            added.append(ticket.id)
+            add(tally, ticket)
+
+        monkeypatch.setattr(EvalTally, "add", counted)
+        await learner.put_server(broker, ServerChange(Server(SERVER, URL, ServerState.QUARANTINED, 0), 2))
+        (evaluation,) = broker.evaluation_views()
+        assert (evaluation.done, evaluation.failed, evaluation.ended) == (0, 0, None)
+        assert len(added) <= 3 * rows
+        assert [ticket.id for ticket in broker.ledger.held_by("w")] == [issued[-1].id]

@@ -391,6 +391,12 @@ def test_renewals_keep_tickets_and_leases() -> None:
     assert bench.ledger.next_deadline(118.0) == 119.0
 
 
+def test_no_evaluation_that_is_requested_later_can_be_due_before_the_queue_looks_again() -> None:
+    """One of two seconds ended a minute late, with the tickets' next deadline."""
+    ledger = Ledger(config(eval={"every": 1, "timeout_s": 2.0}), StoreContents(), 0.0)
+    assert ledger.next_deadline(100.0) == 102.0
+
+
 def test_a_row_is_given_up_after_its_attempts_and_counted() -> None:
     bench = Bench(ticket_attempts=2)
     for attempt in range(2):

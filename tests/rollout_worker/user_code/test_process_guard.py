@@ -58,6 +58,18 @@ def test_a_guarded_command_ends_with_the_commands_exit_code(command, code):
     assert done.stderr == ("" if code != 127 else "/no/such/program: No such file or directory\n")
 
 
+async def test_a_guard_that_somebody_ended_is_replaced_as_a_group_is_added():
+    guard = ProcessGuard()
+    groups = [subprocess.Popen(["sleep", "300"], start_new_session=True) for _ in range(2)]  # noqa: ASYNC220
+    guard.add(groups[0].pid)
+    os.kill(first := guard.pid, signal.SIGKILL)
+    await until(lambda: ended(first))
+    guard.add(groups[1].pid)
+    assert guard.pid != first
+    guard.close()
+    assert [group.wait(60) for group in groups] == [-signal.SIGKILL] * 2
+
+
 def test_a_guard_that_was_never_asked_has_no_process():
     guard = ProcessGuard()
     guard.remove(1)

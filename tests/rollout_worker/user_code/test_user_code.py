@@ -1184,6 +1184,160 @@ def test_i9_whatever_runs_at_once_each_call_ends_and_the_next_ones_work(names):
     asyncio.run(play())
 
 
+async def cancels_all_tasks():
+    for task in asyncio.all_tasks():
+        task.cancel()
+
+
+async def sets_a_task_factory():
+    asyncio.get_running_loop().set_task_factory(lambda *_: 1 / 0)
+
+
+async def shuts_the_executor_down():
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+@pytest.mark.parametrize("hostile", [cancels_all_tasks, sets_a_task_factory, shuts_the_executor_down])
+async def test_i9_what_one_call_does_to_its_event_loop_leaves_no_other_without_an_end(hostile):
+    """A call that was cancelled before its first step never ended, and whoever waited for that waited for ever."""
+
+    async def works():
+        return await asyncio.to_thread(lambda: 1)
+
+    async with UserCode(threads=2) as code:
+        begun = [code.begin(function, as_it_is, 30.0, Kind.TOOL, function) for function in [hostile, *[works] * 8]]
+        found = await asyncio.gather(*(one.result() for one in begun), return_exceptions=True)
+        cancelled = [one for one in found if isinstance(one, UserCodeError)]
+        assert all("cancelled it" in str(error) for error in cancelled)
+        assert bool(cancelled) == (hostile is cancels_all_tasks)
+        assert all(one.finished.is_set() for one in begun)
+        assert [await call(code, works) for _ in range(4)] == [1] * 4
+        assert code.hung == 0
+
+
+async def test_i9_async_calls_come_back_although_user_code_stops_the_clock(monkeypatch):
+    async def stop_the_clock():
+        monkeypatch.setattr(time, "monotonic", lambda: 0.0)
+        await asyncio.sleep(0.001)
+        monkeypatch.undo()
+        return "well"
+
+    async with UserCode() as code:
+        assert await call(code, stop_the_clock, timeout_s=5.0) == "well"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+@pytest.mark.parametrize("in_a_task", [False, True])
+async def test_i9_a_copy_that_a_task_or_callback_makes_ends_with_it_and_takes_no_call(in_a_task):
+    """It ran the event loop on, took every other wake-up from it, and outlived the worker."""
+    copies = []
+
+    def fork_here():
+        copies.append(os.fork())
+
+    async def fork_in_a_task():
+        fork_here()
+        await asyncio.sleep(0)
+
+    async def leave():
+        loop = asyncio.get_running_loop()
+        keep = loop.create_task(fork_in_a_task()) if in_a_task else loop.call_soon(fork_here)
+        await asyncio.sleep(0.001)
+        return keep is not None
+
+    async with UserCode() as code:
+        for _ in range(3):
+            assert await call(code, leave)
+        assert await asyncio.gather(*(call(code, asyncio.sleep, delay=0.001, result=n) for n in range(20))) == [
+            *range(20)
+        ]
+        assert len(copies) == 3
+        assert [(await asyncio.to_thread(os.waitpid, copy, 0))[1] for copy in copies] == [0] * 3
+
+
+class NoLoops(asyncio.DefaultEventLoopPolicy):
+    def new_event_loop(self):
+        raise ValueError("no loop for you")
+
+
+async def test_i9_neither_a_policy_of_user_code_nor_a_lack_of_files_is_an_error_of_the_caller(monkeypatch):
+    release = threading.Event()
+
+    async def block():
+        asyncio.set_event_loop_policy(NoLoops())
+        release.wait()
+
+    before = asyncio.get_event_loop_policy()
+    async with UserCode(ping_s=0.005) as code:
+        alarms = Alarms(code)
+        try:
+            blocking = asyncio.create_task(call(code, block))
+            await until(lambda: bool(alarms))
+            assert await call(code, asyncio.sleep, delay=0, result=1) == 1, "on a spare loop"
+        finally:
+            asyncio.set_event_loop_policy(before)
+            release.set()
+        await blocking
+
+    def no_file(*_):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(async_code, "_SharedLoop", no_file)
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError, match=r"Too many open files; lower .* that of files"):
+            await call(code, asyncio.sleep, delay=0)
+        with pytest.raises(UserCodeError, match="Too many open files"):
+            await call(code, lambda: asyncio.sleep(0))
+
+
+class Proxy:
+    """Has every attribute, as the stubs of remote calls do."""
+
+    def __init__(self, work):
+        self._work = work
+
+    def __getattr__(self, name):
+        return Proxy(self._work)
+
+    def __call__(self):
+        return self._work()
+
+
+async def test_i9_a_callable_that_has_every_attribute_fails_and_is_late_like_any_other():
+    """Looking for its code raised an error, of which neither the thread nor the caller was told."""
+    release = threading.Event()
+    async with UserCode() as code:
+        with pytest.raises(UserCodeError, match="ZeroDivisionError"):
+            await call(code, Proxy(lambda: 1 / 0))
+        late = await hang(code, Proxy(release.wait))
+        assert late.where.startswith(HERE)
+        release.set()
+        await until(lambda: code.hung == 0)
+
+
+async def test_i9_jobs_that_async_code_leaves_in_all_threads_are_told_of(monkeypatch):
+    """Others that put work in threads were late, one and all, and nobody heard why."""
+    monkeypatch.setattr(threads, "_JOB_WAITS_S", 0.01)
+    release, tasks = threading.Event(), []
+
+    def wait_for_ever():
+        release.wait()
+
+    async def leave_one():
+        tasks.append(asyncio.create_task(asyncio.to_thread(wait_for_ever)))
+
+    async with UserCode(threads=2) as code:
+        alarms = Alarms(code)
+        for _ in range(2):
+            await call(code, leave_one)
+        waiting = asyncio.create_task(call(code, functools.partial(asyncio.to_thread, time.monotonic)))
+        await until(lambda: bool(alarms))
+        assert "all 2 are at work, 2 of them on " in alarms[0][1]
+        assert "wait_for_ever" in alarms[0][1]
+        release.set()
+        await waiting
+
+
 # Nothing by reference.
 
 

@@ -69,6 +69,8 @@ def introduction(config: RunConfig, checkpoint: Checkpoint | None, position: Run
         return [f"{places.folder(config.run_dir)} holds no checkpoint, and {made}: starting at step 0"]
     info = checkpoint.info
     lines = [f"resuming from step {info.step} of {config.learner.steps}: {checkpoint.path}"]
+    if info.step >= config.learner.steps:
+        lines.append("no step is left to make, only the end of the run; raise learner.steps to train on")
     # An adapter continues as it was made, or not at all.
     if different := [line for line in changed(config, info) if not line.startswith("lora.")]:
         lines.append(f"changed since that checkpoint, and used from here on: {', '.join(different)}")

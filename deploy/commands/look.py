@@ -47,7 +47,7 @@ def status(
         else:
             asyncio.run(show(client, watch))
     except QueueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{_of_the_end(config) if queue is None else ''}") from None
 
 
 def rollouts(
@@ -72,7 +72,7 @@ def rollouts(
     try:
         found = find(config.run_dir, wanted, client, ask=queue is not None)
     except QueueError as error:
-        raise ConfigError(str(error)) from None
+        raise ConfigError(f"{error}{_of_the_folder(config) if queue is None else ''}") from None
     (print_json if as_json else print_text)(found)
 
 
@@ -85,8 +85,31 @@ def print_ledger(config: RunConfig) -> None:
     """Print one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
     if config.queue.store == ":memory:":
         raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
-    for row in store.open_for_reading(config).read_ledger():
+    try:
+        rows = store.open_for_reading(config).read_ledger()
+    except ConfigError as error:
+        raise ConfigError(f"{error}{_of_the_folder(config)}") from None
+    for row in rows:
         print(msgspec.json.encode(row).decode())
+
+
+def _of_the_folder(config: RunConfig) -> str:
+    """Return the remedy for a run directory that is not here, to stand behind an error; "" if it is."""
+    if config.run_dir.is_dir():
+        return ""
+    return (
+        f"; there is no folder {config.run_dir.absolute()}: run.dir is taken from the working directory, so give the "
+        f"command where the run was started, or add --run.dir"
+    )
+
+
+def _of_the_end(config: RunConfig) -> str:
+    """Return where to read about a run whose queue has ended with it, to stand behind an error; "" if nothing is
+    here."""
+    summary = config.run_dir / "summary.json"
+    return (
+        f"; the queue ends with its run: if this one has ended, read {summary.absolute()}" if summary.exists() else ""
+    )
 
 
 @app.command("list")

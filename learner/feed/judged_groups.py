@@ -1,6 +1,4 @@
-"""Judges the groups that arrive for a step: which of their tokens may train, how old these are (I2), and counts them
-(I4).
-"""
+"""Judges the groups that arrive for a step: which of their tokens may train and how old these are (I2). Counts them."""
 
 from __future__ import annotations
 

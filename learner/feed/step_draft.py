@@ -1,7 +1,7 @@
 """Collects the groups of one optimiser step, with their tokens and advantages. No I/O.
 
 Every group that arrives either stands or is dropped for a reason (I1). Every token of it is trained, masked or dropped,
-and counted as such (I4).
+and counted as such.
 """
 
 from __future__ import annotations

@@ -156,15 +156,30 @@ def parse_overrides(arguments: list[str]) -> dict[tuple[str, str], Any]:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    text = ""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(text)
     except FileNotFoundError:
         hint = "; the URL of a queue is given with --queue" if str(path).startswith(("http:/", "https:/")) else ""
         raise ConfigError(f"{path}: there is no such run file; give the path of a TOML file{hint}") from None
+    except IsADirectoryError:
+        hint = f", such as {path / 'run.toml'}" if (path / "run.toml").is_file() else ""
+        raise ConfigError(f"{path}: is a folder; give the path of a TOML file{hint}") from None
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from None
+        raise ConfigError(f"{path}: is not TOML: {error}{_unquoted(text, str(error))}") from None
+
+
+def _unquoted(text: str, error: str) -> str:
+    """Return the remedy of the commonest mistake, to stand behind tomllib's error; "" if it is another one.
+
+    The key is named without its value, which may be a secret.
+    """
+    place = re.match(r"Invalid value \(at line (\d+),", error)
+    key, equals, _ = text.split("\n")[int(place[1]) - 1].partition("=") if place is not None else ("", "", "")
+    return f", that of {key.strip()}: a text stands in quotes" if equals else ""
 
 
 def _override(section: str, key: str, text: str) -> Any:

@@ -184,7 +184,19 @@ def test_the_status_of_a_queue_that_is_not_there(run_file: Path) -> None:
 
 
 def test_a_ledger_that_is_not_there(run_file: Path) -> None:
-    assert_refused(slipstream("ledger", run_file), "there is no ledger", "queue.db")
+    assert_refused(slipstream("ledger", run_file), "there is no ledger", "queue.db", "run.dir is taken from")
+
+
+def test_the_rollouts_of_a_run_that_was_started_elsewhere(run_file: Path) -> None:
+    assert_refused(
+        slipstream("rollouts", run_file), "there is no rollout", "run.dir is taken from the working directory"
+    )
+
+
+def test_the_status_of_a_run_that_has_ended(run_file: Path) -> None:
+    run_directory(run_file).mkdir(parents=True)
+    (run_directory(run_file) / "summary.json").touch()
+    assert_refused(slipstream("status", run_file), "if this one has ended, read", "summary.json")
 
 
 @pytest.mark.parametrize("setting", ["queue.port", "vllm.port"])

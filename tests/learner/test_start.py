@@ -75,6 +75,16 @@ def test_an_optimiser_that_starts_anew_on_a_resume_is_named(
     assert (f"learner.optim = {now} can make nothing of what {before} kept: it starts anew" in said) is anew
 
 
+@pytest.mark.parametrize(("steps", "left"), [(9, False), (10, False), (11, True)])
+def test_a_resume_with_no_step_left_is_told(tmp_path: Path, steps: int, left: bool) -> None:
+    """A run that was stopped after its step 10, perhaps under more steps than it is given now."""
+    here = config(learner={"steps": steps})
+    made = Checkpoint(tmp_path, CheckpointInfo(10, 10, start.settings(here)))
+    said = "\n".join(start.introduction(here, made, RunPosition(10, 10, 4, 1, None, None, False)))
+    assert f"resuming from step 10 of {steps}: " in said
+    assert ("raise learner.steps to train on" not in said) is left
+
+
 @pytest.mark.parametrize(("then", "now", "anew"), [({}, {"amsgrad": True}, True), ({"amsgrad": True}, {}, False)])
 def test_arguments_with_which_it_starts_anew_are_named(
     tmp_path: Path, then: dict[str, bool], now: dict[str, bool], anew: bool

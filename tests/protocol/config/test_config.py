@@ -157,7 +157,7 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
     [
         (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
         (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
-        (MINIMAL + "[rollout]\nmax_tokens_turn = 3\n", "did you mean rollout.max_turn_tokens?"),  # i7: the order alone
+        (MINIMAL + "[rollout]\nmax_tokens_turn = 3\n", "did you mean rollout.max_turn_tokens?"),
         (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
         (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
         ("seed = 3\n" + MINIMAL, "[seed] is not a section"),
@@ -167,6 +167,7 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
         ('[model]\n[task]\npath = "task.py:task"\n', "model.path is missing (a local model folder"),
         ("", "the section [model] is missing"),
         ("[model\n", "is not TOML: "),
+        ("[run]\nname = sums\n", "Invalid value (at line 2, column 8), that of name: a text stands in quotes"),
         ("a = 1\na = 2\n", "is not TOML: "),
     ],
 )
@@ -238,7 +239,9 @@ def test_the_url_of_a_queue_in_place_of_the_run_file_is_told_its_place(folder: P
 
 def test_a_missing_run_file_and_an_unreadable_one_are_named(folder: Path) -> None:
     assert fault(folder / "nope.toml") == f"{folder}/nope.toml: there is no such run file; give the path of a TOML file"
-    assert fault(folder / "model") == f"{folder}/model: cannot be read: Is a directory"
+    assert fault(folder / "model") == f"{folder}/model: is a folder; give the path of a TOML file"
+    (folder / "model" / "run.toml").touch()
+    assert fault(folder / "model").endswith(f"give the path of a TOML file, such as {folder}/model/run.toml")
     (folder / "latin.toml").write_bytes(b'[run]\nname = "caf\xe9"\n')
     assert "latin.toml: is not TOML: 'utf-8' codec" in fault(folder / "latin.toml")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from statistics import fmean
 
@@ -78,6 +78,9 @@ WINDOW_GROUPS = 400
 
 _MAX_EQUAL_SHARE = 0.9
 
+# Share of the groups without variance that have the same reward, from which on it is taken for that of all.
+_USUAL_SHARE = 0.9
+
 _MIN_IN_A_ROW = 16
 
 _STEPS_IN_A_ROW = 4
@@ -135,13 +138,15 @@ class Variance:
         """Say what the mean reward of the groups without variance points to, and what to change."""
         if not self._means:
             return f"and give no gradient: look at the rewards with `{self._rollouts} --worst`"
-        lowest, highest = min(self._means), max(self._means)
-        if lowest != highest:
+        # One group that succeeded or failed by chance does not make them differ.
+        usual, count = Counter(self._means).most_common(1)[0]
+        are = "all are" if count == len(self._means) else "nearly all are"
+        if count < _USUAL_SHARE * len(self._means):
             found = "groups differ, the episodes of one group do not: are they sampled at all? See rollout.temperature"
-        elif lowest == 0:
-            found = "all are 0: the task may be too hard, or the reward wrong"
+        elif usual == 0:
+            found = f"{are} 0: the task may be too hard, or the reward wrong"
         else:
-            found = f"all are {lowest:g}: the task may be too easy, or the reward wrong"
+            found = f"{are} {usual:g}: the task may be too easy, or the reward wrong"
         return (
             f"(mean reward {fmean(self._means):.3g}) and give no gradient: {found}. Read what the policy says with "
             f"`{self._rollouts}`; fix the reward or the rows, raise rollout.temperature or "

@@ -74,6 +74,18 @@ def test_sixteen_groups_without_variance_are_named_with_mean_reward_and_remedy(n
     assert "learner.zero_variance" in text
 
 
+@pytest.mark.parametrize(
+    ("failed", "named"),
+    [(1, "nearly all are 1: the task may be too easy"), (10, "groups differ"), (19, "nearly all are 0: the task may")],
+)
+def test_one_group_by_chance_does_not_hide_what_the_others_show(failed: int, named: str) -> None:
+    judged = Variance(2)
+    for number in range(20):
+        of = Rewards.of([0.0 if number < failed else 1.0] * 2)
+        judged.ended(of.equal, of)
+    assert named in (judged.notice() or "")
+
+
 def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path) -> None:
     """A script has none in its working directory: it is in the run's."""
     settings = config(run={"dir": tmp_path / "my runs"})

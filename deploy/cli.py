@@ -279,7 +279,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
 
 
 def _with_steps(config: RunConfig) -> RunConfig:
-    """Load the task to count its rows, and returns `config` with `learner.steps` in place of `learner.epochs`."""
+    """Load the task to count its rows, and return `config` with `learner.steps` in place of `learner.epochs`."""
     from deploy.run import run_directory
     from rollout_worker.task.task import load_task
 

@@ -140,7 +140,7 @@ def print_findings(findings: Iterable[Finding]) -> None:
 
 
 def print_error(error: Exception) -> int:
-    """Print the error on stderr and returns its exit code."""
+    """Print the error on stderr and return its exit code."""
     with contextlib.suppress(OSError, ValueError):  # the task's code may have closed stderr
         print(f"slipstream: {error}", file=sys.stderr)
     if isinstance(error, RunFailed):

@@ -107,7 +107,7 @@ class Callbacks:
             self._call("on_step_begin")
 
     def stepped(self, record: StepRecord) -> Wish:
-        """Call on_step_end and on_log, after a step that the queue has acknowledged, and returns what callbacks ask
+        """Call on_step_end and on_log, after a step that the queue has acknowledged, and return what callbacks ask
         for."""
         if not self._callbacks:
             return Wish()

@@ -73,7 +73,7 @@ class CheckpointKeeper:
         self._on_saved = on_saved
 
     def keep_if_due(self, position: RunPosition, wanted: bool = False) -> None:
-        """Write a checkpoint after a step if one is due or `wanted`, and tells the queue."""
+        """Write a checkpoint after a step if one is due or `wanted`, and tell the queue."""
         every = self._config.learner.checkpoint_every
         if not (wanted or (every and position.step % every == 0)):
             return
@@ -89,7 +89,7 @@ class CheckpointKeeper:
             self._report(text)
 
     def keep_last(self, position: RunPosition) -> None:
-        """Write a checkpoint at the end of the run unless there is one of `position`, and tells the queue. Raises
+        """Write a checkpoint at the end of the run unless there is one of `position`, and tell the queue. Raises
         `CheckpointError`, `QueueError`."""
         try:
             self._keep(position)
@@ -112,12 +112,12 @@ class CheckpointKeeper:
                 self._on_saved(self._saved)
 
     def settle(self) -> None:
-        """Name the best checkpoint after the last evaluation, and deletes those kept only until it was known."""
+        """Name the best checkpoint after the last evaluation, and delete those kept only until it was known."""
         if self._evaluator is not None:
             checkpoints.prune(self._config.run_dir, self._config.learner.keep_checkpoints, self._spared())
 
     def leave(self, position: RunPosition, halfway: bool) -> None:
-        """Write a checkpoint after a signal if there is time, and says how to resume.
+        """Write a checkpoint after a signal if there is time, and say how to resume.
 
         Args:
             halfway: Whether the weights hold a step that the queue has not acknowledged.

@@ -46,7 +46,7 @@ def train(
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> None:
-    """Begin a session at the queue and trains to the last step.
+    """Begin a session at the queue and train to the last step.
 
     Args:
         trainer: Holds the weights of `checkpoint`, or the initial model's where that is None.

@@ -68,7 +68,7 @@ def begin_session(
     resume: bool,
     callbacks: Sequence[TrainerCallback] = (),
 ) -> Session:
-    """Begin a session at the queue and makes its parts. Arguments and errors are those of `train`."""
+    """Begin a session at the queue and make its parts. Arguments and errors are those of `train`."""
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)

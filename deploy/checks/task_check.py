@@ -146,7 +146,7 @@ async def _check_by_kind(
 def check_prompts(
     config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str]
 ) -> list[Finding]:
-    """Render up to `MAX_RENDERED` prompts of a data set and compares their lengths with the model's context.
+    """Render up to `MAX_RENDERED` prompts of a data set and compare their lengths with the model's context.
 
     Args:
         unusable: Rows to leave out: the reason for each, by number.

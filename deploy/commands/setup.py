@@ -192,7 +192,7 @@ MAX_TURN_TOKENS = 512
 
 
 def write_task_files(folder: Path, model: str) -> None:
-    """Write the files into `folder` and prints what to do next. Raises `ConfigError` rather than overwrite a file."""
+    """Write the files into `folder` and print what to do next. Raises `ConfigError` rather than overwrite a file."""
     if taken := [str(folder / name) for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(taken)}: already there, and nothing is overwritten; give another folder")
     settings = {"name": _run_name(folder), **_model_settings(model)}

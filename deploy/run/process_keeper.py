@@ -235,7 +235,7 @@ class ProcessKeeper:
             raise RunFailed(f"{program.name} cannot be started: {error}") from error
 
     async def _until_up(self, child: Child, http: aiohttp.ClientSession) -> None:
-        """Wait until the child answers, then tells the policy and the terminal."""
+        """Wait until the child answers, then tell the policy and the terminal."""
         health, started = child.program.health, time.monotonic()
         if health:
             with self._terminal.waiting_for(child.name, child.log):

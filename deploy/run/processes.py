@@ -173,7 +173,7 @@ class Child:
         return 128 - code if code < 0 else code
 
     async def wait(self) -> int:
-        """Wait until `Children.reap` has seen the end, and returns the exit code."""
+        """Wait until `Children.reap` has seen the end, and return the exit code."""
         await self._ended.wait()
         code = self.poll()
         assert code is not None
@@ -248,7 +248,7 @@ class Children:
         return child
 
     def reap(self) -> None:
-        """Look which children have ended and wakes their waiters. Call it on SIGCHLD."""
+        """Look which children have ended and wake their waiters. Call it on SIGCHLD."""
         for child in self.living:
             child.poll()
         self.guard.replace_if_ended()

@@ -78,7 +78,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
 
 
 def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
-    """Run `work`, and ends all children when it ends or at a signal.
+    """Run `work`, and end all children when it ends or at a signal.
 
     Raises what `work` raises, and for signals what `supervise` raises. `grace_s`: seconds from SIGTERM to SIGKILL.
     """

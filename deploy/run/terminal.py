@@ -107,7 +107,7 @@ class Terminal:
             self.tell()
 
     def tell(self) -> None:
-        """Draw the live line, or prints it as a message if one is due."""
+        """Draw the live line, or print it as a message if one is due."""
         now = self._clock()
         if not self._waits:
             return

@@ -152,7 +152,7 @@ def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConf
 
 
 def settle(config: RunConfig, cpu: bool, say: Callable[[str], None]) -> tuple[DevicePlan | None, RunConfig]:
-    """Plan for this machine, describes the plan with `say`, and returns it with the settled run file.
+    """Plan for this machine, describe the plan with `say`, and return it with the settled run file.
 
     Raises:
         ConfigError: As `here`.

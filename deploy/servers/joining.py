@@ -111,7 +111,7 @@ def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Map
 
 
 async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
-    """Register and runs the server, and drains it when told to stop. Returns the exit code."""
+    """Register and run the server, and drain it when told to stop. Returns the exit code."""
     token = config.token_for("learner")
     async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
         another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "

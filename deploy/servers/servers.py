@@ -127,7 +127,7 @@ async def _check_not_last(client: QueueClient, name: str) -> None:
 
 
 async def remove(client: QueueClient, name: str, now: bool, timeout_s: float, force: bool = False) -> None:
-    """Remove a server and waits until it is gone: it gets no new episodes and finishes its requests.
+    """Remove a server and wait until it is gone: it gets no new episodes and finishes its requests.
 
     Args:
         client: The queue.

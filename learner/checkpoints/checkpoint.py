@@ -120,7 +120,7 @@ def save(
     keep: int,
     spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write a checkpoint, durable when this returns, and deletes old ones.
+    """Write a checkpoint, durable when this returns, and delete old ones.
 
     It is written aside, flushed to disk and then renamed.
 

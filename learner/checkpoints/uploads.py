@@ -134,7 +134,7 @@ class Uploads:
             return self._busy or self._next is not None
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for open uploads for at most `timeout_s` seconds, and then gives them up."""
+        """Wait for open uploads for at most `timeout_s` seconds, and then give them up."""
         with self._changed:
             done = self._changed.wait_for(lambda: not self._busy and self._next is None, timeout_s)
         if not done:

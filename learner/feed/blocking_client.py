@@ -70,7 +70,7 @@ class BlockingQueueClient:
         await self.queue.waiting(session, None)
 
     async def _close(self) -> None:
-        """Cancel calls that a signal may have left behind, and closes the client."""
+        """Cancel calls that a signal may have left behind, and close the client."""
         left = asyncio.all_tasks() - {asyncio.current_task()}
         for task in left:
             task.cancel()

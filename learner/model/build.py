@@ -34,7 +34,7 @@ def load_policy(
     longest: int | None = None,
     lora: LoraSection | None = None,
 ) -> Policy:
-    """Load the policy and checks that this learner can train it.
+    """Load the policy and check that this learner can train it.
 
     Args:
         path: Folder or hub name of the weights, the model's own or a checkpoint's.
@@ -103,7 +103,7 @@ def check_packing(policy: Policy, longest: int | None) -> None:
 
 
 def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
-    """Make a row, and returns it with its sequences, each int64 [T]."""
+    """Make a row, and return it with its sequences, each int64 [T]."""
     random = np.random.default_rng(0)
     size = policy.vocabulary_size
     sequences = [random.integers(0, size, length).astype(np.int32) for length in LENGTHS]

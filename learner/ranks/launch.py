@@ -66,7 +66,7 @@ def this_rank(config: RunConfig) -> RankInfo:
 def lead_team(
     config: RunConfig, place: RankInfo, stop: Stop | None = None, say: Callable[[str], None] | None = None
 ) -> Iterator[Team]:
-    """Lead the team on rank 0: waits until all ranks have come, and tells them to end at the end.
+    """Lead the team on rank 0: wait until all ranks have come, and tell them to end at the end.
 
     Args:
         stop: Says when a signal asks for the end.

@@ -213,7 +213,7 @@ class Team:
         return value if self.leads else decode_message(buffer.numpy().data)
 
     def deal(self, values: Sequence[Any] | None = None) -> Any:
-        """Give each rank its value, on rank 0, and returns the first; on the others, returns theirs."""
+        """Give each rank its value, on rank 0, and return the first; on the others, return theirs."""
         if values is None:
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, 0)

@@ -133,7 +133,7 @@ class TerminalProgress:
             self._phase = None
 
     def tick(self) -> None:
-        """Draw the live line again; without a terminal, prints what is waited for if that is due. To be called each
+        """Draw the live line again; without a terminal, print what is waited for if that is due. To be called each
         second."""
         phase, now = self._phase, self._clock()
         if self._live is not None:

@@ -195,14 +195,14 @@ class Background:
         self._thread.start()
 
     def put(self, job: Job) -> None:
-        """Queue a job; drops and counts it where the queue is full."""
+        """Queue a job; drop and count it where the queue is full."""
         try:
             self._jobs.put_nowait(job)
         except Full:
             self._lose(f"it has not answered while {self._jobs.maxsize} lines came")
 
     def close(self, timeout_s: float) -> None:
-        """Let the waiting jobs run for at most `timeout_s` seconds, and ends the thread."""
+        """Let the waiting jobs run for at most `timeout_s` seconds, and end the thread."""
         ends = time.monotonic() + timeout_s
         with suppress(Full):
             self._jobs.put(None, timeout=timeout_s)

@@ -75,9 +75,11 @@ def _ranges(versions: set[int]) -> list[tuple[int, int]]:
 
 
 class TicketState(StrEnum):
-    """State of a ticket. The last three are ends; TRAINED becomes FORGOTTEN once a checkpoint holds its step.
+    """State of a ticket. FORGOTTEN, DROPPED, REISSUED and EVALUATED are its ends.
 
-    EVALUATED is for tickets of evaluations: the group was accepted and only its result is kept.
+    TRAINED becomes FORGOTTEN once a checkpoint holds its step. EVALUATED is for tickets of evaluations: the group was
+    accepted and only its result is kept. `_NEXT` has what a resume, a failed proof or the end of the run changes after
+    an end.
     """
 
     ISSUED = "issued"

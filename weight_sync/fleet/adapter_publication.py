@@ -91,7 +91,7 @@ async def publish_adapter(
 
 
 async def have_loaded(control: ServerControl, payload: AdapterPayload, state: dict[str, Any] | None = None) -> None:
-    """Send the adapter and has it loaded, unless it is loaded. It serves nobody yet.
+    """Send the adapter and have it loaded, unless it is loaded. It serves nobody yet.
 
     Args:
         state: The server's answer about its adapters, None to ask for it.

@@ -121,7 +121,7 @@ class Fleet:
             member.wake()
 
     async def run(self) -> None:
-        """Follow the registry and takes servers that are too far behind out of service. Runs until cancelled."""
+        """Follow the registry and take servers that are too far behind out of service. Runs until cancelled."""
         while True:
             self._read.clear()
             try:
@@ -205,7 +205,7 @@ class Fleet:
         self.changed = asyncio.Event()
 
     async def _read_registry(self) -> None:
-        """Add and removes members to follow the registry, and hands them the changes that others made there."""
+        """Add and remove members to follow the registry, and hand them the changes that others made there."""
         updates = {name: member.reporter.updates for name, member in self.members.items()}
         known = {server.name: server for server in await self._client.servers()}
         for name, server in known.items():

@@ -135,7 +135,7 @@ class Member:
         self.wake()
 
     def reset_failures(self) -> None:
-        """Forget earlier failures and tries at once."""
+        """Forget earlier failures and try at once."""
         self.failures, self._next_try = 0, 0.0
         self.wake()
 
@@ -160,7 +160,7 @@ class Member:
             await self._pause()
 
     async def leave(self) -> None:
-        """Close the connection and gives the server up to other runs."""
+        """Close the connection and give the server up to other runs."""
         await self._sync.disconnect()
         await self._sync.control.goodbye()
 
@@ -242,7 +242,7 @@ class Member:
         return self.user_pause.active
 
     async def _bring(self, state: EngineState) -> None:
-        """Publish the newest version to the server, and tells the queue the outcome."""
+        """Publish the newest version to the server, and tell the queue the outcome."""
         snapshot = self._snapshots.take(self.name)
         self._no_room = snapshot is None
         if snapshot is None:

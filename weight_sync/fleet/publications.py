@@ -83,7 +83,7 @@ class PublishRecord:
     share_changed: float | None = None
 
     def add(self, name: str, metrics: ServerMetrics) -> None:
-        """Add a server that has the version, or replaces its metrics."""
+        """Add a server that has the version, or replace its metrics."""
         before = self.servers.get(name)
         self.servers[name] = metrics
         self.sent_bytes += metrics.sent_bytes - (before.sent_bytes if before else 0)

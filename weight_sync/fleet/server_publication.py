@@ -187,7 +187,7 @@ class PublicationAttempt:
             self._publishing.cancel()
 
     async def run(self, publication: Callable[[], Awaitable[Outcome]]) -> Outcome:
-        """Await `publication()` and returns its outcome.
+        """Await `publication()` and return its outcome.
 
         Raises:
             TimeoutError: It took too long. Errors of the publication propagate.

@@ -30,7 +30,7 @@ async def shielded(work: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(*work: Coroutine[Any, Any, T]) -> list[T]:
-    """Run all `work` at once and returns the results. The first error cancels the rest and is raised, not a group."""
+    """Run all `work` at once and return the results. The first error cancels the rest and is raised, not a group."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(one) for one in work]
@@ -50,7 +50,7 @@ async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, 
 
 
 async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
-    """Run `work(*arguments)` on a daemon thread of its own and returns its result.
+    """Run `work(*arguments)` on a daemon thread of its own and return its result.
 
     With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
     servers, and the process could not end before it.

@@ -178,7 +178,7 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/update_weights", {"update_info": update_info})
 
     async def finish_update(self, label: str) -> None:
-        """End the update and labels the weights that serve from now on."""
+        """End the update and label the weights that serve from now on."""
         await self._call("POST", "/finish_weight_update", {"weight_version": label})
 
     async def state(self) -> EngineState:
@@ -197,7 +197,7 @@ class ServerControl(AdapterRoutes):
         return Staged(**_fields(Staged, reply))
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
-        """Exchange the live weights for the staged ones and labels them, in one call that needs no second one.
+        """Exchange the live weights for the staged ones and label them, in one call that needs no second one.
 
         Args:
             clear_cache: Whether to drop all cached keys and values.

@@ -74,7 +74,7 @@ class Transport(Protocol):
         """
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
-        """Load `snapshot` and labels it `snapshot.label`. Returns when every worker serves it.
+        """Load `snapshot` and label it `snapshot.label`. Returns when every worker serves it.
 
         Args:
             pause: Holds generation still: by `pause.held()`, or by a swap for which it is due.

@@ -166,7 +166,7 @@ class EngineStatus:
         return "person" if self.user_pause else "none"
 
     def break_down(self, reason: str) -> None:
-        """Refuse everything from now on, fails requests in flight, and ends the process after `TELL_S`."""
+        """Refuse everything from now on, fail requests in flight, and end the process after `TELL_S`."""
         if self.broken is not None:
             return
         self.broken = reason

@@ -127,7 +127,7 @@ def _answer(secret: bytes, sender: int, to: int, senders_nonce: bytes, receivers
 
 
 def _exchanged(group: Any, rank: int, messages: dict[int, bytes], tag: int, timeout_s: float) -> dict[int, bytes]:
-    """Send `messages` to the peers, and returns what each of them sent: 32 bytes."""
+    """Send `messages` to the peers, and return what each of them sent: 32 bytes."""
     timeout = timedelta(seconds=min(timeout_s, AUTHENTICATION_S))
     out = {peer: torch.frombuffer(bytearray(message), dtype=torch.uint8) for peer, message in messages.items()}
     into = {peer: torch.zeros(32, dtype=torch.uint8) for peer in messages}

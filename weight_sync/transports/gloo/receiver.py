@@ -62,7 +62,7 @@ class GlooReceiver:
         """Do nothing: the group ends with its last reference, which a running `receive` may hold."""
 
     def receive(self, info: GlooUpdateInfo) -> dict[str, torch.Tensor]:
-        """Receive a snapshot and tells the learner whether its digest agrees.
+        """Receive a snapshot and tell the learner whether its digest agrees.
 
         Returns:
             Its tensors by name, as views that are good until the next call.

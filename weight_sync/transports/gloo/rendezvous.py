@@ -110,7 +110,7 @@ class Rendezvous:
         threading.Thread(target=self._accept, name="gloo-rendezvous", daemon=True).start()
 
     def close(self) -> None:
-        """Stop listening and ends every connection and wait. May be called again."""
+        """Stop listening and end every connection and wait. May be called again."""
         with self._changed:
             self._closed = True
             left = [*self._strangers]

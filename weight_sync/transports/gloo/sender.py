@@ -67,7 +67,7 @@ class GlooTransport(StagedTransport):
         await on_thread(self._let_go)
 
     def listen(self, workers: int) -> GlooInitInfo:
-        """Open the rendezvous for so many workers and returns where it is. Raises `TransferError` if it cannot."""
+        """Open the rendezvous for so many workers and return where it is. Raises `TransferError` if it cannot."""
         host, timeout_s = self._section.host, self._section.timeout_s
         secret = secrets.token_bytes(32)
         try:

@@ -100,7 +100,7 @@ class Communicator:
         return self._ended.is_set()
 
     def meet(self, unique_id: bytes, size: int, rank: int) -> None:
-        """Join the group of `unique_id` and sums one float32 over it, with which vLLM's workers begin.
+        """Join the group of `unique_id` and sum one float32 over it, with which vLLM's workers begin.
 
         Raises:
             NcclError: Not all `size` ranks came in time.

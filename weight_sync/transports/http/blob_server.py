@@ -81,7 +81,7 @@ class BlobServer:
             ) from error
 
     def stop(self) -> None:
-        """Stop listening and cuts off running requests."""
+        """Stop listening and cut off running requests."""
         asyncio.run_coroutine_threadsafe(self._end(), self._loop).result(START_TIMEOUT_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(START_TIMEOUT_S)

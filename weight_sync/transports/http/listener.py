@@ -160,7 +160,7 @@ class Throttle:
             await asyncio.sleep(delay)
 
     def delay(self, count: int) -> float:
-        """Return the seconds until `count` bytes may be sent, and counts them as sent then."""
+        """Return the seconds until `count` bytes may be sent, and count them as sent then."""
         if not self._bytes_per_s:
             return 0.0
         now = self._clock()

@@ -116,7 +116,7 @@ def state(core: Any) -> dict[str, Any]:
 
 
 def swap(core: Any, label: str, clear_cache: bool) -> Any:
-    """Exchange the weights of all workers for those that they have staged, and labels them.
+    """Exchange the weights of all workers for those that they have staged, and label them.
 
     Args:
         clear_cache: Whether to drop all cached keys and values; requests in flight compute theirs again.

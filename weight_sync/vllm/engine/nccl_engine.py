@@ -40,7 +40,7 @@ class NcclEngine(NCCLWeightTransferEngine):
         self._check = UpdateCheck(self.model)
 
     def receive_weights(self, update_info: Any) -> None:
-        """Receive and loads tensors. Raises ValueError if one comes twice, or in another type than the model's."""
+        """Receive and load tensors. Raises ValueError if one comes twice, or in another type than the model's."""
         check = self._check
         if check is None:
             raise RuntimeError("no update was begun: call /start_weight_update first")

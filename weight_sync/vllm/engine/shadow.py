@@ -115,7 +115,7 @@ class Shadow:
 
 
 def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
-    """Load `weights` into the shadows and packs them.
+    """Load `weights` into the shadows and pack them.
 
     Args:
         whole: Whether no part of a tensor belongs to another worker.
@@ -206,7 +206,7 @@ def _processed(pair: Pair) -> bool:
 
 
 def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:
-    """Tie and packs those of `left` that share live tensors with loaded modules, as an output head may."""
+    """Tie and pack those of `left` that share live tensors with loaded modules, as an output head may."""
     owners = {id(tensor): (pair, name) for pair in loaded for name, tensor in pair.live._parameters.items()}
     tied = []
     for pair in left:

@@ -299,7 +299,7 @@ class Gate:
 
 
 @pytest.mark.parametrize("how", ["in_a_thread", "on_a_loop", "later"])
-@pytest.mark.parametrize("timeout_s", [5.0, 0.01])
+@pytest.mark.parametrize("timeout_s", [5.0, 0.5])
 async def test_i9_what_is_still_being_made_when_the_pool_closes_is_waited_for_and_closed(how, timeout_s):
     """Its episode was cancelled, or its time-out is over."""
     gate = Gate()
@@ -325,7 +325,7 @@ async def test_the_pool_waits_for_what_is_being_made_for_a_bounded_time(monkeypa
     monkeypatch.setattr("rollout_worker.task.environment_pool.CLOSE_S", 0.01)
     gate = Gate()
     async with UserCode() as code:
-        pool = Pool({None: gate.in_a_thread}, code, 0.01)
+        pool = Pool({None: gate.in_a_thread}, code, 0.5)
         with pytest.raises(UserCodeError):
             await pool.take(None)
         await pool.close()
@@ -344,7 +344,7 @@ async def test_what_was_made_too_late_and_fails_to_close_is_told_with_its_factor
     gate.environment = Stubborn  # type: ignore[method-assign]
     async with UserCode() as code:
         pool = Pool(
-            {None: partial(gate.in_a_thread)}, code, 0.01, notify=lambda key, text, where: told.append((text, where))
+            {None: partial(gate.in_a_thread)}, code, 0.5, notify=lambda key, text, where: told.append((text, where))
         )
         with pytest.raises(UserCodeError):
             await pool.take(None)

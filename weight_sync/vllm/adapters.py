@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from protocol.versions import HEADER
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
+from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import RouteError, status_of
 from weight_sync.vllm.loaded_adapters import LoadedAdapters
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
@@ -91,7 +92,7 @@ class Adapters:
         else:
             await self._app(scope, receive, send)
 
-    def _adapters_of(self, engine: Any, state: Any) -> LoadedAdapters:
+    def _adapters_of(self, engine: EngineClient, state: Any) -> LoadedAdapters:
         if self._loaded is None:
             store = AdapterStore()
             atexit.register(store.remove)
@@ -125,7 +126,7 @@ class Adapters:
             await JSONResponse(answer)(scope, receive, send)
 
 
-def _refusal(engine: Any, scope: Scope) -> JSONResponse | None:
+def _refusal(engine: EngineClient, scope: Scope) -> JSONResponse | None:
     """Return the refusal of a request by another run's learner, which must change nothing here; None to go on."""
     try:
         engine_state.check_owner(status_of(engine).owner, scope)

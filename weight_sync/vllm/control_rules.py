@@ -14,6 +14,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import EngineStatus, RouteError, status_of
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ RESUME_TIMEOUT_S = 10.0
 SWAP_WITHIN_S = 5.0
 
 
-async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def renew_pause(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Renew a pause: `{"owner": str, "seconds": number}`. It ends in `seconds` at the earliest."""
     owner, seconds = body.get("owner"), body.get("seconds")
     if not isinstance(owner, str) or not isinstance(seconds, int | float) or not 0 < seconds <= MAX_LEASE_S:
@@ -41,7 +42,7 @@ async def renew_pause(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {"owner": owner, "seconds": seconds}
 
 
-def grant_pause(engine: Any, owner: str) -> None:
+def grant_pause(engine: EngineClient, owner: str) -> None:
     """Give `owner` the lease of a pause that it is about to begin. Raises `RouteError` if another holds one."""
     status = status_of(engine)
     if status.lease_owner not in (None, owner):
@@ -56,13 +57,13 @@ def release_pause(status: EngineStatus) -> None:
     status.lease_owner = status.lease_ends = None
 
 
-def _set(engine: Any, status: EngineStatus, owner: str, seconds: float) -> None:
+def _set(engine: EngineClient, status: EngineStatus, owner: str, seconds: float) -> None:
     release_pause(status)
     status.lease_owner = owner
     status.lease_ends = asyncio.get_running_loop().call_later(seconds, _over, engine, status)
 
 
-def _over(engine: Any, status: EngineStatus) -> None:
+def _over(engine: EngineClient, status: EngineStatus) -> None:
     owner = status.lease_owner
     release_pause(status)
     if not status.whole:
@@ -72,7 +73,7 @@ def _over(engine: Any, status: EngineStatus) -> None:
         status.ending = asyncio.ensure_future(_resume(engine, status, owner))
 
 
-async def _resume(engine: Any, status: EngineStatus, owner: str | None) -> None:
+async def _resume(engine: EngineClient, status: EngineStatus, owner: str | None) -> None:
     try:
         async with asyncio.timeout(RESUME_TIMEOUT_S):
             await engine.resume_generation()
@@ -101,7 +102,9 @@ def _owner(scope: Scope) -> str | None:
     return owner.decode("latin-1") if owner else None
 
 
-async def pause(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def pause(
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Pause under a lease with the header `slipstream-owner`; without it for a person, and only a person ends that."""
     owner = _owner(scope)
     if owner is not None:
@@ -111,7 +114,9 @@ async def pause(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, r
         status.user_pause = True
 
 
-async def resume(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def resume(
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Resumes, unless somebody else holds the pause or the model is half loaded."""
     owner = _owner(scope)
     if status.swapped is not None:
@@ -135,7 +140,9 @@ async def resume(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, 
     await app(scope, receive, send)
 
 
-async def health(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def health(
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     """Answer after a running swap, which takes milliseconds and may break the server down."""
     if status.swapped is not None:
         with suppress(TimeoutError):
@@ -159,7 +166,7 @@ async def _end_of_swap(swapped: asyncio.Event) -> None:
         ) from None
 
 
-def _stages(engine: Any) -> bool:
+def _stages(engine: EngineClient) -> bool:
     """Return whether this server's transport changes the model by Slipstream's swap only."""
     from weight_sync.transports.registry import TRANSPORTS, of_backend
 
@@ -169,7 +176,7 @@ def _stages(engine: Any) -> bool:
 
 
 async def start_update(
-    engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Open an update. From now on an in-place transport may touch the model."""
     if not _stages(engine):
@@ -178,7 +185,7 @@ async def start_update(
 
 
 async def finish_update(
-    engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """End the update of an in-place transport, after which the model is whole."""
     if _stages(engine):
@@ -187,7 +194,9 @@ async def finish_update(
         status.whole = True
 
 
-async def label(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+async def label(
+    engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
     raise RouteError(409, "weights are labelled when they go live: by POST /slipstream/swap or /finish_weight_update")
 
 

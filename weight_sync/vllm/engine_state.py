@@ -29,6 +29,7 @@ from protocol.versions import RUN_HEADER, RUN_ID
 from weight_sync.server.answers import serves_another_run
 from weight_sync.transports.http import chunks
 from weight_sync.vllm import guard
+from weight_sync.vllm.engine.contract import EngineClient
 
 logger = logging.getLogger(__name__)
 
@@ -178,7 +179,7 @@ class EngineStatus:
         timer.start()
 
 
-def status_of(engine: Any) -> EngineStatus:
+def status_of(engine: EngineClient) -> EngineStatus:
     """Return the status of this engine's client, made at the first call."""
     found = getattr(engine, "slipstream_status", None)
     if found is None:
@@ -187,7 +188,7 @@ def status_of(engine: Any) -> EngineStatus:
     return status
 
 
-async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
+async def watch(engine: EngineClient, status: EngineStatus, ask: Callable[[Any, float], Awaitable[Any]]) -> None:
     """Break the server down when the engine is dead, or has not answered `QUESTIONS` times in a row.
 
     While a publication holds the pause its lease counts instead.
@@ -217,7 +218,7 @@ async def watch(engine: Any, status: EngineStatus, ask: Callable[[Any, float], A
             status.break_down(f"the engine did not answer {QUESTIONS} times in a row, {ANSWER_WITHIN_S:g} s each")
 
 
-def how_it_died(engine: Any) -> str | None:
+def how_it_died(engine: EngineClient) -> str | None:
     """Return how a process of the engine ended by itself; None if the engine lives or is being shut down.
 
     vLLM knows the exit code and does not report it.

@@ -16,6 +16,7 @@ from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadL
 
 from protocol.versions import label_in
 from weight_sync.vllm.adapter_store import AdapterStore
+from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import RouteError, status_of
 
 logger = logging.getLogger(__name__)
@@ -31,7 +32,7 @@ class LoadedAdapters:
         served: Name of the newest proven one, None before the first.
     """
 
-    def __init__(self, engine: Any, models: Any, store: AdapterStore) -> None:
+    def __init__(self, engine: EngineClient, models: Any, store: AdapterStore) -> None:
         """Prepare to load adapters into an engine.
 
         Args:

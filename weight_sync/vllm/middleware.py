@@ -18,6 +18,7 @@ from weight_sync.transports.http import chunks
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
+from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
 from weight_sync.vllm.routes import ROUTES, ask_engine
 
@@ -58,7 +59,9 @@ class Slipstream:
         else:
             await self._pass_on(engine, status, scope, receive, send)
 
-    async def _pass_on(self, engine: Any, status: EngineStatus, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _pass_on(
+        self, engine: EngineClient, status: EngineStatus, scope: Scope, receive: Receive, send: Send
+    ) -> None:
         if status.broken is not None:
             await _refuse(status, scope, receive, send)
             return
@@ -111,7 +114,7 @@ def _log_cause_of_end(scope: Scope) -> None:
         logger.error("this server ends: %s", why)
 
 
-async def _answer(engine: Any, scope: Scope, receive: Receive, send: Send) -> None:
+async def _answer(engine: EngineClient, scope: Scope, receive: Receive, send: Send) -> None:
     handler = ROUTES.get((scope["method"], scope["path"]))
     try:
         if handler is None:

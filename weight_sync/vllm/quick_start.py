@@ -13,6 +13,8 @@ import os
 from functools import wraps
 from typing import Any
 
+from weight_sync.vllm.engine.contract import VllmConfig
+
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
@@ -34,7 +36,7 @@ def fork_engine(platform: Any) -> None:
     check = platform.check_and_update_config
 
     @wraps(check)
-    def check_and_update_config(vllm_config: Any) -> None:
+    def check_and_update_config(vllm_config: VllmConfig) -> None:
         check(vllm_config)
         if may_fork(vllm_config.parallel_config.distributed_executor_backend):
             os.environ[METHOD] = "fork"

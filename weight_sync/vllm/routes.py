@@ -12,6 +12,7 @@ from typing import Any
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import NO_ANSWER
 from weight_sync.vllm import control_rules
+from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import Handler, RouteError, status_of
 
 # Maximum sequences of a request, far more than a probe has.
@@ -29,13 +30,13 @@ SERVER_POLL_S = (0.01, 0.1)
 MAX_WAIT_S = 60.0
 
 
-async def score(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def score(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Score `{"token_ids": [[int]]}`: `{"logprobs": [[float]]}` in nats at temperature 1; 501 if it cannot be done."""
     token_ids = given_token_ids(engine, body)
     return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
 
 
-def given_token_ids(engine: Any, body: dict[str, Any]) -> list[list[int]]:
+def given_token_ids(engine: EngineClient, body: dict[str, Any]) -> list[list[int]]:
     """Read the token ids of a request's body. Raises `RouteError` 400."""
     model = engine.model_config
     return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
@@ -50,7 +51,7 @@ def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
     return {"logprobs": logprobs}
 
 
-async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def layers(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Compare the live layers with the weights proven before the swap to `{"label": str}`, over all workers.
 
     Returns:
@@ -67,7 +68,7 @@ async def layers(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     return await read(engine, begun)
 
 
-async def read(engine: Any, begun: list[dict[str, Any]]) -> dict[str, Any]:
+async def read(engine: EngineClient, begun: list[dict[str, Any]]) -> dict[str, Any]:
     """Wait for the workers' findings about their layers.
 
     Args:
@@ -120,7 +121,7 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 }
 
 
-async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, Any] | None:
+async def ask_engine(engine: EngineClient, timeout_s: float | None = None) -> dict[str, Any] | None:
     """Return `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
@@ -135,7 +136,7 @@ async def ask_engine(engine: Any, timeout_s: float | None = None) -> dict[str, A
         raise RouteError(500, f"the engine cannot say its state: {error}") from error
 
 
-async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
     engine_state = await ask_engine(engine) if status.broken is None else None
@@ -158,7 +159,7 @@ async def state(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Return the flags of the server that decide whether a run can use it.
 
     vLLM's own `/server_info` takes longer, as it describes the machine too.
@@ -176,7 +177,7 @@ async def facts(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def goodbye(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """End the ownership of `{"run": id}`, whose learner has ended: another run may have this server."""
     run = body.get("run")
     if not isinstance(run, str):
@@ -185,7 +186,7 @@ async def goodbye(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-async def staged(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def staged(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Report how far the slowest worker is, once all have ended or `{"wait_s": seconds}` are over."""
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
@@ -206,13 +207,13 @@ def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
     return {"stage": slowest["stage"], "error": slowest["error"], "seconds": seconds}
 
 
-async def drop_update(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def drop_update(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Drop an open update, for which vLLM has no route."""
     dropped = await engine.collective_rpc("slipstream_drop_update")
     return {"dropped": any(dropped)}
 
 
-async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
+async def swap(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Swaps: `{"label": str, "clear_cache": bool}`. It ends even if its client does not wait any more."""
     label, clear_cache = body.get("label"), body.get("clear_cache", False)
     if not isinstance(label, str) or not isinstance(clear_cache, bool):
@@ -220,7 +221,7 @@ async def swap(engine: Any, body: dict[str, Any]) -> dict[str, Any]:
     return await asyncio.shield(asyncio.ensure_future(_swap(engine, label, clear_cache)))
 
 
-async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> dict[str, Any]:
     status = status_of(engine)
     if not status.whole:
         raise RouteError(409, "another swap is under way")
@@ -244,7 +245,7 @@ async def _swap(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
     return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}
 
 
-async def _exchanged(engine: Any, label: str, clear_cache: bool) -> dict[str, Any]:
+async def _exchanged(engine: EngineClient, label: str, clear_cache: bool) -> dict[str, Any]:
     core = engine.engine_core
     if engine.vllm_config.parallel_config.data_parallel_size == 1:
         result: dict[str, Any] = await core.call_utility_async("slipstream_swap", label, clear_cache)

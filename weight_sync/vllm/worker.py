@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_sync.vllm.engine import layer_proof, score_proof
+from weight_sync.vllm.engine.contract import ModelRunner
 from weight_sync.vllm.engine.layer_proof import Reading
 from weight_sync.vllm.engine.score_proof import put_under
 
@@ -21,7 +22,7 @@ logger = logging.getLogger(__name__)
 class AdapterMixin:
     """The worker's part in the proof of an adapter."""
 
-    model_runner: Any
+    model_runner: ModelRunner
     _slipstream_reading: Reading
 
     def slipstream_score_adapter(self, token_ids: list[list[int]], which: tuple[str, int, str]) -> dict[str, Any]:
@@ -50,7 +51,7 @@ class AdapterMixin:
 class ProofMixin:
     """The worker's part in the proof of the model's weights."""
 
-    model_runner: Any
+    model_runner: ModelRunner
     weight_transfer_engine: Any
     _slipstream_reading: layer_proof.Reading
 

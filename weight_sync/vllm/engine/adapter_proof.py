@@ -17,6 +17,7 @@ import torch
 from blake3 import blake3
 from safetensors.torch import load
 
+from weight_sync.vllm.engine.contract import ModelRunner
 from weight_sync.vllm.engine.fingerprints import Difference
 from weight_sync.vllm.engine.layer_proof import Reading
 from weight_sync.vllm.engine.score_proof import put_under
@@ -57,7 +58,7 @@ class Copied:
     dtype: torch.dtype
 
 
-def copy_adapter_slots(runner: Any, which: tuple[str, int, str]) -> Copied:
+def copy_adapter_slots(runner: ModelRunner, which: tuple[str, int, str]) -> Copied:
     """Copy the slots of an adapter, which is made active for that. To be called on the engine's thread.
 
     Args:

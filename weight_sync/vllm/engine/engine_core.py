@@ -23,6 +23,8 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
 
+from weight_sync.vllm.engine.contract import EngineCore, Request
+
 _MARK = "weights "
 # Changes of the weights in this process. A label alone would not do: weights that fail their proof share it with the
 # next attempt.
@@ -43,7 +45,7 @@ def install_prefix_salt() -> None:
     preprocess, add, label = EngineCore.preprocess_add_request, EngineCore.add_request, EngineCore.set_weight_version
 
     @wraps(preprocess)
-    def preprocess_add_request(core: Any, request: Any) -> Any:
+    def preprocess_add_request(core: EngineCore, request: Request) -> Any:
         given = request.cache_salt
         request.cache_salt = _salted(core, given)
         try:
@@ -52,13 +54,13 @@ def install_prefix_salt() -> None:
             request.cache_salt = given
 
     @wraps(add)
-    def add_request(core: Any, request: Any, *wave: Any, **named: Any) -> None:
+    def add_request(core: EngineCore, request: Request, *wave: Any, **named: Any) -> None:
         _renew(core, request)
         add(core, request, *wave, **named)
 
     # Every transport labels through this call while nothing generates, those that load in place too.
     @wraps(label)
-    def set_weight_version(core: Any, weight_version: str) -> None:
+    def set_weight_version(core: EngineCore, weight_version: str) -> None:
         label(core, weight_version)
         core.slipstream_salt = f"{_MARK}{weight_version} {next(_CHANGES)}"
         begin_anew(core)
@@ -68,7 +70,7 @@ def install_prefix_salt() -> None:
     EngineCore.set_weight_version = set_weight_version
 
 
-def begin_anew(core: Any) -> None:
+def begin_anew(core: EngineCore) -> None:
     """Have all requests without a token compute their prompts again under the present weights. Between two steps."""
     scheduler = core.scheduler
     now = time.monotonic()
@@ -83,7 +85,7 @@ def begin_anew(core: Any) -> None:
             _renew(core, request)
 
 
-def _renew(core: Any, request: Any) -> None:
+def _renew(core: EngineCore, request: Request) -> None:
     """Hash the blocks of a request again if its salt is of other weights. Nothing of it is computed yet."""
     salt = _salted(core, request.cache_salt)
     if request.cache_salt != salt:
@@ -92,7 +94,7 @@ def _renew(core: Any, request: Any) -> None:
         request.update_block_hashes()
 
 
-def _salted(core: Any, salt: str | None) -> str:
+def _salted(core: EngineCore, salt: str | None) -> str:
     """Return the salt of the present weights. `salt`: the caller's, or one that was made for other weights."""
     given = salt or ""
     if given.startswith(_MARK):
@@ -110,12 +112,12 @@ def install_swap() -> None:
     install_prefix_salt()
 
 
-def state(core: Any) -> dict[str, Any]:
+def state(core: EngineCore) -> dict[str, Any]:
     """Return boot, label and whether the engine is paused. An answer also shows that it lives."""
     return {"boot": BOOT, "label": core.get_weight_version(), "paused": core.is_scheduler_paused()}
 
 
-def swap(core: Any, label: str, clear_cache: bool) -> Any:
+def swap(core: EngineCore, label: str, clear_cache: bool) -> Any:
     """Exchange the weights of all workers for those that they have staged, and label them.
 
     Args:
@@ -133,7 +135,7 @@ def swap(core: Any, label: str, clear_cache: bool) -> Any:
     core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
     done: Future[dict[str, Any]] = Future()
 
-    def when_idle(core: Any, began: float) -> None:
+    def when_idle(core: EngineCore, began: float) -> None:
         try:
             result = exchange(core, label, clear_cache, began)
         except BaseException as error:
@@ -146,7 +148,7 @@ def swap(core: Any, label: str, clear_cache: bool) -> Any:
     return done
 
 
-def exchange(core: Any, label: str, clear_cache: bool, began: float | None = None) -> dict[str, Any]:
+def exchange(core: EngineCore, label: str, clear_cache: bool, began: float | None = None) -> dict[str, Any]:
     """Swap while no step is running. If a worker fails in it, generation stays paused for good."""
     from vllm.v1.core.sched.interface import PauseState
 

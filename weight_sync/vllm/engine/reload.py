@@ -12,6 +12,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from weight_sync.vllm.engine.contract import ModelConfig
 from weight_sync.vllm.engine.fingerprints import ModelFingerprints
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.update import UpdateCheck
@@ -27,7 +28,7 @@ class Reload:
         proven: Fingerprints that the live model must have after `exchange`, None before.
     """
 
-    def __init__(self, model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: Any, model_config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
         self.proven: ModelFingerprints | None = None
         self._model = model
         self._model_config = model_config
@@ -47,7 +48,7 @@ class Reload:
         self.proven = ModelFingerprints(self._check.prints, products=self._check.products, known=known)
 
 
-def load_staged(model: Any, model_config: Any, weights: dict[str, torch.Tensor]) -> None:
+def load_staged(model: Any, model_config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
     """Reload `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
 
     On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the

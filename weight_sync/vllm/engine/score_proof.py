@@ -18,11 +18,13 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
+from weight_sync.vllm.engine.contract import ModelRunner
+
 # Attention keeps the square of this many scores for each head.
 MAX_TOKENS = 1024
 
 
-def reason_not_to(runner: Any, tokens: int) -> str | None:
+def reason_not_to(runner: ModelRunner, tokens: int) -> str | None:
     """Return why the model of `runner` (vLLM's model runner) cannot be scored this way, None if it can."""
     config = runner.vllm_config
     parallel = config.parallel_config
@@ -32,7 +34,7 @@ def reason_not_to(runner: Any, tokens: int) -> str | None:
         return "its engines step together (data parallel)"
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens are more than {MAX_TOKENS}"
-    if runner.model_config.is_encoder_decoder or getattr(runner, "uses_xdrope_dim", 0):
+    if runner.model_config.is_encoder_decoder:
         return "its inputs are not tokens alone"
     for name, layer in config.compilation_config.static_forward_context.items():
         if (reason := _reason_of_layer(layer, tokens)) is not None:
@@ -58,7 +60,7 @@ def _reason_of_layer(layer: Any, tokens: int) -> str | None:
 
 
 @torch.inference_mode()
-def score(runner: Any, token_ids: list[int]) -> list[float] | None:
+def score(runner: ModelRunner, token_ids: list[int]) -> list[float] | None:
     """Compute log p(token_ids[i + 1] | token_ids[: i + 1]) at temperature 1.
 
     To be called on the engine's thread, in every worker at once: tensor-parallel ones compute together.
@@ -69,7 +71,7 @@ def score(runner: Any, token_ids: list[int]) -> list[float] | None:
     device = runner.device
     ids = torch.tensor(token_ids, device=device)
     positions = torch.arange(len(ids), device=device)
-    if runner.uses_mrope:
+    if runner.model_config.uses_mrope:
         positions = positions.expand(3, -1)
     with (
         set_forward_context(None, runner.vllm_config, num_tokens=len(ids), skip_compiled=True),
@@ -86,7 +88,7 @@ def score(runner: Any, token_ids: list[int]) -> list[float] | None:
 
 
 @contextmanager
-def _attending_to_itself(runner: Any) -> Iterator[None]:
+def _attending_to_itself(runner: ModelRunner) -> Iterator[None]:
     layers = runner.vllm_config.compilation_config.static_forward_context.values()
     patched = [layer for layer in layers if type(layer) is Attention]
     try:
@@ -120,7 +122,7 @@ def _attend(
     return output.reshape(output_shape or (len(q), -1))
 
 
-def put_under(runner: Any, tokens: int, adapter: Any | None) -> None:
+def put_under(runner: ModelRunner, tokens: int, adapter: Any | None) -> None:
     """Have the next pass over `tokens` tokens compute under `adapter`, a `LoRARequest`, or under none.
 
     Without this the adapters of the engine's last step would apply. Its next step sets its own. The logits of all

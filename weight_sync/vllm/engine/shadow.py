@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+from weight_sync.vllm.engine.contract import VllmConfig
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
 from weight_sync.vllm.engine.reload import Reload
@@ -50,7 +51,7 @@ FREE_AFTER_S = 0.2
 NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
-def build(model: Any, vllm_config: Any, weights: Weights) -> Shadow | Reload:
+def build(model: Any, vllm_config: VllmConfig, weights: Weights) -> Shadow | Reload:
     """Prepare the exchange of the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
 
     Returns:
@@ -77,12 +78,13 @@ class Shadow:
         proven: Fingerprints of the shadows, which the live modules must have after the exchange.
     """
 
-    def __init__(self, model: Any, vllm_config: Any, weights: Weights) -> None:
+    def __init__(self, model: Any, vllm_config: VllmConfig, weights: Weights) -> None:
         all_pairs = pair_modules(model)
         try:
             with torch.no_grad(), _config_known(vllm_config):
                 parallel = vllm_config.parallel_config
-                whole = parallel.tensor_parallel_size == 1 and not parallel.enable_expert_parallel
+                shared = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
+                whole = not shared and not parallel.enable_expert_parallel
                 layers = [(pair.name, pair.live, pair.shadow) for pair in all_pairs]
                 with watching(layers) as watched:
                     self.pairs = _load(all_pairs, weights, whole, vllm_config.model_config.model)
@@ -284,7 +286,7 @@ def _put(where: dict[str, Any], name: str, value: Any) -> Any:
 class _config_known:  # noqa: N801
     """Sets vLLM's current configuration, for loaders that ask. It is the process's; a worker never has another."""
 
-    def __init__(self, vllm_config: Any) -> None:
+    def __init__(self, vllm_config: VllmConfig) -> None:
         self._config = vllm_config
 
     def __enter__(self) -> None:

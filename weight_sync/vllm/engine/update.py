@@ -15,6 +15,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+from weight_sync.vllm.engine.contract import VllmConfig
 from weight_sync.vllm.engine.fingerprints import Products, fingerprint
 from weight_sync.vllm.engine.layer_proof import Watched
 
@@ -39,7 +40,7 @@ class UpdateCheck:
         }
         self._seen: set[str] = set()
 
-    def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: Any) -> None:
+    def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: VllmConfig) -> None:
         """Check names and types before anything is received.
 
         Raises:

@@ -19,7 +19,7 @@ from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear
 ROWS, COLUMNS = 96, 64
 CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(model="small", dtype=torch.bfloat16),
-    parallel_config=SimpleNamespace(tensor_parallel_size=1, enable_expert_parallel=False),
+    parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1, enable_expert_parallel=False),
 )
 
 

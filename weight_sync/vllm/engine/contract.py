@@ -1,0 +1,228 @@
+"""Everything that Slipstream takes from vLLM's objects at run time, as types.
+
+Code under `weight_sync/vllm` annotates vLLM's objects with these, so that mypy refuses an attribute that is not listed.
+`tests/weight_sync/test_vllm_contract.py` holds each list against the installed vLLM: against both model runners, since
+a CPU takes the first generation (V1) and a GPU the second (V2), and only a GPU can import some of the modules.
+
+Imports of names from vLLM's modules are no part of this; the same test finds those by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableSequence, Sequence
+from typing import Any, Protocol
+
+
+class ParallelConfig(Protocol):
+    """vLLM's `ParallelConfig`."""
+
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    data_parallel_size: int
+    data_parallel_index: int
+    enable_expert_parallel: bool
+    rank: int
+    world_size: int
+    distributed_executor_backend: Any
+
+    @property
+    def world_size_across_dp(self) -> int: ...
+
+
+class ModelConfig(Protocol):
+    """vLLM's `ModelConfig`."""
+
+    model: str
+    dtype: Any
+    max_model_len: int
+    served_model_name: Any
+    logprobs_mode: Any
+    quantization: Any
+
+    @property
+    def uses_mrope(self) -> bool: ...
+
+    @property
+    def is_encoder_decoder(self) -> bool: ...
+
+    def get_vocab_size(self) -> int: ...
+
+
+class LoRAConfig(Protocol):
+    """vLLM's `LoRAConfig`."""
+
+    max_lora_rank: int
+    lora_dtype: Any
+
+
+class WeightTransferConfig(Protocol):
+    """vLLM's `WeightTransferConfig`."""
+
+    backend: Any
+
+
+class CompilationConfig(Protocol):
+    """vLLM's `CompilationConfig`."""
+
+    static_forward_context: dict[str, Any]
+
+
+class VllmConfig(Protocol):
+    """vLLM's `VllmConfig`."""
+
+    @property
+    def parallel_config(self) -> ParallelConfig: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def compilation_config(self) -> CompilationConfig: ...
+
+    @property
+    def lora_config(self) -> LoRAConfig | None: ...
+
+    @property
+    def weight_transfer_config(self) -> WeightTransferConfig | None: ...
+
+
+class AdapterManager(Protocol):
+    """vLLM's `LoRAModelManager`."""
+
+    lora_index_to_id: Sequence[int | None]
+    modules: Mapping[str, Any]
+    packed_modules: Mapping[str, list[str]]
+    model: Any
+
+    @property
+    def lora_config(self) -> LoRAConfig: ...
+
+
+class WorkerAdapterManager(Protocol):
+    """vLLM's `WorkerLoRAManager`."""
+
+    @property
+    def _adapter_manager(self) -> AdapterManager: ...
+
+
+class ModelRunner(Protocol):
+    """vLLM's `GPUModelRunner`, of either generation."""
+
+    device: Any
+    model: Any
+
+    @property
+    def vllm_config(self) -> VllmConfig: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def lora_config(self) -> LoRAConfig | None: ...
+
+    @property
+    def lora_manager(self) -> WorkerAdapterManager: ...
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], lora_requests: set[Any]
+    ) -> None: ...
+
+
+class Request(Protocol):
+    """vLLM's `Request` in the engine."""
+
+    request_id: str
+    cache_salt: str | None
+    block_hashes: Any
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def update_block_hashes(self) -> None: ...
+
+
+class Scheduler(Protocol):
+    """vLLM's `Scheduler`."""
+
+    running: list[Request]
+    waiting: Any
+    prev_step_scheduled_req_ids: set[str]
+
+    @property
+    def pause_state(self) -> Any: ...
+
+    def set_pause_state(self, pause_state: Any, /) -> None: ...
+
+    def _preempt_request(self, request: Request, timestamp: float, *, drop_stale_output: bool) -> None: ...
+
+
+class EngineCore(Protocol):
+    """vLLM's `EngineCore`, which Slipstream gives a salt."""
+
+    slipstream_salt: str
+    batch_queue: Any
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def _idle_state_callbacks(self) -> MutableSequence[Callable[[Any], None]]: ...
+
+    def collective_rpc(self, method: str) -> list[Any]: ...
+
+    def get_weight_version(self) -> str: ...
+
+    def set_weight_version(self, weight_version: str) -> None: ...
+
+    def is_scheduler_paused(self) -> bool: ...
+
+    def _reset_caches(self) -> None: ...
+
+
+class CoreClient(Protocol):
+    """vLLM's `AsyncMPClient`: the API process's end of the engine cores."""
+
+    resources: Any
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any: ...
+
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]: ...
+
+    async def is_scheduler_paused_async(self) -> bool: ...
+
+    async def pause_scheduler_async(self, mode: Any, clear_cache: bool) -> None: ...
+
+    async def resume_scheduler_async(self) -> None: ...
+
+
+class OutputProcessor(Protocol):
+    """vLLM's `OutputProcessor`. Each state has a `lora_name`."""
+
+    request_states: Mapping[str, Any]
+
+
+class EngineClient(Protocol):
+    """vLLM's `AsyncLLM`, on which Slipstream keeps its status."""
+
+    slipstream_status: Any
+
+    @property
+    def vllm_config(self) -> VllmConfig: ...
+
+    @property
+    def model_config(self) -> ModelConfig: ...
+
+    @property
+    def engine_core(self) -> CoreClient: ...
+
+    @property
+    def output_processor(self) -> OutputProcessor: ...
+
+    @property
+    def errored(self) -> bool: ...
+
+    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
+
+    async def get_weight_version(self) -> str: ...
+
+    async def resume_generation(self) -> None: ...

@@ -112,7 +112,7 @@ async def pause(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, r
 
 
 async def resume(engine: Any, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    """Resumes, unless somebody else holds the pause or the model is half loaded."""
+    """Resume, unless somebody else holds the pause or the model is half loaded."""
     owner = _owner(scope)
     if status.swapped is not None:
         await _end_of_swap(status.swapped)

@@ -143,7 +143,7 @@ class ServerProof:
         self._before = _Earlier(snapshot.version, served, self._proven if known else None)
 
     async def prove(self, control: ProofTarget, snapshot: Snapshot) -> ProofMetrics:
-        """Proves, after the swap, that the server computes with `snapshot`.
+        """Prove, after the swap, that the server computes with `snapshot`.
 
         Raises:
             ProofFailed: It does not; the text says why.

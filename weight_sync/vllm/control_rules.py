@@ -117,7 +117,7 @@ async def pause(
 async def resume(
     engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Resumes, unless somebody else holds the pause or the model is half loaded."""
+    """Resume, unless somebody else holds the pause or the model is half loaded."""
     owner = _owner(scope)
     if status.swapped is not None:
         await _end_of_swap(status.swapped)

@@ -214,7 +214,7 @@ async def drop_update(engine: EngineClient, body: dict[str, Any]) -> dict[str, A
 
 
 async def swap(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Swaps: `{"label": str, "clear_cache": bool}`. It ends even if its client does not wait any more."""
+    """Swap: `{"label": str, "clear_cache": bool}`. It ends even if its client does not wait any more."""
     label, clear_cache = body.get("label"), body.get("clear_cache", False)
     if not isinstance(label, str) or not isinstance(clear_cache, bool):
         raise RouteError(400, 'a swap wants {"label": text, "clear_cache": true or false}')

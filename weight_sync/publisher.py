@@ -110,7 +110,7 @@ class Publisher:
         return handed if handed is not None and (counted is None or handed > counted) else None
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
-        """Take a snapshot of `weights` and publishes it in the background.
+        """Take a snapshot of `weights` and publish it in the background.
 
         Args:
             weights: Names and tensors as in a checkpoint, on any device.

@@ -21,7 +21,7 @@ _MIN_SHOWN_SHARE = 0.05
 
 
 async def show(client: QueueClient, watch: bool) -> None:
-    """Print the status once, or redraws it every second."""
+    """Print the status once, or redraw it every second."""
     async with client:
         if not watch:
             Console().print(render(await client.status()))

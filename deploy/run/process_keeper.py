@@ -17,7 +17,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.run.processes import Child, Children, Program, Role, describe_end
+from deploy.run.processes import Child, Children, ProcessKind, Program, describe_end
 from deploy.run.terminal import Terminal
 from protocol import access, reasons
 from protocol.config import RunConfig
@@ -90,7 +90,7 @@ class RestartPolicy:
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
-    def ended(self, name: str, role: Role, code: int, goes_on: bool = False) -> Verdict:
+    def ended(self, name: str, role: ProcessKind, code: int, goes_on: bool = False) -> Verdict:
         """Decide what follows from the end of a process.
 
         A server or a queue has no good reason to end, even with 0.

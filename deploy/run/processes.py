@@ -29,7 +29,7 @@ from protocol.config import RunConfig
 from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 # The role of a process, which is also the name of its command.
-Role = Literal["preflight", "queue", "vllm", "worker", "learner"]
+ProcessKind = Literal["preflight", "queue", "vllm", "worker", "learner"]
 
 # -P keeps Python from importing a user's folder named `protocol` or `deploy` from the working directory.
 SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "deploy.cli")
@@ -50,7 +50,7 @@ class Program:
     """
 
     name: str
-    role: Role
+    role: ProcessKind
     command: Sequence[str]
     env: Mapping[str, str] = field(default_factory=dict)
     cores: Collection[int] = ()
@@ -77,7 +77,11 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
     servers = {} if config.vllm.servers else config.server_names
 
     def program(
-        name: str, role: Role, *arguments: str, health: str | None = None, terminal: Literal["stdout"] | None = None
+        name: str,
+        role: ProcessKind,
+        *arguments: str,
+        health: str | None = None,
+        terminal: Literal["stdout"] | None = None,
     ) -> Program:
         cores, threads = [], {}
         if placement:
@@ -113,7 +117,7 @@ def _placement(config: RunConfig) -> Placement | None:
     return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
-def _environment(config: RunConfig, role: Role) -> dict[str, str]:
+def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     """Return the variables of a role: its token, and the PATH of this Python's environment.
 
     The token is never on a command line, which other users can read. Queue and servers check tokens, so they get the

@@ -206,6 +206,9 @@ def with_ends(ledger: Ledger, fleet: ServerRegistry, decision: Decision, wall_ti
         touched = decision.servers or number in changed or number in tickets
         if not touched or record.result is not None or number in decision.forgotten:
             continue
+        # A tally is copied below, which most decisions need not.
+        if record.rows is None or of.tally.ended + len(tickets[number]) < record.rows:
+            continue
         if (tally := of.tally.and_also(tickets[number])).ended != record.rows:
             continue
         after = {**of.tickets, **{ticket.index: ticket for ticket in tickets[number]}}

@@ -15,7 +15,7 @@ STORES: Mapping[str, Callable[[RunConfig], Store]] = {
 
 
 # A store in memory leaves nothing, but an earlier start of the run may have used the file.
-READERS: Mapping[str, Callable[[RunConfig], StoreReader]] = {
+STORE_READERS: Mapping[str, Callable[[RunConfig], StoreReader]] = {
     "sqlite": lambda config: SqliteReader(config.run_dir / FILE_NAME),
     ":memory:": lambda config: SqliteReader(config.run_dir / FILE_NAME),
 }
@@ -28,4 +28,4 @@ def build(config: RunConfig) -> Store:
 
 def open_for_reading(config: RunConfig) -> StoreReader:
     """Open what the queues of the run have stored, without holding it."""
-    return READERS[config.queue.store](config)
+    return STORE_READERS[config.queue.store](config)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 
@@ -205,9 +206,13 @@ def test_a_taken_port(run_file: Path, taken_port: int, setting: str) -> None:
         preflight.check_run(load(run_file, [f"--{setting}", str(taken_port)]), resume=False)
 
 
-def test_the_second_of_two_servers_finds_its_port_taken(run_file: Path, taken_port: int) -> None:
-    with pytest.raises(ConfigError, match=f"vllm.port = {taken_port}"):
-        preflight.check_run(load(run_file, ["--vllm.port", str(taken_port - 1), "--vllm.count", "2"]), resume=False)
+def test_the_second_of_two_servers_finds_its_port_taken(run_file: Path) -> None:
+    first, second = next((one, other) for one, other in pairwise(iter(free_port, None)) if other == one + 1)
+    with (
+        socket.create_server(("127.0.0.1", second)),
+        pytest.raises(ConfigError, match=f"vllm.port = {second}"),
+    ):
+        preflight.check_run(load(run_file, ["--vllm.port", str(first), "--vllm.count", "2"]), resume=False)
 
 
 def test_a_server_that_is_not_there(run_file: Path) -> None:

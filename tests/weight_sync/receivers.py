@@ -18,7 +18,7 @@ from weight_sync.transports.gloo.receiver import GlooUpdateInfo
 from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.receiver import HttpInitInfo, HttpReceiver, HttpUpdateInfo
-from weight_sync.vllm.engine.update import Staging
+from weight_sync.vllm.engine.staged_engine import Staging
 from weight_sync.weights.snapshot import Snapshot
 
 

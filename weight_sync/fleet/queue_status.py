@@ -75,7 +75,7 @@ class QueueReporter:
             self.updates += 1
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
-        """Call `tell` and ignores a refusal: the registry has changed, and is read again soon."""
+        """Call `tell` and ignore a refusal: the registry has changed, and is read again soon."""
         with suppress(QueueRefused):
             await self.tell(state, version, reason)
 

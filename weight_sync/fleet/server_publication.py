@@ -82,7 +82,7 @@ class ServerSync:
         self._boot: str | None = None
 
     async def publish(self, snapshot: Snapshot) -> Outcome:
-        """Bring `snapshot` to the server and proves it. After an error the next call starts with a new connection.
+        """Bring `snapshot` to the server and prove it. After an error the next call starts with a new connection.
 
         Raises:
             ControlError: A call to the server failed.

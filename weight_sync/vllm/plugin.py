@@ -8,16 +8,16 @@ from weight_sync.transports.registry import TRANSPORTS, backend
 
 
 def register() -> None:
-    """Add the swap to the engine core, quickens the start, and registers the engine of every transport.
+    """Add the swap to the engine core, quicken the start, and register the engine of every transport.
 
     `--weight-transfer-config '{"backend": NAME}'` then chooses an engine, which is imported when it is used. May be
     called again.
     """
-    from weight_sync.vllm import quick_start
+    from weight_sync.vllm import cpu_start
     from weight_sync.vllm.engine import engine_core
 
     engine_core.install_swap()
-    quick_start.install()
+    cpu_start.install()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     for name, ends in TRANSPORTS.items():

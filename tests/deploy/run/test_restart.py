@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.run.process_keeper import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
-from deploy.run.processes import Role
+from deploy.run.processes import ProcessKind
 
 RESUME = "go on"
 
@@ -13,7 +13,7 @@ RESUME = "go on"
 class History:
     """One child under a policy that allows three restarts in a row."""
 
-    def __init__(self, role: Role, times: int = 3) -> None:
+    def __init__(self, role: ProcessKind, times: int = 3) -> None:
         self.now = 1000.0
         self.role = role
         self.policy = RestartPolicy(times, lambda: RESUME, lambda: self.now)
@@ -30,14 +30,14 @@ class History:
 
 @pytest.mark.parametrize("code", [1, 3, 137, 143])
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
-def test_it_is_started_again_after_growing_pauses_and_then_no_more(role: Role, code: int) -> None:
+def test_it_is_started_again_after_growing_pauses_and_then_no_more(role: ProcessKind, code: int) -> None:
     it = History(role)
     assert [it.life(code) for _ in range(3)] == [Again(1, 1), Again(2, 2), Again(4, 3)]
     assert it.life(code) == Over(code, "once more than deploy.restart = 3 allows")
 
 
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
-def test_what_was_up_for_a_while_begins_a_new_row(role: Role) -> None:
+def test_what_was_up_for_a_while_begins_a_new_row(role: ProcessKind) -> None:
     it = History(role)
     assert [it.life(1) for _ in range(3)][-1] == Again(4, 3)
     for _ in range(10):
@@ -72,7 +72,7 @@ def test_a_long_start_is_not_being_up() -> None:
         ("worker", 2, 10 * STEADY_AFTER_S, Over(2, "(a wrong setting)")),
     ],
 )
-def test_the_first_end(role: Role, code: int, up_s: float | None, verdict: Verdict) -> None:
+def test_the_first_end(role: ProcessKind, code: int, up_s: float | None, verdict: Verdict) -> None:
     assert History(role).life(code, up_s) == verdict
 
 

@@ -42,7 +42,7 @@ FACTS = GroupFacts(
 
 def test_every_store_of_the_schema_is_registered_and_tested() -> None:
     named = set(get_args(QueueSection.model_fields["store"].annotation))
-    assert set(stores.STORES) == set(stores.READERS) == named == set(VARIANTS)
+    assert set(stores.STORES) == set(stores.STORE_READERS) == named == set(VARIANTS)
 
 
 @pytest.fixture(params=VARIANTS)

@@ -27,17 +27,6 @@ CHUNK = 1 << 18
 SIZE = 8 * CHUNK + 99
 
 
-@pytest.fixture
-def flat() -> torch.Tensor:
-    return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def depot() -> Iterator[BlobServer]:
-    with BlobServer("127.0.0.1") as depot:
-        yield depot
-
-
 def address(depot: BlobServer) -> tuple[str, int]:
     parts = urlsplit(depot.url)
     assert parts.hostname is not None

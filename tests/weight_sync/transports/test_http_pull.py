@@ -25,17 +25,6 @@ CHUNK = 1 << 20
 SIZE = 5 * CHUNK + 12345
 
 
-@pytest.fixture
-def flat() -> torch.Tensor:
-    return torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-
-
-@pytest.fixture
-def depot() -> Iterator[BlobServer]:
-    with BlobServer("127.0.0.1") as depot:
-        yield depot
-
-
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources_module, "RETRY_PAUSE_S", 0.01)

@@ -112,7 +112,7 @@ class HttpReceiver:
         return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
 
     def close(self) -> None:
-        """End the running pull and releases the buffer. Never raises."""
+        """End the running pull and release the buffer. Never raises."""
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")

@@ -13,8 +13,8 @@ import torch
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.ipc import IpcInitInfo, IpcReceiver, IpcUpdateInfo
 from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver
+from weight_sync.vllm.engine.reload import Weights
 from weight_sync.vllm.engine.staged_engine import StagedEngine
-from weight_sync.vllm.engine.update import Weights
 from weight_sync.weights.flat_buffer import Manifest
 
 

@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from weight_sync.vllm.engine.fingerprints import ModelFingerprints
 from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.update import UpdateCheck
+from weight_sync.vllm.engine.reload import UpdateCheck
 
 
 class NcclEngine(NCCLWeightTransferEngine):

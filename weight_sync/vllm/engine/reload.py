@@ -1,24 +1,113 @@
-"""Loads new weights into the live model under the pause, for models that no shadow can be built of."""
+"""Loads new weights into the live model under the pause, for models that no shadow can be built of.
+
+`UpdateCheck` checks any load in place: that all arrived once, and what the layers must hold afterwards.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
-from weight_sync.vllm.engine.contract import ModelConfig
-from weight_sync.vllm.engine.fingerprints import ModelFingerprints
-from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.update import UpdateCheck
+from weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
+from weight_sync.vllm.engine.fingerprints import ModelFingerprints, Products, fingerprint
+from weight_sync.vllm.engine.layer_proof import Watched, watching
+
+# Tensors by name, as in a checkpoint.
+Weights = dict[str, torch.Tensor]
 
 # For each live model, the tensors that were once found as they arrived (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
+
+
+class UpdateCheck:
+    """Checks one update of `model`, which vLLM has made ready to load.
+
+    Attributes:
+        prints: Fingerprints that the live tensors must have after the load, by name.
+        products: Expected products of layers that cannot be read, by the layer's name.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.prints: dict[str, str] = {}
+        self.products: dict[str, Products] = {}
+        self._model = model
+        self._as_they_stand = {
+            name: (parameter.shape, parameter.dtype)
+            for name, parameter in model.named_parameters(remove_duplicate=False)
+        }
+        self._seen: set[str] = set()
+
+    def check_announced(self, names: Sequence[str], dtypes: Sequence[str], vllm_config: VllmConfig) -> None:
+        """Check names and types before anything is received.
+
+        Raises:
+            ValueError: A tensor comes twice, or in another type than the model's.
+        """
+        twice = [name for name, times in Counter([*names, *self._seen]).items() if times > 1]
+        if twice:
+            raise ValueError(f"{len(twice)} tensors were sent twice, among them {twice[0]}")
+        known = {str(dtype) for _, dtype in self._as_they_stand.values()} | {str(vllm_config.model_config.dtype)}
+        known |= {str(buffer.dtype) for buffer in self._model.buffers()}
+        for name, dtype in zip(names, dtypes, strict=True):
+            if f"torch.{dtype}" not in known:
+                raise ValueError(
+                    f"{name} came as {dtype}, and this server's model is {sorted(known)}: "
+                    f"set model.dtype to one type for both"
+                )
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor that is about to be loaded."""
+        self._seen.add(name)
+        if self._as_they_stand.get(name) == (tensor.shape, tensor.dtype):
+            self.prints[name] = fingerprint(tensor)
+
+    def take(self, watched: Watched) -> None:
+        """Add the values that layers had when they were loaded. Fingerprints of tensors that arrived under a
+        parameter's name take precedence."""
+        self.prints = watched.prints | self.prints
+        self.products |= watched.products
+
+    def check_whole(self) -> None:
+        """Check that every parameter was sent whole.
+
+        To be called before vLLM ends the load: vLLM only warns, and keeps the old weights of a layer that got nothing.
+
+        Raises:
+            ValueError: Some were not.
+        """
+        short = [name for name, module in self._model.named_modules() for name in self._short(name, module)]
+        if short:
+            raise ValueError(
+                f"{len(short)} parameters of this server's model were not sent whole, among them {short[0]}: it holds "
+                f"older weights there"
+            )
+
+    def _short(self, name: str, module: Any) -> Iterator[str]:
+        info = get_layerwise_info(module)
+        parameters = {of: tensor for of, tensor in info.restore_metadata[0].items() if of not in SKIP_TENSORS}
+        if not info.can_load() or not parameters or is_deferred_attention_layer(module):
+            return
+        # A tied head has the embedding's weight, and a padded vocabulary is more than was sent.
+        if isinstance(module, ParallelLMHead) and info.load_numel == 0:
+            return
+        if isinstance(module, VocabParallelEmbedding) and info.load_numel > 0:
+            return
+        # Some quantised layers have more than a checkpoint holds, and experts may be another worker's.
+        plain = type(getattr(module, "quant_method", None)).__name__.startswith(("Unquantized", "NoneType"))
+        plain = plain and all(tensor.ndim < 3 for tensor in parameters.values())
+        if info.load_numel == 0 or (plain and info.load_numel < sum(tensor.numel() for tensor in parameters.values())):
+            yield from (f"{name}.{of}" for of in parameters)
 
 
 class Reload:
@@ -28,7 +117,7 @@ class Reload:
         proven: Fingerprints that the live model must have after `exchange`, None before.
     """
 
-    def __init__(self, model: Any, model_config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: Any, model_config: ModelConfig, weights: Weights) -> None:
         self.proven: ModelFingerprints | None = None
         self._model = model
         self._model_config = model_config
@@ -48,7 +137,7 @@ class Reload:
         self.proven = ModelFingerprints(self._check.prints, products=self._check.products, known=known)
 
 
-def load_staged(model: Any, model_config: ModelConfig, weights: dict[str, torch.Tensor]) -> None:
+def load_staged(model: Any, model_config: ModelConfig, weights: Weights) -> None:
     """Reload `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
 
     On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the

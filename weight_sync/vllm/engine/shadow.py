@@ -24,7 +24,7 @@ from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 from weight_sync.vllm.engine.contract import VllmConfig
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import Reload
+from weight_sync.vllm.engine.reload import Reload, Weights
 from weight_sync.vllm.engine.shadow_checks import (
     NoShadow,
     another_model,
@@ -42,7 +42,6 @@ from weight_sync.vllm.engine.shadow_modules import (
     let_go,
     pair_modules,
 )
-from weight_sync.vllm.engine.update import Weights
 
 logger = logging.getLogger(__name__)
 

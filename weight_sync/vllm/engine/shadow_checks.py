@@ -9,8 +9,8 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from weight_sync.vllm.engine.reload import Weights
 from weight_sync.vllm.engine.shadow_modules import Pair
-from weight_sync.vllm.engine.update import Weights
 
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 

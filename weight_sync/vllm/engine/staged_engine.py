@@ -6,6 +6,10 @@ A call to an engine blocks vLLM's engine loop, so `update_weights` hands the wor
 
 from __future__ import annotations
 
+import logging
+import threading
+import time
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
@@ -14,14 +18,16 @@ from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.receiver import GlooReceiver, GlooUpdateInfo
 from weight_sync.transports.http.receiver import HttpInitInfo, HttpReceiver, HttpUpdateInfo
 from weight_sync.vllm.engine import shadow_modules
-from weight_sync.vllm.engine.update import Staging, Weights
+from weight_sync.vllm.engine.reload import Weights
+
+logger = logging.getLogger(__name__)
 
 
 class Receiver(Protocol):
     """A worker's end of a connection to the learner."""
 
     def receive(self, update_info: Any, /, *into: Any) -> Weights:
-        """Receive weights and verifies them, on a thread beside generation.
+        """Receive weights and verify them, on a thread beside generation.
 
         Returns:
             Tensors by name, as in a checkpoint: views of memory that is good until the next update.
@@ -32,6 +38,46 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Close the connection to the learner. Never raises, and may be called again."""
+
+
+class Staging(threading.Thread):
+    """Runs `receive`, then `build` with its result, on a thread.
+
+    Attributes:
+        shadow: The result of `build`, None until it is ready.
+    """
+
+    def __init__(self, receive: Callable[[], Weights], build: Callable[[Weights], Any]) -> None:
+        super().__init__(name="weight-staging", daemon=True)
+        self.shadow: Any = None
+        self._receive = receive
+        self._build = build
+        self._stage = "receiving"
+        self._error: str | None = None
+        self._seconds: dict[str, float] = {}
+
+    def run(self) -> None:
+        try:
+            began = time.monotonic()
+            weights = self._receive()
+            self._seconds["receiving"] = time.monotonic() - began
+            self._stage = "building"
+            began = time.monotonic()
+            self.shadow = self._build(weights)
+            self._seconds["building"] = time.monotonic() - began
+            self._stage = "ready"
+        except BaseException as error:
+            # The learner that sent the weights may be gone. The next caller that asks for a swap gets the error.
+            self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            self._stage = "failed"
+            logger.warning("weights were not staged while %s: %s", *self._place())
+
+    def _place(self) -> tuple[str, str | None]:
+        return ("building" if "receiving" in self._seconds else "receiving"), self._error
+
+    def report(self) -> dict[str, Any]:
+        """Return `stage`, `error` and `seconds` by stage."""
+        return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}
 
 
 class StagedEngine(WeightTransferEngine):

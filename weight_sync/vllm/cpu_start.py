@@ -22,7 +22,7 @@ def install() -> None:
     """Replace both internals, on a CPU only. Runs in each of vLLM's processes, and may be called again."""
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cpu() or hasattr(type(current_platform), "slipstream_quick_start"):
+    if not current_platform.is_cpu() or hasattr(type(current_platform), "slipstream_cpu_start"):
         return
     from vllm.model_executor.models import registry
 
@@ -42,7 +42,7 @@ def fork_engine(platform: Any) -> None:
             os.environ[METHOD] = "fork"
 
     platform.check_and_update_config = staticmethod(check_and_update_config)
-    platform.slipstream_quick_start = True
+    platform.slipstream_cpu_start = True
 
 
 def may_fork(executor: Any) -> bool:

@@ -46,7 +46,8 @@ from weight_sync.transports.base import Sent
 from weight_sync.transports.gloo.group import GlooGroup
 from weight_sync.transports.gloo.sender import GlooTransport
 from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.flat_buffer import Manifest, Reserve, fresh, touch
+from weight_sync.weights.host_memory import Reserve, fresh, touch
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}

@@ -22,7 +22,7 @@ from weight_sync.transports.gpu import nccl_receiver as nccl_staged
 from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.gpu.nccl_receiver import chunks
 from weight_sync.vllm.engine.staged_engine import Staging
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 

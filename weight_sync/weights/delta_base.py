@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from weight_sync.weights.delta_codec import Delta, apply, encode_delta
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 # Versions that a server may be behind and still get deltas.

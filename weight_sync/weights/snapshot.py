@@ -22,7 +22,8 @@ from safetensors.torch import save
 from xxhash import xxh3_128_digest
 
 from protocol.versions import label_of, name_of
-from weight_sync.weights.flat_buffer import HUGE, Manifest, Reserve, check_distinct, unwrapped
+from weight_sync.weights.host_memory import HUGE, Reserve
+from weight_sync.weights.manifest import Manifest, check_distinct, unwrapped
 
 LENGTH = 64
 WORDS = 2**16
@@ -115,7 +116,7 @@ class Snapshot:
     """The weights of one policy version, or of its adapter alone, and the probe that proves them.
 
     The learner waits only for this part of a publication. It takes little more than a copy of the bytes, on as many
-    threads as torch has, if `buffer` was used before or its pages were prepared (`flat_buffer`); else one and a half to
+    threads as torch has, if `buffer` was used before or its pages were prepared (`host_memory`); else one and a half to
     two times as long.
 
     Attributes:

@@ -15,7 +15,7 @@ from weight_sync.transports.base import TransferError
 from weight_sync.transports.gpu.communicator import Communicator, own_gpu
 from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
 from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, checksum, chunks, wire_order
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 
 def met(world: World, ranks: int, timeout_s: float = 5) -> list[Communicator]:

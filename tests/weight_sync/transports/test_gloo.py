@@ -17,7 +17,7 @@ from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
-from weight_sync.weights.flat_buffer import Staging
+from weight_sync.weights.host_memory import Staging
 from weight_sync.weights.snapshot import Snapshot
 
 

@@ -23,7 +23,7 @@ from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sent, TransferError
 from weight_sync.transports.gloo.sender import GlooTransport
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = ["float32", "bfloat16", "float16", "int64"]

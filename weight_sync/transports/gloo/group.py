@@ -29,7 +29,7 @@ from weight_sync.transports.gloo.rendezvous import (
     dist,  # re-exported
     mac_of,
 )
-from weight_sync.weights.flat_buffer import Staging, mapped
+from weight_sync.weights.host_memory import Staging, mapped
 
 _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 

@@ -17,7 +17,8 @@ from xxhash import xxh3_128
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup
 from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.flat_buffer import Manifest, Staging, mapped
+from weight_sync.weights.host_memory import Staging, mapped
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import digest_of
 
 logger = logging.getLogger(__name__)

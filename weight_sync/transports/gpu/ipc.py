@@ -20,7 +20,7 @@ from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.gpu.nccl_library import NcclError
 from weight_sync.transports.gpu.nccl_receiver import checksum
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 

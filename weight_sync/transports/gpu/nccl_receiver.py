@@ -19,7 +19,7 @@ import torch
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.gpu.communicator import Communicator, Gpu
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 SIZE = 16

@@ -14,7 +14,7 @@ from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.staging import Record, SharedStaging
 from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 

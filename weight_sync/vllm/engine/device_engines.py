@@ -15,7 +15,7 @@ from weight_sync.transports.gpu.ipc import IpcInitInfo, IpcReceiver, IpcUpdateIn
 from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver
 from weight_sync.vllm.engine.reload import Weights
 from weight_sync.vllm.engine.staged_engine import StagedEngine
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 
 class DeviceEngine(StagedEngine):

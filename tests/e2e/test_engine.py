@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
 from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 
 folder = sys.argv[1]
 torch.manual_seed(0)
@@ -55,7 +56,7 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
 weights = {name: tensor.clone() for name, tensor in Published(model)}
-llm.apply_model(lambda served: shadow.build(served, engine.vllm_config, weights).exchange())
+llm.apply_model(lambda served: shadow.build(served, engine.vllm_config, Arrivals.of(weights)).exchange())
 core.set_weight_version("2")
 while "half" not in ended:
     step()
@@ -89,6 +90,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
 from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 
 folder, kind = sys.argv[1:]
 torch.manual_seed(0)
@@ -107,7 +109,7 @@ shadow_modules.install_torch_packing()
 built = []
 
 def swap(served, weights):
-    new = shadow.build(served, config, weights)
+    new = shadow.build(served, config, Arrivals.of(weights))
     built.append(type(new).__name__)
     new.exchange()
 
@@ -147,6 +149,7 @@ from weight_sync.server.control import ControlError
 from weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
 from weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 from weight_sync.vllm.worker import ProofMixin
 
 shadow_modules.install_torch_packing()
@@ -193,7 +196,7 @@ async def publish(server, proof, version, rate, swaps=True):
             parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=rate)
     sent = snapshot(version)
     await proof.look(server, sent, known=version > 1)
-    new = shadow.build(live, config, sent.manifest.views(sent.flat))
+    new = shadow.build(live, config, Arrivals.of(sent.manifest.views(sent.flat)))
     if swaps:
         new.exchange()
         server.proven = new.proven
@@ -225,7 +228,7 @@ async def unread():
     views = sent.manifest.views(sent.flat)
     by_onednn()
     for _ in range(2):
-        new = shadow.build(live, config, views)
+        new = shadow.build(live, config, Arrivals.of(views))
         new.exchange()
     assert found(new.proven)["wrong"] == [], found(new.proven)
     assert len(new.proven.products) == (9 if packs else 0), new.proven.products.keys()

@@ -1,8 +1,8 @@
 """Host memory for whole models.
 
 A fresh page costs more than copying into it, as the kernel clears it first, 4 KiB at a time. Huge pages avoid most of
-that cost, a buffer that is used again the rest. Memory that a GPU copies from or to is pinned: a copy of other memory would
-pass through a buffer of the driver's and hold the caller up.
+that cost, a buffer that is used again the rest. Memory that a GPU copies from or to is pinned: else the driver copies
+everything once more, and holds the caller up.
 """
 
 from __future__ import annotations

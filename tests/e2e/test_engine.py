@@ -89,10 +89,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
+from weight_sync.transports.receiver import DeviceBuffers, Share, in_turn
 from weight_sync.vllm.engine import shadow, shadow_modules
 from weight_sync.vllm.engine.arrivals import Arrivals
+from weight_sync.weights.manifest import Manifest
 
-folder, kind = sys.argv[1:]
+folder, kind, how = sys.argv[1:]
 torch.manual_seed(0)
 sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True)
@@ -108,8 +110,26 @@ config = llm.llm_engine.vllm_config
 shadow_modules.install_torch_packing()
 built = []
 
+def share(weights):
+    # In two small buffers, which the next buckets fill again.
+    manifest, buffers = Manifest.of(weights), DeviceBuffers(torch.device("cpu"))
+    flat = torch.zeros(manifest.total_bytes(), dtype=torch.uint8)
+    for name, view in manifest.views(flat).items():
+        view.copy_(weights[name].detach())
+
+    def begin(number, bucket, buffer):
+        buffer.fill_(255)
+        return lambda: buffer.copy_(flat[bucket.start : bucket.end])
+
+    return Share(manifest, in_turn(manifest.buckets(6000), buffers.take, begin))
+
 def swap(served, weights):
-    new = shadow.build(served, config, Arrivals.of(weights))
+    if how == "whole":
+        arrivals = Arrivals.of(weights)
+    else:
+        names = list(weights)
+        arrivals = Arrivals([share({name: weights[name] for name in names[half::2]}) for half in range(2)])
+    new = shadow.build(served, config, arrivals)
     built.append(type(new).__name__)
     new.exchange()
 
@@ -130,9 +150,10 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 """
 
 
+@pytest.mark.parametrize("how", ["whole", "by bucket, from two ranks"])
 @pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
-    printed = run_script(tmp_path, RELOADED, str(tmp_path / "model"), kind)
+def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, how: str, tmp_path: Path) -> None:
+    printed = run_script(tmp_path, RELOADED, str(tmp_path / "model"), kind, how)
     difference = float(printed.split("difference")[1])
     assert difference < 1e-4
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -40,9 +41,8 @@ class Published:
     """
 
     def __init__(self, network: Any, held: CheckpointView | None = None) -> None:
-        self._held = held or CheckpointView(_trained_state(network), {})
-        state = remove_tied_weights_from_state_dict(dict(self._held.tensors), network)
-        self._tensors = _converted(network, state)
+        self._held = held or whole_view(network)
+        self._tensors = converted(network, untied(network, self._held.tensors))
 
     def layout(self) -> dict[str, torch.Tensor]:
         """Return the same with stand-ins for tensors that are yet to be made."""
@@ -58,18 +58,29 @@ def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
 
     Whole tensors, on the host of a rank with `keep`; nothing on the others.
     """
+    whole = wrapping.gathered(untied(network, _trained_state(network)), keep)
+    return list(converted(network, whole).items()) if keep else []
+
+
+def converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a network as its checkpoint has them, by the checkpoint's names."""
+    conversions = getattr(network, "_weight_conversions", None)  # set by `from_pretrained`; [] where it did nothing
+    return dict(state if conversions == [] else revert_weight_conversion(network, state))
+
+
+def untied(network: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with a tied one once, by the name that `save_pretrained` keeps."""
+    if not any(isinstance(tensor, DTensor) for tensor in state.values()):
+        once: dict[str, torch.Tensor] = remove_tied_weights_from_state_dict(dict(state), network)
+        return once
     parameters = dict(network.named_parameters())  # a tied one once, by its first name
     named = set(dict(network.named_parameters(remove_duplicate=False)))
-    state = {
-        name: tensor for name, tensor in _trained_state(network).items() if name in parameters or name not in named
-    }
-    whole = wrapping.gathered(state, keep)
-    return list(_converted(network, whole).items()) if keep else []
+    return {name: tensor for name, tensor in state.items() if name in parameters or name not in named}
 
 
-def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    converted = getattr(network, "_weight_conversions", None)  # set by `from_pretrained`; [] where it did nothing
-    return dict(state if converted == [] else revert_weight_conversion(network, state))
+def whole_view(network: Any) -> CheckpointView:
+    """View a network all of whose weights train."""
+    return CheckpointView(_trained_state(network), {})
 
 
 def trained_names(network: Any) -> list[str]:
@@ -80,7 +91,7 @@ def trained_names(network: Any) -> list[str]:
 def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
     """Raise `ConfigError` if the published weights do not have the names and shapes of the checkpoint at `path`, or if
     a trained weight is not published exactly once. Only checkpoints in safetensors are compared."""
-    kept = adapted or CheckpointView(_trained_state(network), {})
+    kept = adapted or whole_view(network)
     weights = Published(network, kept).layout()
     own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
     exported = sum(tensor.numel() for tensor in weights.values())

@@ -7,7 +7,7 @@ layer and its embedding stay one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -124,3 +124,18 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Send tensors to ranks, and fill others with what ranks send; all must exchange at the same time.
+
+    Args:
+        sent: Each with the rank that it goes to, contiguous.
+        received: Each with the rank that it comes from, contiguous and in that rank's order.
+    """
+    operations = [
+        *(dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent),
+        *(dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received),
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

@@ -16,7 +16,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -40,9 +40,12 @@ def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
 
 
 def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
-    """Wrap the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
+    """Wrap the policy with rank 0's weights, as all ranks train it; one that is sharded has its own. Its parameters may
+    be other objects afterwards."""
     if team.count == 1:
         return accelerator.prepare_model(policy)
+    if is_sharded(policy):
+        return policy
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor, 0)
     if team.sharded:
@@ -54,13 +57,22 @@ def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> An
 
 
 def sharded(model: Module, device: torch.device) -> Module:
-    """Shard the parameters of the model over all ranks, in place."""
+    """Shard the parameters of the model over all ranks, in place; one that is sharded stays as it is."""
+    if is_sharded(model):
+        return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if hasattr(model, "run"):
+        register_fsdp_forward_method(model, "run")
     return model
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Say whether ranks hold parts of the model's weights."""
+    return isinstance(model, FSDPModule)
 
 
 @contextmanager

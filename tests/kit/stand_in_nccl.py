@@ -71,6 +71,7 @@ class World:
 @dataclass
 class Group:
     size: int = 0
+    max_blocks: int | None = None
     joined: set[int] = field(default_factory=set)
     ops: dict[int, list[Op]] = field(default_factory=dict)
     done: int = 0
@@ -95,9 +96,10 @@ class StandIn:
     def unique_id(self) -> bytes:
         return next(self.world.numbers).to_bytes(UNIQUE_ID_BYTES, "big")
 
-    def begin(self, unique_id: bytes, size: int, rank: int) -> Place:
+    def begin(self, unique_id: bytes, size: int, rank: int, max_blocks: int | None) -> Place:
         with self.world.changed:
-            group = self.world.groups.setdefault(unique_id, Group(size))
+            group = self.world.groups.setdefault(unique_id, Group(size, max_blocks))
+            assert group.max_blocks == max_blocks, "ranks with different numbers of channels hang"
             assert group.size == size, f"rank {rank} comes with size {size}, another with {group.size}"
             assert rank in {*range(size)} - group.joined, f"rank {rank} of {size} is taken or not one"
             group.joined.add(rank)
@@ -191,7 +193,7 @@ class Blocking:
     def __init__(self, world: World, unique_id: bytes, rank: int, size: int) -> None:
         self._library = StandIn(world)
         self._world = world
-        self._place = self._library.begin(unique_id, size, rank)
+        self._place = self._library.begin(unique_id, size, rank, max_blocks=None)
         self._until(lambda: len(self._place.group.joined) == size)
         one = torch.zeros(1)
         self._library.sum_one(self._place, one.data_ptr(), 0)

@@ -22,7 +22,7 @@ from weight_sync.server.pause import Pause
 from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Communicator, Gpu
-from weight_sync.transports.gpu.nccl_library import NcclError
+from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
 from weight_sync.transports.gpu.nccl_receiver import SIZE, checksum, chunks, fill, wire_order
 from weight_sync.weights.snapshot import Snapshot
 
@@ -30,8 +30,10 @@ from weight_sync.weights.snapshot import Snapshot
 class Link:
     """The learner's place in the group of one server. It cannot be used again after an error or `close`."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, max_blocks: int | None = MAX_BLOCKS) -> None:
+        """Prepare to connect. `timeout_s` and `max_blocks` are those of `Communicator`."""
         self._timeout_s = timeout_s
+        self._max_blocks = max_blocks
         self._group: Communicator | None = None
         self._unique_id = b""
         self._size = 0
@@ -54,7 +56,7 @@ class Link:
         try:
             gpu = await on_thread(communicator.own_gpu)
             self._unique_id = await on_thread(gpu.library.unique_id)
-            self._group = Communicator(gpu, self._timeout_s)
+            self._group = Communicator(gpu, self._timeout_s, self._max_blocks)
         except NcclError as error:
             raise TransferError(str(error)) from error
         return gpu, {"nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._size}
@@ -98,7 +100,8 @@ class NcclTransport:
 
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
-        self._link = Link(section.timeout_s)
+        # The other ranks are vLLM's, which leave the number of blocks to NCCL.
+        self._link = Link(section.timeout_s, max_blocks=None)
         self._gpu: Gpu | None = None
         self._buffer: torch.Tensor | None = None
         self.sent: Sent | None = None

@@ -6,6 +6,7 @@ import os
 import signal
 from contextlib import ExitStack
 
+import torch
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -123,10 +124,22 @@ def follow(place: RankInfo) -> None:
     launch.leave_group()
 
 
+# Set by the supervisor where servers share the learner's GPU: the share of its memory that the learner may take.
+GPU_SHARE = "SLIPSTREAM_GPU_SHARE"
+
+
+def bound_gpu_memory() -> None:
+    """Keep this process within its share of the GPU: a batch that takes more fails here, and not a server beside it."""
+    share = float(os.environ.get(GPU_SHARE) or 0)
+    if share and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
     """Build the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
     only loaded for their shapes."""
     set_seed(config.run.seed)
+    bound_gpu_memory()
     team = team or Team()
     with team.waiting():
         return _built(config, checkpoint, team)

@@ -7,6 +7,7 @@ import signal
 from contextlib import ExitStack
 from pathlib import Path
 
+import torch
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -124,10 +125,22 @@ def follow(place: RankInfo) -> None:
     launch.leave_group()
 
 
+# Set by the supervisor where servers share the learner's GPU: the share of its memory that the learner may take.
+GPU_SHARE = "SLIPSTREAM_GPU_SHARE"
+
+
+def bound_gpu_memory() -> None:
+    """Keep this process within its share of the GPU: a batch that takes more fails here, and not a server beside it."""
+    share = float(os.environ.get(GPU_SHARE) or 0)
+    if share and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
     """Build the trainer with the weights of `checkpoint`, or the model's own; rank 0's on all ranks. Where each holds a
     part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it."""
     set_seed(config.run.seed)
+    bound_gpu_memory()
     team = team or Team()
     with team.waiting():
         return _built(config, checkpoint, team)

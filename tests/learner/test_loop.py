@@ -52,6 +52,8 @@ from weight_sync.weights.snapshot import Probe
 class FakePublisher:
     """Writes down what it is given, in the queue's log."""
 
+    by_shares = False
+
     def __init__(self, queue: FakeQueue) -> None:
         self.queue = queue
         self.session: int | None = None

@@ -22,7 +22,7 @@ from learner.model import export
 from learner.model.export import CheckpointView
 from learner.ranks import wrapping
 from learner.ranks.team import Team
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 BUCKET_BYTES = 256 << 20
 

@@ -110,7 +110,7 @@ def _loaded_by_part(
     loading.freeze_all_but_text(network)
     device = PartialState().device
     policy = Policy(network, model.attention, scoring, precision)
-    policy = wrapping.sharded(policy, device, wrapping.layers_type(precision))
+    policy = wrapping.sharded(policy, device, precision.of_layers)
     policy.to_empty(device=device)
     outline.fill()
     if longest is not None:

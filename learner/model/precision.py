@@ -48,6 +48,11 @@ class Precision:
         """Whether layers compute in another type than that of the weights."""
         return self.weights is not self.compute
 
+    @property
+    def of_layers(self) -> torch.dtype | None:
+        """Type in which ranks that hold parts gather a layer; None for that of its weights."""
+        return self.compute if self.mixed else None
+
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context in which products are computed in `compute`."""
         if not self.mixed:

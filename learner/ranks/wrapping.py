@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from learner.model.precision import Precision
 from learner.ranks.team import Team
 
 # torch's annotations leave out collectives.
@@ -53,16 +52,11 @@ def wrapped(policy: Any, accelerator: Accelerator, team: Team) -> Any:
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor, 0)
     if team.sharded:
-        return sharded(policy, accelerator.device, layers_type(policy.precision))
+        return sharded(policy, accelerator.device, policy.precision.of_layers)
     model = accelerator.prepare_model(policy)
     # No step changes a buffer: sending them before each forward would only cost time.
     model.broadcast_buffers = False
     return model
-
-
-def layers_type(precision: Precision) -> torch.dtype | None:
-    """Return the type in which layers travel; None for that of the weights."""
-    return precision.compute if precision.mixed else None
 
 
 def sharded(model: Module, device: torch.device, layers: torch.dtype | None = None) -> Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from accelerate.utils import set_seed
@@ -136,8 +137,8 @@ def bound_gpu_memory() -> None:
 
 
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
-    """Build the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
-    only loaded for their shapes."""
+    """Build the trainer with the weights of `checkpoint`, or the model's own; rank 0's on all ranks. Where each holds a
+    part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it."""
     set_seed(config.run.seed)
     bound_gpu_memory()
     team = team or Team()
@@ -152,10 +153,23 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trai
     # A checkpoint's model has the adapter in it; the base is the model's own.
     path = config.model.path if checkpoint is None or adapted else str(checkpoint.model_path)
     scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
-    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len, lora=config.lora)
+    by_part = team.sharded
+    if team.sharded:
+        of_rank_0 = team.spread(path)
+        by_part = team.agree(of_rank_0 == config.model.path or Path(of_rank_0).is_dir())
+        path = of_rank_0 if by_part else path
+    policy = load_policy(
+        path,
+        config.model,
+        scoring,
+        learner,
+        longest=config.vllm.max_model_len,
+        lora=config.lora,
+        team=team if by_part else None,
+    )
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)
-    reference = load_reference(config, scoring, policy)
+    reference = load_reference(config, scoring, policy, team)
     trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)

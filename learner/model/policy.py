@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,8 @@ from learner.model.loading import text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from learner.model.precision import Precision
 from protocol.config import ConfigError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,11 @@ class Policy(torch.nn.Module):
             scores = token_scores(self.lm_head(temperature), hidden, row.targets)
             routing = self._routing(row, output) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns. Where ranks hold parts of the weights it runs as a forward pass does: with the
+        weights that are needed whole, on all ranks together."""
+        return work()
 
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -161,6 +169,7 @@ class Policy(torch.nn.Module):
                 f"lm_head(hidden), with or without final_logit_softcapping"
             )
 
+    @torch.no_grad()
     def check_routing(self) -> None:
         """Raise `ConfigError` if the routers' decisions are needed and the model does not return them."""
         if not self._scoring.routing:
@@ -177,7 +186,7 @@ class Policy(torch.nn.Module):
         """Compile the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
-            self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+            self(row, 1.0).logprobs.sum().backward()
         except RuntimeError as error:  # dynamo and inductor raise many subclasses
             raise ConfigError(
                 f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "

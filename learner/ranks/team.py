@@ -226,6 +226,13 @@ class Team:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
         return values[0]
 
+    def agree(self, yes: bool) -> bool:
+        """Say whether all ranks say yes."""
+        answers = torch.tensor([int(yes)])
+        if self.count > 1:
+            dist.all_reduce(answers, op=dist.ReduceOp.MIN)
+        return bool(answers)
+
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks, in place."""
         if self.count > 1:

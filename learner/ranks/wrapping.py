@@ -7,7 +7,7 @@ layer and its embedding stay one parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +16,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -40,9 +40,12 @@ def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
 
 
 def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
-    """Wrap the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
+    """Wrap the policy with rank 0's weights, as all ranks train it; one that is sharded has its own. Its parameters may
+    be other objects afterwards."""
     if team.count == 1:
         return accelerator.prepare_model(policy)
+    if is_sharded(policy):
+        return policy
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor, 0)
     if team.sharded:
@@ -54,13 +57,22 @@ def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> An
 
 
 def sharded(model: Module, device: torch.device) -> Module:
-    """Shard the parameters of the model over all ranks, in place."""
+    """Shard the parameters of the model over all ranks, in place; one that is sharded stays as it is."""
+    if is_sharded(model):
+        return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, mesh=mesh)
     fully_shard(model, mesh=mesh)
+    if hasattr(model, "run"):
+        register_fsdp_forward_method(model, "run")
     return model
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Say whether ranks hold parts of the model's weights."""
+    return isinstance(model, FSDPModule)
 
 
 @contextmanager
@@ -124,3 +136,18 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Send tensors to ranks, and fill others with what ranks send; all must exchange at the same time.
+
+    Args:
+        sent: Each with the rank that it goes to, contiguous.
+        received: Each with the rank that it comes from, contiguous and in that rank's order.
+    """
+    operations = [
+        *(dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent),
+        *(dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received),
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

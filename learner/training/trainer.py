@@ -23,6 +23,7 @@ from learner.model import export
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy, plain_row
 from learner.model.reference import Reference
+from learner.model.share import BUCKET_BYTES, Share
 from learner.ranks import environment, wrapping
 from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, Team
@@ -102,6 +103,7 @@ class Trainer:
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
+        self._share: Share | None = None
         self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
             self.reference.prepare(self.accelerator, self.team)
@@ -240,6 +242,16 @@ class Trainer:
             return self.policy.named_weights()
         with self._by_all("weights"):
             return export.gathered(self.policy.model, keep=self.team.leads)
+
+    def share(self, bucket_bytes: int = BUCKET_BYTES) -> Share:
+        """Return this rank's share of what `weights` yields, in the servers' type. With sharded weights all ranks must
+        ask for theirs and iterate over them together, before the next step."""
+        wrapping.resharded(self._policy)
+        if self._share is None or self._share.bucket_bytes != bucket_bytes:
+            policy = self.policy
+            view = None if policy.adapter is None else policy.adapter.published
+            self._share = Share(policy.model, self.team, policy.precision.servers, bucket_bytes, view)
+        return self._share
 
     def save_model(self, folder: Path) -> None:
         """Save the policy as `Policy.save` does."""

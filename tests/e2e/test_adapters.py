@@ -109,7 +109,7 @@ async def test_log_probs_under_each_adapter_are_the_learners_and_nothing_is_paus
         assert outcome.proof.layers, "what vLLM's layers hold was compared to what was sent"
         assert snapshot.adapter is not None
         name, ids = snapshot.adapter.name, snapshot.probe.token_ids
-        assert snapshot.probe.logprobs == pytest.approx(await control.score_by_request(ids, name), abs=1e-4)
+        assert snapshot.probe.logprobs == pytest.approx((await control.score_by_request(ids, name))[0], abs=1e-4)
         state = await control.adapters()
         assert state["served"] == name
         assert len(state["loaded"]) == min(version, 3)

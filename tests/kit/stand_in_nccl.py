@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from weight_sync.transports.gpu.communicator import Gpu
-from weight_sync.transports.gpu.ipc import Handle
+from weight_sync.transports.gpu.ipc import FILLED, Handle, SharedBuckets
 from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
 
 
@@ -70,6 +71,7 @@ class World:
 @dataclass
 class Group:
     size: int = 0
+    max_blocks: int | None = None
     joined: set[int] = field(default_factory=set)
     ops: dict[int, list[Op]] = field(default_factory=dict)
     done: int = 0
@@ -94,9 +96,10 @@ class StandIn:
     def unique_id(self) -> bytes:
         return next(self.world.numbers).to_bytes(UNIQUE_ID_BYTES, "big")
 
-    def begin(self, unique_id: bytes, size: int, rank: int) -> Place:
+    def begin(self, unique_id: bytes, size: int, rank: int, max_blocks: int | None) -> Place:
         with self.world.changed:
-            group = self.world.groups.setdefault(unique_id, Group(size))
+            group = self.world.groups.setdefault(unique_id, Group(size, max_blocks))
+            assert group.max_blocks == max_blocks, "ranks with different numbers of channels hang"
             assert group.size == size, f"rank {rank} comes with size {size}, another with {group.size}"
             assert rank in {*range(size)} - group.joined, f"rank {rank} of {size} is taken or not one"
             group.joined.add(rank)
@@ -190,7 +193,7 @@ class Blocking:
     def __init__(self, world: World, unique_id: bytes, rank: int, size: int) -> None:
         self._library = StandIn(world)
         self._world = world
-        self._place = self._library.begin(unique_id, size, rank)
+        self._place = self._library.begin(unique_id, size, rank, max_blocks=None)
         self._until(lambda: len(self._place.group.joined) == size)
         one = torch.zeros(1)
         self._library.sum_one(self._place, one.data_ptr(), 0)
@@ -218,7 +221,6 @@ class SharedMemory:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.opened_times = 0
-        self.damaged = False
 
     def export(self, tensor: torch.Tensor, gpu: str) -> Handle:
         name = f"memory {len(self.tensors)}"
@@ -229,7 +231,13 @@ class SharedMemory:
         self.opened_times += 1
         return self.tensors[handle.memory]
 
-    def damage(self) -> None:
-        """Flip one bit in each tensor."""
-        for tensor in self.tensors.values():
-            tensor[len(tensor) // 2] ^= 1
+    def damage_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Flip one bit of the next bucket that the learner fills."""
+        tell = SharedBuckets.tell
+
+        def damaging(shared: SharedBuckets, counter: int, count: int) -> None:
+            if counter == FILLED:
+                shared.place(count - 1)[0] ^= 1
+            tell(shared, counter, count)
+
+        monkeypatch.setattr(SharedBuckets, "tell", damaging)

@@ -23,6 +23,7 @@ class ServerFacts:
         transport: vLLM's name of its weight transfer engine.
         scale_out: Whether it generates from token ids.
         quantization: vLLM's name of the method, None without one.
+        engines: Number of data-parallel engines.
     """
 
     version: str | None
@@ -33,6 +34,7 @@ class ServerFacts:
     transport: str | None
     scale_out: bool
     quantization: str | None = None
+    engines: int | None = 1
 
     @classmethod
     def from_route(cls, answer: Mapping[str, Any]) -> ServerFacts:

@@ -17,6 +17,7 @@ import numpy.typing as npt
 from protocol import client
 from protocol.versions import HEADER, RUN_HEADER
 from weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
+from weight_sync.server.cancellation import gather
 
 ROOT = "/slipstream/adapters"
 RESUME_ATTEMPTS = 3
@@ -31,6 +32,9 @@ GOODBYE_TIMEOUT_S = 2.0
 
 # HTTP status of a resume on a server that a person paused: that pause goes on.
 USER_PAUSE = 423
+
+# Has vLLM generate in the data-parallel engine of this number.
+ENGINE_HEADER = "X-data-parallel-rank"
 
 # Names a publication as the owner of a pause.
 OWNER = "publication"
@@ -60,7 +64,7 @@ class AdapterRoutes(ABC):
         await self._call("POST", f"{ROOT}/{name}/serve", {})
 
     async def score_adapter(self, name: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Return log-probs float32 [T-1] of each of `sequences` [T] under a loaded adapter, beside generation."""
+        """As `ServerControl.score`, under a loaded adapter."""
         return await self._scores(f"{ROOT}/{name}/score", sequences)
 
     async def adapter_layers(self, name: str) -> dict[str, Any]:
@@ -210,7 +214,11 @@ class ServerControl(AdapterRoutes):
         await self._call("POST", "/slipstream/lease", {"owner": owner, "seconds": seconds})
 
     async def score(self, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
-        """Return log-probs float32 [T-1] of each of `sequences` [T] by the live weights, beside generation."""
+        """Return log-probs by the live weights, beside generation.
+
+        Returns:
+            Float32 [engines, T-1] for each of `sequences` [T].
+        """
         return await self._scores("/slipstream/score", sequences)
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -245,11 +253,18 @@ class ServerControl(AdapterRoutes):
                 await asyncio.sleep(RESUME_PAUSE_S)
 
     async def score_by_request(self, token_ids: list[int], adapter: str | None = None) -> npt.NDArray[np.float32]:
-        """Return log-probs float32 [T-1] of `token_ids` [T] by the path that episodes take.
+        """Return log-probs float32 [engines, T-1] of `token_ids` [T] by the path that episodes take.
 
         Args:
             adapter: Name of a loaded adapter to compute under; None: the weights that serve now.
         """
+        engines = (await self.facts()).engines or 1
+        rows = [self._score_in_engine(token_ids, adapter, place if engines > 1 else None) for place in range(engines)]
+        return np.stack(await gather(*rows))
+
+    async def _score_in_engine(
+        self, token_ids: list[int], adapter: str | None, engine: int | None
+    ) -> npt.NDArray[np.float32]:
         reply = await self._call(
             "POST",
             "/inference/v1/generate",
@@ -259,7 +274,7 @@ class ServerControl(AdapterRoutes):
                 "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 1.0, "detokenize": False},
                 "output_mode": "tokens",
             },
-            headers={HEADER: adapter} if adapter else None,
+            headers=({HEADER: adapter} if adapter else {}) | ({} if engine is None else {ENGINE_HEADER: str(engine)}),
         )
         try:
             entries = reply["prompt_logprobs"][1:]
@@ -273,8 +288,10 @@ class ServerControl(AdapterRoutes):
     async def _scores(self, path: str, sequences: list[list[int]]) -> list[npt.NDArray[np.float32]]:
         reply = await self._call("POST", path, {"token_ids": sequences})
         try:
-            rows = _fields(_Scores, reply)["logprobs"]
-            return [np.array(row, dtype=np.float32) for row, _ in zip(rows, sequences, strict=True)]
+            engines = _fields(_Scores, reply)["engines"]
+            # One array of a sequence's rows in all engines.
+            rows = [np.array(of, dtype=np.float32) for of in zip(*engines, strict=True)]
+            return [row for row, _ in zip(rows, sequences, strict=True)]
         except (TypeError, ValueError) as error:
             raise ControlError(f"{self.url}{path}: no log-probs in {reply!r:.200} ({error!r})") from error
 
@@ -335,7 +352,7 @@ class ServerControl(AdapterRoutes):
 
 @dataclass(frozen=True)
 class _Scores:
-    logprobs: list[list[float]]
+    engines: list[list[list[float]]]
 
 
 def _fields(kind: Any, reply: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import ControlError
-from weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge
+from weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,14 @@ class Scorer:
         self._by_request = False
 
     async def __call__(self, control: Scoring, token_ids: list[int]) -> Floats:
-        """Return log-probs float32 [T-1] of `token_ids` [T] by the weights that serve now. Raises `ControlError`."""
+        """Return log-probs of `token_ids` [T] by the weights that serve now.
+
+        Returns:
+            Float32 [engines, T-1].
+
+        Raises:
+            ControlError: A call to the server failed.
+        """
         if not self._by_request:
             try:
                 return (await control.score([token_ids]))[0]
@@ -74,7 +81,7 @@ class ProofTarget(Scoring, Protocol):
 
 @dataclass(frozen=True)
 class ProofMetrics:
-    """Findings of a proof that holds. Differences are of log-probs of the probe, in nats.
+    """Findings of a proof that holds, over all engines. Differences are of log-probs of the probe, in nats.
 
     Attributes:
         max_abs_diff: Largest difference between server and learner.
@@ -161,7 +168,7 @@ class ServerProof:
             before=before.logprobs if before else None,
             changed=self._changed(before, snapshot),
         )
-        judgement = judge(evidence, self._tolerance, self._baseline)
+        judgement = judge_engines(evidence, self._tolerance, self._baseline)
         if judgement.fault is not None:
             raise ProofFailed(f"{control.url}: after version {snapshot.version} {judgement.fault}{self._remedy()}")
         self._baseline.learn(judgement.difference)

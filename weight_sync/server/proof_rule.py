@@ -15,7 +15,7 @@ not the median.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -63,12 +63,12 @@ class Baseline:
 
 @dataclass(frozen=True)
 class Evidence:
-    """Log-probs of one probe, float32 [T-1] each, and how much the weights changed.
+    """Log-probs of one probe, and how much the weights changed.
 
     Attributes:
-        learner: Log-probs by version v.
-        served: Log-probs by the server after the swap.
-        before: Log-probs by the server before the swap, None if it was not asked.
+        learner: Log-probs by version v, float32 [T-1].
+        served: Log-probs by the server after the swap, float32 [T-1], or [engines, T-1] for `judge_engines`.
+        before: Log-probs by the server before the swap, as `served`; None if it was not asked.
         changed: How many words sampled from the weights differ between v and what was proven on the server before;
             None if unknown, or if the server may round the difference away.
     """
@@ -96,6 +96,27 @@ class Judgement:
     moved: float | None
     told_apart: bool
     fault: str | None
+
+
+def judge_engines(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement:
+    """Judge each data-parallel engine by itself, as `judge` does. The server is as good as its worst engine."""
+    engines = len(evidence.served)
+    before: list[Floats | None] = [None] * engines
+    if evidence.before is not None and len(evidence.before) == engines:
+        before = [*evidence.before]
+    judged = [
+        judge(replace(evidence, served=now, before=then), tolerance, baseline)
+        for now, then in zip(evidence.served, before, strict=True)
+    ]
+    of = [f"(engine {place}) " if len(judged) > 1 else "" for place in range(len(judged))]
+    moved = [each.moved for each in judged if each.moved is not None]
+    return Judgement(
+        max(each.max_abs_diff for each in judged),
+        max(each.difference for each in judged),
+        min(moved) if len(moved) == len(judged) else None,
+        all(each.told_apart for each in judged),
+        next((f"{of[place]}{each.fault}" for place, each in enumerate(judged) if each.fault is not None), None),
+    )
 
 
 def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement:

@@ -3,7 +3,7 @@
     GET  /slipstream/adapters                             what is loaded, which one serves
     PUT  /slipstream/adapters/NAME?start=N&blake3=HEX     a chunk of the file, from byte N
     POST /slipstream/adapters/NAME/load                   {"config": str, "blake3": hex}
-    POST /slipstream/adapters/NAME/score                  {"token_ids": [[int]]} -> {"logprobs": [[float]]}
+    POST /slipstream/adapters/NAME/score                  {"token_ids": [[int]]} -> {"engines": [[[float]]]}
     POST /slipstream/adapters/NAME/layers                 {} -> {"checked": int, "wrong": [str], "unread": [str]}
     POST /slipstream/adapters/NAME/serve                  {}
 
@@ -27,6 +27,7 @@ from weight_sync.vllm import engine_state
 from weight_sync.vllm.adapter_store import AdapterStore, StoreError
 from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import RouteError, status_of
+from weight_sync.vllm.engines import ask_workers
 from weight_sync.vllm.loaded_adapters import LoadedAdapters
 from weight_sync.vllm.middleware import body_of, bytes_of, problem
 from weight_sync.vllm.routes import given_logprobs, given_token_ids, read
@@ -44,19 +45,19 @@ async def score(loaded: LoadedAdapters, name: str, body: dict[str, Any]) -> dict
     """Score `{"token_ids": [[int]]}` under a loaded adapter, whether it serves or not.
 
     Returns:
-        `{"logprobs": [[float]]}`, in nats at temperature 1.
+        As `routes.score`.
 
     Raises:
         RouteError: 501 if the workers cannot do it, 409 if the adapter is not loaded.
     """
     which = _which(loaded, name)
     token_ids = given_token_ids(loaded.engine, body)
-    return given_logprobs(await loaded.engine.collective_rpc("slipstream_score_adapter", args=(token_ids, which)))
+    return given_logprobs(await ask_workers(loaded.engine, "slipstream_score_adapter", token_ids, which))
 
 
 async def layers(loaded: LoadedAdapters, name: str) -> dict[str, Any]:
     """Compare the layers of a loaded adapter with its file. Answers as `routes.layers`. Raises `RouteError`."""
-    begun = await loaded.engine.collective_rpc("slipstream_read_adapter", args=(_which(loaded, name),))
+    begun = await ask_workers(loaded.engine, "slipstream_read_adapter", _which(loaded, name))
     return await read(loaded.engine, begun)
 
 

@@ -119,8 +119,12 @@ async def resume(
 ) -> None:
     """Resume, unless somebody else holds the pause or the model is half loaded."""
     owner = _owner(scope)
-    if status.swapped is not None:
-        await _end_of_swap(status.swapped)
+    if not await end_of_swap(status):
+        raise RouteError(
+            409,
+            f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation goes on by itself after "
+            f"it, and nothing needs to be done; only a pause of your own stands until POST /resume is asked again",
+        )
     if owner is None:
         status.user_pause = False
         if status.lease_ends is not None:
@@ -144,26 +148,25 @@ async def health(
     engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
     """Answer after a running swap, which takes milliseconds and may break the server down."""
-    if status.swapped is not None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SWAP_WITHIN_S):
-                await status.swapped.wait()
+    await end_of_swap(status)
     if status.broken is not None:
         raise RouteError(503, status.broken)
     await app(scope, receive, send)
 
 
-async def _end_of_swap(swapped: asyncio.Event) -> None:
-    """Wait for a running swap, which takes milliseconds and leaves an earlier pause in force."""
-    try:
-        async with asyncio.timeout(SWAP_WITHIN_S):
-            await swapped.wait()
-    except TimeoutError:
-        raise RouteError(
-            409,
-            f"new weights are being swapped in, for more than {SWAP_WITHIN_S:g} s: generation goes on by itself after "
-            f"it, and nothing needs to be done; only a pause of your own stands until POST /resume is asked again",
-        ) from None
+async def end_of_swap(status: EngineStatus) -> bool:
+    """Wait for a running swap, which takes milliseconds and leaves an earlier pause in force.
+
+    Returns:
+        False if it still runs after `SWAP_WITHIN_S`.
+    """
+    if status.swapped is not None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SWAP_WITHIN_S):
+                await status.swapped.wait()
+                return True
+        return False
+    return True
 
 
 def _stages(engine: EngineClient) -> bool:

@@ -20,7 +20,8 @@ from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
 from weight_sync.vllm.engine.contract import EngineClient
 from weight_sync.vllm.engine_state import EngineStatus, RouteError, how_it_died, status_of, watch
-from weight_sync.vllm.routes import ROUTES, ask_engine
+from weight_sync.vllm.engines import ask_states
+from weight_sync.vllm.routes import ROUTES
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class Slipstream:
         status = status_of(engine)
         if status.heartbeat is None:
             status.scale_out = _generates(scope)
-            status.heartbeat = asyncio.create_task(watch(engine, status, ask_engine))
+            status.heartbeat = asyncio.create_task(watch(engine, status, ask_states))
         try:
             engine_state.check_owner(status.owner, scope)
         except RouteError as error:

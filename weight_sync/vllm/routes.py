@@ -11,9 +11,10 @@ from typing import Any
 
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import NO_ANSWER
-from weight_sync.vllm import control_rules
+from weight_sync.vllm import control_rules, engines
 from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import Handler, RouteError, status_of
+from weight_sync.vllm.engine_state import EngineStatus, Handler, RouteError, status_of
+from weight_sync.vllm.engines import Answers, ask_states, ask_workers, label_of, reason_not_to_serve
 
 # Maximum sequences of a request, far more than a probe has.
 MAX_SEQUENCES = 64
@@ -22,18 +23,21 @@ MAX_SEQUENCES = 64
 PROOF_POLL_S = 0.02
 LAYERS_TIMEOUT_S = 120.0
 
-# An engine answers between two steps; one that takes longer does not count as alive.
-LOOK_TIMEOUT_S = 4.0
-
 # Seconds between two questions how far the workers are, at first and at last.
 SERVER_POLL_S = (0.01, 0.1)
 MAX_WAIT_S = 60.0
 
 
 async def score(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Score `{"token_ids": [[int]]}`: `{"logprobs": [[float]]}` in nats at temperature 1; 501 if it cannot be done."""
-    token_ids = given_token_ids(engine, body)
-    return given_logprobs(await engine.collective_rpc("slipstream_score", args=(token_ids,)))
+    """Score `{"token_ids": [[int]]}`, in every engine.
+
+    Returns:
+        `{"engines": [[[float]]]}`: by engine and sequence, T-1 values in nats at temperature 1.
+
+    Raises:
+        RouteError: 501 if the workers cannot do it.
+    """
+    return given_logprobs(await ask_workers(engine, "slipstream_score", given_token_ids(engine, body)))
 
 
 def given_token_ids(engine: EngineClient, body: dict[str, Any]) -> list[list[int]]:
@@ -42,13 +46,16 @@ def given_token_ids(engine: EngineClient, body: dict[str, Any]) -> list[list[int
     return _token_ids(body.get("token_ids"), model.get_vocab_size(), model.max_model_len)
 
 
-def given_logprobs(replies: list[dict[str, Any]]) -> dict[str, Any]:
-    """Make the answer from those of all workers. Raises `RouteError` 501."""
+def given_logprobs(replies: Answers[dict[str, Any]]) -> dict[str, Any]:
+    """Make the answer of `score` from those of all workers. Raises `RouteError` 501."""
     _refuse_if_impossible(replies)
-    logprobs = next((reply["logprobs"] for reply in replies if reply["logprobs"] is not None), None)
-    if logprobs is None:
-        raise RouteError(501, "no worker of this server holds logits")
-    return {"logprobs": logprobs}
+    engines = []
+    for workers in replies.engines:
+        logprobs = next((reply["logprobs"] for reply in workers if reply["logprobs"] is not None), None)
+        if logprobs is None:
+            raise RouteError(501, "no worker of this server holds logits")
+        engines.append(logprobs)
+    return {"engines": engines}
 
 
 async def layers(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -61,14 +68,16 @@ async def layers(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         RouteError: 409 if other weights serve, 501 if nothing was proven.
     """
     label = body.get("label")
-    # Asked at once, both are answered between the same two steps of the engine.
-    serving, begun = await gather_two(engine.get_weight_version(), engine.collective_rpc("slipstream_read_layers"))
-    if label != serving:
+    # Asked at once, both are answered between the same two steps of each engine.
+    states, begun = await gather_two(ask_states(engine), ask_workers(engine, "slipstream_read_layers"))
+    if states is None:
+        raise RouteError(504, NO_ANSWER)
+    if label != (serving := label_of(states)):
         raise RouteError(409, f"weights {serving!r} serve, not {label!r}")
     return await read(engine, begun)
 
 
-async def read(engine: EngineClient, begun: list[dict[str, Any]]) -> dict[str, Any]:
+async def read(engine: EngineClient, begun: Answers[dict[str, Any]]) -> dict[str, Any]:
     """Wait for the workers' findings about their layers.
 
     Args:
@@ -78,25 +87,25 @@ async def read(engine: EngineClient, begun: list[dict[str, Any]]) -> dict[str, A
         RouteError: 501 if a worker cannot read, 504 if one takes too long.
     """
     _refuse_if_impossible(begun)
-    replies: list[dict[str, Any]] = [{}]
     try:
         async with asyncio.timeout(LAYERS_TIMEOUT_S):
-            while not all(replies):
+            while True:
                 await asyncio.sleep(PROOF_POLL_S)
-                replies = await engine.collective_rpc("slipstream_layers")
+                replies = await ask_workers(engine, "slipstream_layers")
+                if all(replies):
+                    break
     except TimeoutError:
         raise RouteError(504, f"the layers were not read within {LAYERS_TIMEOUT_S:g} s") from None
-    several = len(replies) > 1
     named = {
         kind: sorted(
-            f"worker {rank}: {name}" if several else name for rank, of in enumerate(replies) for name in of[kind]
+            f"{worker}: {name}" if worker else name for worker, found in replies.named() for name in found[kind]
         )
         for kind in ("wrong", "unread")
     }
     return {"checked": sum(reply["checked"] for reply in replies), **named}
 
 
-def _refuse_if_impossible(replies: list[dict[str, Any]]) -> None:
+def _refuse_if_impossible(replies: Answers[dict[str, Any]]) -> None:
     for reply in replies:
         if "cannot" in reply:
             raise RouteError(501, str(reply["cannot"]))
@@ -121,42 +130,37 @@ PROOF_ROUTES: dict[tuple[str, str], Handler] = {
 }
 
 
-async def ask_engine(engine: EngineClient, timeout_s: float | None = None) -> dict[str, Any] | None:
-    """Return `engine_core.state`; None if there is no answer within `timeout_s`, by default `LOOK_TIMEOUT_S`."""
-    try:
-        async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
-            engine_state: dict[str, Any] = await engine.engine_core.call_utility_async("slipstream_state")
-            return engine_state
-    except TimeoutError:
-        return None
-    except Exception as error:
-        # A dead engine raises vLLM's own error, which is no answer.
-        if getattr(engine, "errored", False):
-            return None
-        raise RouteError(500, f"the engine cannot say its state: {error}") from error
-
-
 async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of `weight_sync.server.answers.EngineState`."""
     status = status_of(engine)
-    engine_state = await ask_engine(engine) if status.broken is None else None
-    reason = status.broken or (None if engine_state else NO_ANSWER)
+    refused = status.broken or reason_not_to_serve(engine)
+    states = await _settled_states(engine, status) if refused is None else None
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
     owner, now = status.owner, time.monotonic()
+    paused = states is None or any(each["paused"] for each in states)
     return {
-        "boot": f"{status.boot}-{engine_state['boot']}" if engine_state else status.boot,
-        "label": (status.adapter or engine_state["label"]) if engine_state else "",
-        "paused": engine_state["paused"] if engine_state else True,
+        "boot": "-".join([status.boot, *(each["boot"] for each in states or ())]),
+        "label": (status.adapter or label_of(states)) if states else "",
+        "paused": paused,
         "whole": status.whole,
-        "alive": engine_state is not None,
-        "pause_owner": status.pause_owner if engine_state is None or engine_state["paused"] else "none",
+        "alive": states is not None,
+        "pause_owner": status.pause_owner if paused else "none",
         "workers": parallel.world_size_across_dp,
         "transport": transfer.backend if transfer is not None else "none",
-        "reason": reason,
+        "reason": refused or (None if states else NO_ANSWER),
         "owner": owner.live(now),
         "owner_silent_s": owner.silent_s(now),
     }
+
+
+async def _settled_states(engine: EngineClient, status: EngineStatus) -> list[dict[str, Any]] | None:
+    """Return each engine's state. Engines swap one after the other, which does not count as a difference."""
+    states = await ask_states(engine)
+    if states is not None and len({each["label"] for each in states}) > 1:
+        await control_rules.end_of_swap(status)
+        states = await ask_states(engine)
+    return states
 
 
 async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
@@ -174,6 +178,7 @@ async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         "transport": transfer.backend if transfer is not None else None,
         "scale_out": status_of(engine).scale_out,
         "quantization": model.quantization,
+        "engines": config.parallel_config.data_parallel_size,
     }
 
 
@@ -191,7 +196,7 @@ async def staged(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     ends = time.monotonic() + min(float(body.get("wait_s", 0.0)), MAX_WAIT_S)
     pause_s, longest_s = SERVER_POLL_S
     while True:
-        report = _slowest(await engine.collective_rpc("slipstream_staging"))
+        report = _slowest(await ask_workers(engine, "slipstream_staging"))
         left_s = ends - time.monotonic()
         if report["stage"] in ("ready", "failed") or left_s <= 0:
             return report
@@ -199,17 +204,18 @@ async def staged(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         pause_s = min(pause_s * 1.5, longest_s)
 
 
-def _slowest(reports: list[dict[str, Any]]) -> dict[str, Any]:
+def _slowest(reports: Answers[dict[str, Any]]) -> dict[str, Any]:
     order = ("failed", "receiving", "building", "ready")
-    slowest = min(reports, key=lambda report: order.index(report["stage"]))
+    worker, slowest = min(reports.named(), key=lambda named: order.index(named[1]["stage"]))
     stages = {stage for report in reports for stage in report["seconds"]}
     seconds = {stage: max(report["seconds"].get(stage, 0.0) for report in reports) for stage in stages}
-    return {"stage": slowest["stage"], "error": slowest["error"], "seconds": seconds}
+    error = slowest["error"]
+    return {"stage": slowest["stage"], "error": f"{worker}: {error}" if worker and error else error, "seconds": seconds}
 
 
 async def drop_update(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     """Drop an open update, for which vLLM has no route."""
-    dropped = await engine.collective_rpc("slipstream_drop_update")
+    dropped = await ask_workers(engine, "slipstream_drop_update")
     return {"dropped": any(dropped)}
 
 
@@ -228,7 +234,7 @@ async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> dict[str
     status.whole = False
     status.swapped = ended = asyncio.Event()
     try:
-        result = await _exchanged(engine, label, clear_cache)
+        result = await engines.swap(engine, label, clear_cache)
     except Exception as error:
         status.break_down(f"the swap to {label} failed: {error}")
         raise RouteError(503, status.broken or "") from error
@@ -243,27 +249,6 @@ async def _swap(engine: EngineClient, label: str, clear_cache: bool) -> dict[str
     if result["error"]:
         raise RouteError(409, result["error"])
     return {"pause_s": result["pause_s"], "exchange_s": result["exchange_s"]}
-
-
-async def _exchanged(engine: EngineClient, label: str, clear_cache: bool) -> dict[str, Any]:
-    core = engine.engine_core
-    if engine.vllm_config.parallel_config.data_parallel_size == 1:
-        result: dict[str, Any] = await core.call_utility_async("slipstream_swap", label, clear_cache)
-        return result
-    # Several engines step together: all stand still before the first is changed.
-    began = time.monotonic()
-    paused = await core.is_scheduler_paused_async()
-    report = _slowest(await engine.collective_rpc("slipstream_staging"))
-    if report["stage"] != "ready":
-        return {"whole": True, "error": report["error"] or f"not ready to swap: {report['stage']}"}
-    await core.pause_scheduler_async("keep", False)
-    results = await core.call_utility_all_async("slipstream_exchange", label, clear_cache)
-    failed = [result for result in results if result["error"]]
-    if failed:
-        return {**failed[0], "whole": False}
-    if not paused:
-        await core.resume_scheduler_async()
-    return {**results[0], "pause_s": time.monotonic() - began}
 
 
 SERVER_ROUTES: dict[tuple[str, str], Handler] = {

@@ -1,6 +1,6 @@
 """Adds methods to each of vLLM's workers: `--worker-extension-cls weight_sync.vllm.worker.SlipstreamWorker`.
 
-`engine.collective_rpc("slipstream_...")` calls them, on the worker's own thread between two steps of the engine. vLLM
+`weight_sync.vllm.engines.ask_workers` calls them, on the worker's own thread between two steps of the engine. vLLM
 refuses an extension with an attribute that the worker has, so every name begins with `slipstream_`.
 """
 

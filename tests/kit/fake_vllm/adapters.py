@@ -47,7 +47,7 @@ class FakeAdapters:
 
         async def scored(request: web.Request) -> dict[str, Any]:
             self._event("score", self._name(request))
-            return {"logprobs": [score(ids) for ids in (await request.json())["token_ids"]]}
+            return {"engines": [[score(ids) for ids in (await request.json())["token_ids"]]]}
 
         return [
             web.get(ROOT, answering(self._state)),

@@ -45,6 +45,8 @@ class FakeEngine:
     latency_s: Callable[[int], float] | float = 0.0
     weight_version: str = BASE_WEIGHTS
     probe_logprob: Callable[[int, int], float] = logprob_of
+    # What the further engines of a data-parallel server answer in its place.
+    other_engines: list[Callable[[int, int], float]] = field(default_factory=list)
     wrong_layers: list[str] = field(default_factory=list)
     unread_layers: list[str] = field(default_factory=list)
     hooks: dict[str, Callable[[Any], Any]] = field(default_factory=dict)
@@ -62,6 +64,10 @@ class FakeEngine:
     def __post_init__(self) -> None:
         self._go_on = asyncio.Event()
         self._go_on.set()
+
+    @property
+    def engines(self) -> int:
+        return 1 + len(self.other_engines)
 
     @property
     def paused(self) -> bool:

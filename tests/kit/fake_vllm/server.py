@@ -164,7 +164,8 @@ class FakeVllm:
             return problem
         if params.get("prompt_logprobs") is not None:
             await self.engine.until_resumed()
-            return web.json_response(replies.answer("probe", [], len(prompt), self.scored(prompt)))
+            engine = int(request.headers.get("X-data-parallel-rank", "0"))
+            return web.json_response(replies.answer("probe", [], len(prompt), self.scored(prompt, engine)))
         n, limit = params.get("n", 1), min(params["max_tokens"], self.engine.max_model_len - len(prompt))
         stops = params.get("stop_token_ids") or []
         aborted = self._aborts[f"generate-tokens-{body['request_id']}"] = asyncio.Event()
@@ -241,11 +242,11 @@ class FakeVllm:
         scored = self.scored(prompt) if body.get("prompt_logprobs") is not None else None
         return web.json_response(replies.completion(prompt, scored))
 
-    def scored(self, prompt: list[int]) -> list[dict[str, Any] | None]:
+    def scored(self, prompt: list[int], engine: int = 0) -> list[dict[str, Any] | None]:
         """`prompt_logprobs` of an answer: nothing for the first token."""
         return [None] + [
-            {str(token): {"logprob": self.engine.probe_logprob(token, place), "rank": 1, "decoded_token": ""}}
-            for place, token in enumerate(prompt[1:], start=1)
+            {str(token): {"logprob": logprob, "rank": 1, "decoded_token": ""}}
+            for token, logprob in zip(prompt[1:], self._log_probs(prompt, engine), strict=True)
         ]
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -343,6 +344,7 @@ class FakeVllm:
                 "transport": "gloo",
                 "scale_out": self._scale_out,
                 "quantization": said.get("quantization"),
+                "engines": self.engine.engines,
             }
         )
 
@@ -388,10 +390,13 @@ class FakeVllm:
 
     async def _score(self, request: web.Request) -> web.Response:
         sequences = (await request.json())["token_ids"]
-        return web.json_response({"logprobs": [self._log_probs(ids) for ids in sequences]})
+        return web.json_response(
+            {"engines": [[self._log_probs(ids, engine) for ids in sequences] for engine in range(self.engine.engines)]}
+        )
 
-    def _log_probs(self, token_ids: list[int]) -> list[float]:
-        return [self.engine.probe_logprob(token, place) for place, token in enumerate(token_ids[1:], start=1)]
+    def _log_probs(self, token_ids: list[int], engine: int = 0) -> list[float]:
+        of = [self.engine.probe_logprob, *self.engine.other_engines][engine]
+        return [of(token, place) for place, token in enumerate(token_ids[1:], start=1)]
 
     def _refused(self, status: int, message: str) -> web.Response:
         return _refusal(status, message, "SlipstreamError")

@@ -121,6 +121,25 @@ async def test_a_server_that_cannot_score_beside_generation_is_asked_as_any_clie
     assert sum("log-probs alone prove them" in text for text in caplog.messages) == 1
 
 
+@pytest.mark.parametrize("by_request", [False, True], ids=["in the workers", "by request"])
+async def test_wrong_weights_in_one_engine_alone_fail_the_proof_and_it_is_named(by_request: bool) -> None:
+    fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
+    if by_request:
+        fake.faults.append(Fault("status", None, "/slipstream/score", 501))
+    async with server(fake) as control:
+        for version in range(1, 5):
+            fake.engine.other_engines = [of(version - 1)]
+            sent = snapshot(version)
+            await proof.look(control, sent, known=version > 1)
+            fake.engine.probe_logprob, fake.engine.weight_version = of(version), str(version)
+            if version < 4:
+                fake.engine.other_engines = [of(version)]
+                await proof.prove(control, sent)
+            else:
+                with pytest.raises(ProofFailed, match=r"after version 4 \(engine 1\) its log-probs are exactly those"):
+                    await proof.prove(control, sent)
+
+
 async def test_a_score_that_fails_for_another_reason_is_an_error_and_no_other_transport_is_tried() -> None:
     fake, proof = FakeVllm(), ServerProof(1e-3, "float32")
     fake.faults.append(Fault("status", None, "/slipstream/score", 500))

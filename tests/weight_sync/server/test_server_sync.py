@@ -213,7 +213,7 @@ async def test_a_probe_that_is_not_a_number_is_a_mismatch() -> None:
 
 async def test_a_probe_without_log_probs_is_an_error() -> None:
     async with against(FakeVllm()) as s:
-        s.fake.scored = lambda prompt: []  # type: ignore[method-assign]
+        s.fake.scored = lambda prompt, engine: []  # type: ignore[method-assign]
         s.fake.faults.append(Fault("status", None, "/slipstream/score", 501))
         with pytest.raises(ControlError, match="holds no prompt log-probs"):
             await s.server.publish(snapshot(1))

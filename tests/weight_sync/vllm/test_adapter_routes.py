@@ -56,9 +56,14 @@ class Engine:
         states = {str(i): SimpleNamespace(lora_name=name) for i, name in enumerate(names)}
         self.output_processor.request_states = states
 
-    async def collective_rpc(self, method: str, args: Any = ()) -> list[dict[str, Any]]:
+    @property
+    def engine_core(self) -> Engine:
+        return self
+
+    async def call_utility_all_async(self, utility: str, method: str, args: Any) -> list[dict[str, Any]]:
+        assert utility == "slipstream_workers"
         self.calls.append((method, args))
-        return [self.reply]
+        return [{"answers": [self.reply], "error": None}]
 
 
 class Answer:
@@ -211,7 +216,7 @@ async def test_scores_are_asked_of_the_workers_under_the_adapter(server: Server)
     name = await server.serve(1)
     path = f"/slipstream/adapters/{name}/score"
     answer = await server.ask("POST", path, {"token_ids": [[1, 2, 3]]})
-    assert answer.body == {"logprobs": [[-1.0, -2.0]]}
+    assert answer.body == {"engines": [[[-1.0, -2.0]]]}
     [(method, (ids, (asked, number, folder)))] = server.engine.calls
     assert (method, ids, asked, number) == ("slipstream_score_adapter", [[1, 2, 3]], name, 1)
     assert is_there(folder)

@@ -31,9 +31,10 @@ class Engine:
 
     def __init__(self) -> None:
         parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=2)
+        parallel._api_process_count, parallel.local_engines_only = 1, False
         transfer = SimpleNamespace(backend="gloo")
         model = SimpleNamespace(served_model_name="policy", logprobs_mode="raw_logprobs", dtype=torch.float32)
-        model.max_model_len, model.quantization = 64, None
+        model.max_model_len, model.quantization, model.is_moe = 64, None, False
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel, weight_transfer_config=transfer, model_config=model
         )
@@ -55,19 +56,19 @@ class Engine:
     def finished_procs(self) -> dict[str, int]:
         return self.codes
 
-    async def call_utility_async(self, method: str, *arguments: Any) -> Any:
+    async def call_utility_all_async(self, method: str, *arguments: Any) -> list[Any]:
         if self.hangs:
             await asyncio.Event().wait()
         if method == "slipstream_state":
-            return {"boot": "e1", "label": self.label, "paused": self.paused}
+            return [{"boot": "e1", "label": self.label, "paused": self.paused}]
+        if method == "slipstream_workers":
+            assert arguments[0] == "slipstream_staging"
+            return [{"answers": self.staging, "error": None}]
         self.swapping.set()
         await self.go_on.wait()
         if not self.swapped["error"]:
             self.label = arguments[0]
-        return self.swapped
-
-    async def collective_rpc(self, method: str) -> Any:
-        return self.staging
+        return [self.swapped]
 
     async def resume_generation(self) -> None:
         self.paused = False
@@ -143,7 +144,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
 
 
 async def test_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weight_sync.vllm.routes.LOOK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
     async with serving() as server:
         server.engine.hangs = True
         reply = await asyncio.wait_for(server.get("/slipstream/state"), 5)
@@ -242,7 +243,7 @@ async def test_the_slowest_worker_is_what_staging_is() -> None:
         assert (await server.post("/slipstream/staged", json={"wait_s": 0})).json() == building
         failed = {"stage": "failed", "error": "no place", "seconds": {}}
         server.engine.staging = [building, failed]
-        assert (await server.post("/slipstream/staged", json={"wait_s": 9})).json()["error"] == "no place"
+        assert (await server.post("/slipstream/staged", json={"wait_s": 9})).json()["error"] == "worker 1: no place"
 
 
 async def test_health_is_never_200_once_an_exchange_has_failed_even_if_asked_within_it() -> None:

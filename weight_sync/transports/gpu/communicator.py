@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from weight_sync.transports.gpu.nccl_library import Library, Nccl, NcclError, Result
+from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, Library, Nccl, NcclError, Result
 
 # Seconds between two looks at a running call: the first value grows to the second.
 FIRST_LOOK_S, LAST_LOOK_S = 20e-6, 1e-3
@@ -49,7 +49,8 @@ class CudaStream:
         self.pointer = int(self._stream.cuda_stream)
 
     def current(self) -> AbstractContextManager[Any]:
-        # Also makes the device this thread's own: a new thread has device 0.
+        # A new thread has device 0, and going back to that at the context's end would make a CUDA context there.
+        torch.cuda.set_device(self._device)
         context: AbstractContextManager[Any] = torch.cuda.stream(self._stream)
         return context
 
@@ -86,11 +87,17 @@ def own_gpu(device: torch.device | None = None) -> Gpu:
 class Communicator:
     """One rank of a group, used by one thread at a time. `abort` may be called from any thread, and again."""
 
-    def __init__(self, gpu: Gpu, timeout_s: float) -> None:
-        """Make a rank without a group. `timeout_s`: bound on each call, in seconds."""
+    def __init__(self, gpu: Gpu, timeout_s: float, max_blocks: int | None = MAX_BLOCKS) -> None:
+        """Make a rank without a group.
+
+        Args:
+            timeout_s: Bound on each call, in seconds.
+            max_blocks: Blocks that a broadcast may use on the GPU. None: NCCL's own choice, as vLLM's ranks make it.
+        """
         self.stream = gpu.stream()
         self._gpu = gpu
         self._timeout_s = timeout_s
+        self._max_blocks = max_blocks
         self._group: object | None = None
         self._ended = threading.Event()
         self._in_call = threading.Lock()
@@ -107,7 +114,7 @@ class Communicator:
         """
 
         def join() -> None:
-            self._group = self._gpu.library.begin(unique_id, size, rank)
+            self._group = self._gpu.library.begin(unique_id, size, rank, self._max_blocks)
 
         with self.stream.current():
             self._bounded(join, f"not all {size} ranks came together")
@@ -125,10 +132,13 @@ class Communicator:
             lambda: self._gpu.library.broadcast(self._group, address, count, self.stream.pointer), "a broadcast"
         )
 
-    def wait(self, what: str = "a broadcast") -> None:
-        """Wait until all work that is on the stream by now is done. `what` names it in an error."""
-        done = self.stream.mark()
-        self._bounded(None, what, done)
+    def wait(self, what: str = "a broadcast", done: Callable[[], bool] | None = None) -> None:
+        """Wait for work on the stream. `what` names it in an error.
+
+        Args:
+            done: An earlier `Stream.mark`; None: all work that is on the stream by now.
+        """
+        self._bounded(None, what, done or self.stream.mark())
 
     def stop(self) -> None:
         """Make the running call raise `NcclError`. Returns at once; `abort` must still be called."""
@@ -175,7 +185,11 @@ class Communicator:
         group, self._group = self._group, None
         if group is not None:
             # On a thread of its own: it may wait for kernels that wait for a peer.
-            aborting = threading.Thread(target=self._gpu.library.abort, args=(group,), name="nccl-abort", daemon=True)
+            aborting = threading.Thread(target=self._abort, args=(group,), name="nccl-abort", daemon=True)
             with contextlib.suppress(RuntimeError):  # the interpreter is ending
                 aborting.start()
                 aborting.join(ABORT_WAIT_S)
+
+    def _abort(self, group: object) -> None:
+        with self.stream.current():  # NCCL goes back to the thread's device when it is done
+            self._gpu.library.abort(group)

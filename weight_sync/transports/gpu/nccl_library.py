@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 UNIQUE_ID_BYTES = 128
 
-# Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it.
+# Blocks that a broadcast may use on the GPU: few, so that the sampler's kernels find room beside it. All ranks of a
+# group must be given the same: NCCL hangs where they open different numbers of channels.
 MAX_BLOCKS = 4
 _UNSET = -(2**31)  # NCCL_CONFIG_UNDEF_INT
 _MAGIC = 0xCAFEBEEF
@@ -50,7 +51,7 @@ class Library(Protocol):
 
     def unique_id(self) -> bytes: ...
 
-    def begin(self, unique_id: bytes, size: int, rank: int) -> Any: ...
+    def begin(self, unique_id: bytes, size: int, rank: int, max_blocks: int | None) -> Any: ...
 
     def result(self, group: Any) -> Result: ...
 
@@ -117,9 +118,10 @@ class Nccl:
         self._check("ncclGetUniqueId", self._calls.ncclGetUniqueId(ctypes.byref(made)))
         return ctypes.string_at(ctypes.byref(made), UNIQUE_ID_BYTES)
 
-    def begin(self, unique_id: bytes, size: int, rank: int) -> ctypes.c_void_p:
+    def begin(self, unique_id: bytes, size: int, rank: int, max_blocks: int | None) -> ctypes.c_void_p:
         named = _UniqueId.from_buffer_copy(unique_id)
-        config = _Config(ctypes.sizeof(_Config), _MAGIC, _LAYOUT, 0, _UNSET, _UNSET, MAX_BLOCKS, None, _UNSET)
+        blocks = _UNSET if max_blocks is None else max_blocks
+        config = _Config(ctypes.sizeof(_Config), _MAGIC, _LAYOUT, 0, _UNSET, _UNSET, blocks, None, _UNSET)
         group = ctypes.c_void_p()
         code = self._calls.ncclCommInitRankConfig(ctypes.byref(group), size, named, rank, ctypes.byref(config))
         self._check("ncclCommInitRankConfig", code)

@@ -1,8 +1,8 @@
 """Everything that Slipstream takes from vLLM's objects at run time, as types.
 
 Code under `weight_sync/vllm` annotates vLLM's objects with these, so that mypy refuses an attribute that is not listed.
-`tests/weight_sync/test_vllm_contract.py` holds each list against the installed vLLM: against both model runners, since
-a CPU takes the first generation (V1) and a GPU the second (V2), and only a GPU can import some of the modules.
+`tests/weight_sync/vllm/engine/test_vllm_contract.py` holds each list against vLLM's source: against both model runners,
+since a CPU takes the first generation (V1) and a GPU the second (V2), and only a GPU can import some of the modules.
 
 Imports of names from vLLM's modules are no part of this; the same test finds those by itself.
 """
@@ -25,6 +25,12 @@ class ParallelConfig(Protocol):
     world_size: int
     distributed_executor_backend: Any
 
+    # Of the front end alone.
+    _api_process_count: int
+
+    @property
+    def local_engines_only(self) -> bool: ...
+
     @property
     def world_size_across_dp(self) -> int: ...
 
@@ -44,6 +50,9 @@ class ModelConfig(Protocol):
 
     @property
     def is_encoder_decoder(self) -> bool: ...
+
+    @property
+    def is_moe(self) -> bool: ...
 
     def get_vocab_size(self) -> int: ...
 
@@ -168,7 +177,7 @@ class EngineCore(Protocol):
     @property
     def _idle_state_callbacks(self) -> MutableSequence[Callable[[Any], None]]: ...
 
-    def collective_rpc(self, method: str) -> list[Any]: ...
+    def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> list[Any]: ...
 
     def get_weight_version(self) -> str: ...
 
@@ -183,8 +192,6 @@ class CoreClient(Protocol):
     """vLLM's `AsyncMPClient`: the API process's end of the engine cores."""
 
     resources: Any
-
-    async def call_utility_async(self, method: str, *args: Any) -> Any: ...
 
     async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]: ...
 
@@ -220,9 +227,5 @@ class EngineClient(Protocol):
 
     @property
     def errored(self) -> bool: ...
-
-    async def collective_rpc(self, method: str, *, args: tuple[Any, ...] = ()) -> Any: ...
-
-    async def get_weight_version(self) -> str: ...
 
     async def resume_generation(self) -> None: ...

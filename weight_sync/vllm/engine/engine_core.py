@@ -17,6 +17,7 @@ the old salt, where no new turn looks. Requests whose keys and values come from 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from concurrent.futures import Future
@@ -24,6 +25,8 @@ from functools import partial, wraps
 from typing import Any
 
 from weight_sync.vllm.engine.contract import EngineCore, Request
+
+logger = logging.getLogger(__name__)
 
 _MARK = "weights "
 # Changes of the weights in this process. A label alone would not do: weights that fail their proof share it with the
@@ -107,6 +110,7 @@ def install_swap() -> None:
     from vllm.v1.engine.core import EngineCore
 
     EngineCore.slipstream_state = state
+    EngineCore.slipstream_workers = workers
     EngineCore.slipstream_swap = swap
     EngineCore.slipstream_exchange = exchange
     install_prefix_salt()
@@ -115,6 +119,21 @@ def install_swap() -> None:
 def state(core: EngineCore) -> dict[str, Any]:
     """Return boot, label and whether the engine is paused. An answer also shows that it lives."""
     return {"boot": BOOT, "label": core.get_weight_version(), "paused": core.is_scheduler_paused()}
+
+
+def workers(core: EngineCore, method: str, args: list[Any]) -> dict[str, Any]:
+    """Call a method of every worker.
+
+    An error is answered, not raised: vLLM's client would not say which engine it comes from.
+
+    Returns:
+        `answers` by rank, and `error`: None, or why there are none.
+    """
+    try:
+        return {"answers": core.collective_rpc(method, args=tuple(args)), "error": None}
+    except Exception as error:
+        logger.exception("%s failed in a worker", method)
+        return {"answers": [], "error": f"{type(error).__name__}: {error}"}
 
 
 def swap(core: EngineCore, label: str, clear_cache: bool) -> Any:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import xxhash
 
-# Elements of a tensor on an accelerator that are hashed at once: 8 bytes each, and as many for their positions.
-CHUNK = 2**24
+# Elements of a tensor on an accelerator that are hashed at once. Each needs 8 bytes, in up to five temporary tensors.
+CHUNK = 2**22
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number
 
 

@@ -13,7 +13,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,32 @@ class Reading(threading.Thread):
         return vars(self._found)
 
 
+_streams: dict[torch.device, Any] = {}
+
+
+@contextmanager
+def beside_the_engine(device: torch.device, after: Any | None) -> Iterator[None]:
+    """Put this thread's work onto a stream of its own, where it does not delay the engine's steps.
+
+    The same stream each time: torch keeps a cache of memory for every one that was used.
+
+    Args:
+        device: The model's device.
+        after: Event of the engine's stream to wait for; None on a CPU.
+    """
+    if after is None:
+        yield
+        return
+    torch.cuda.set_device(device)  # a new thread has device 0, which is another worker's
+    if device not in _streams:
+        make: Any = torch.cuda.Stream
+        _streams[device] = make(device)
+    stream = _streams[device]
+    stream.wait_event(after)
+    with torch.cuda.stream(stream):
+        yield
+
+
 class ModelReading(Reading):
     """Compares the weights of `model` with `proven`, and adds `probed`: the engine thread's findings by products."""
 
@@ -74,11 +100,12 @@ class ModelReading(Reading):
         self._model = model
         self._proven = proven
         self._probed = probed or Difference(0, [], [])
+        self._device = device = next(model.parameters()).device
+        # The weights are written once the engine's stream has done what it was given until now.
+        self._written = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
 
     def difference(self) -> Difference:
-        on_gpu = next(self._model.parameters()).is_cuda
-        # On a stream of its own it does not delay the engine's steps.
-        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():  # type: ignore[no-untyped-call]
+        with beside_the_engine(self._device, self._written):
             found = compare(self._proven, held(self._model))
         probed = tuple(f"{name}.packed" for name in self._proven.products)
         unread = self._probed.unread + [name for name in found.unread if not name.startswith(probed)]

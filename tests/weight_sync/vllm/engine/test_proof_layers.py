@@ -7,13 +7,16 @@ import platform
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from weight_sync.vllm.engine import fingerprints
-from weight_sync.vllm.engine.fingerprints import compare, fingerprint, held
+from weight_sync.vllm.engine import fingerprints, layer_proof
+from weight_sync.vllm.engine.fingerprints import Difference, ModelFingerprints, compare, fingerprint, held
 from weight_sync.vllm.engine.layer_proof import ModelReading
 from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear, can_pack
 
@@ -138,6 +141,39 @@ def test_live_layers_are_read_on_a_thread() -> None:
     reading.start()
     reading.join(10)
     assert reading.result() == {"checked": 5, "wrong": ["embedding.weight"], "unread": []}
+
+
+class Cuda:
+    """Records what is asked of `torch.cuda`. A thread begins with device 0, as in CUDA."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def set_device(self, device: torch.device) -> None:
+        self.asked.append(device)
+
+    def current_stream(self, device: torch.device) -> Any:
+        return SimpleNamespace(record_event=lambda: f"event of {device}")
+
+    def Stream(self, device: torch.device) -> Any:  # noqa: N802
+        self.asked.append(f"stream on {device}")
+        return SimpleNamespace(wait_event=self.asked.append)
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext(self.asked.append("reads"))
+
+
+def test_layers_on_a_gpu_are_read_on_one_stream_of_that_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, gpu = Cuda(), torch.device("cuda", 1)
+    monkeypatch.setattr(torch, "cuda", cuda)
+    monkeypatch.setattr(layer_proof, "_streams", {})
+    model: Any = SimpleNamespace(
+        parameters=lambda: iter([SimpleNamespace(device=gpu)]), named_modules=lambda **_: iter(())
+    )
+    for _ in range(2):
+        assert ModelReading(model, ModelFingerprints()).difference() == Difference(0, [], [])
+    reads = [gpu, "event of cuda:1", "reads"]
+    assert cuda.asked == [gpu, "stream on cuda:1", *reads[1:], *reads]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.int64])

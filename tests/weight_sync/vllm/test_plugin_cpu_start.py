@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from weight_sync.vllm import cpu_start
+from weight_sync.vllm import plugin
 
 IN_ENGINE = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 
@@ -33,18 +33,18 @@ def test_the_engine_is_forked_where_it_computes_alone_on_one_thread(
         @staticmethod
         def check_and_update_config(vllm_config: Any) -> None:
             checked.append(vllm_config)
-            os.environ[cpu_start.METHOD] = "spawn"
+            os.environ[plugin.METHOD] = "spawn"
 
-    monkeypatch.setenv(cpu_start.METHOD, "as before")
+    monkeypatch.setenv(plugin.METHOD, "as before")
     if threads is None:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     else:
         monkeypatch.setenv("OMP_NUM_THREADS", threads)
     config = SimpleNamespace(parallel_config=SimpleNamespace(distributed_executor_backend=executor))
-    cpu_start.fork_engine(Platform)
+    plugin.fork_engine(Platform)
     Platform.check_and_update_config(config)
     assert checked == [config]
-    assert os.environ[cpu_start.METHOD] == method
+    assert os.environ[plugin.METHOD] == method
 
 
 def test_the_installed_vllm_has_what_is_replaced_and_it_is_replaced_once() -> None:
@@ -55,9 +55,9 @@ def test_the_installed_vllm_has_what_is_replaced_and_it_is_replaced_once() -> No
     if not current_platform.is_cpu():
         pytest.skip("the CPU build alone")
     assert hasattr(registry, "_run_in_subprocess")
-    cpu_start.install()
+    plugin.quicken_cpu_start()
     replaced = current_platform.check_and_update_config
-    cpu_start.install()
+    plugin.quicken_cpu_start()
     assert current_platform.check_and_update_config is replaced
     assert registry._run_in_subprocess(lambda: 7) == 7
     assert registry._run_in_subprocess(os.getpid) == os.getpid()

@@ -22,7 +22,7 @@ from learner.model import export
 from learner.model.export import CheckpointView
 from learner.ranks import wrapping
 from learner.ranks.team import Team
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 BUCKET_BYTES = 256 << 20
 
@@ -109,10 +109,15 @@ class Share:
         sizes = {unit: sum(map(self._bytes, names)) for unit, names in units.items()}
         shares = deal_out(sizes, team.count)
         self._names = [[units[unit] for unit in share] for share in shares]
-        self._layout = {name: of for unit in shares[team.rank] for name, of in converted[unit].items()}
+        device = next((wrapping.local(tensor).device for tensor in self._tensors.values()), torch.device("cpu"))
+        self._layout = {
+            name: torch.empty(1, dtype=of.dtype, device=device).expand(of.shape)
+            for unit in shares[team.rank]
+            for name, of in converted[unit].items()
+        }
 
     def layout(self) -> dict[str, torch.Tensor]:
-        """Return tensors without content, by the names of the checkpoint."""
+        """Return tensors without content on the network's device, by the names of the checkpoint."""
         return self._layout
 
     @torch.no_grad()

@@ -34,6 +34,7 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
 from weight_sync.publisher import Publisher
+from weight_sync.ranks import FollowingRanks, ShareFollower, StoreChannel
 from weight_sync.weights import snapshot
 
 
@@ -111,7 +112,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
-        with Publisher(config, url) as publisher:
+        followers = following_ranks(config, team)
+        with Publisher(config, url, ranks=followers) as publisher:
             loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
 
 
@@ -121,8 +123,22 @@ def follow(place: RankInfo) -> None:
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     team, config = launch.join_team(place)
-    build_trainer(config, None, team).take_part()
+    trainer = build_trainer(config, None, team)
+    channel = StoreChannel(team.connect_store(), team.connect_store(), team.rank, leads=False)
+    with ShareFollower(config, channel, team.rank, beside_rank_0=place.rank == place.local_rank) as follower:
+        trainer.on_share = follower.fill
+        trainer.take_part()
     launch.leave_group()
+
+
+def following_ranks(config: RunConfig, team: Team) -> FollowingRanks | None:
+    """Connect to the other ranks where each sends its share of the weights; None where rank 0 sends everything."""
+    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
+    if team.count == 1 or config.weight_sync.transport in ("nccl", "ipc"):
+        return None
+    return FollowingRanks(
+        [StoreChannel(team.connect_store(), team.connect_store(), rank, leads=True) for rank in range(1, team.count)]
+    )
 
 
 # Set by the supervisor where servers share the learner's GPU: the share of its memory that the learner may take.

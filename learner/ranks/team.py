@@ -107,6 +107,10 @@ class Team:
             self.alarm.signalled = lambda: guard.asked
             guard.last = self.alarm.last
 
+    def connect_store(self) -> Any:
+        """Open another connection to the ranks' store, for a thread that waits there."""
+        return self._store.clone()
+
     def on_lost(self, heard: Callable[[RankLost], None]) -> None:
         """Call `heard`, on a thread, with what is known of a rank that is gone."""
         if self.alarm is not None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,8 @@ from learner.training import optimiser
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
+
+T = TypeVar("T")
 
 # Keys of `Trainer.state`.
 STATE = ("optim", "optimiser", "schedule", "reference")
@@ -104,6 +106,8 @@ class Trainer:
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
         self._share: Share | None = None
+        # Called on each rank but 0 with what `hand_over_share` tells, and the rank's share.
+        self.on_share: Callable[[Mapping[str, Any], Share], None] = lambda told, share: None
         self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
             self.reference.prepare(self.accelerator, self.team)
@@ -253,6 +257,12 @@ class Trainer:
             self._share = Share(policy.model, self.team, policy.precision.servers, bucket_bytes, view)
         return self._share
 
+    def hand_over_share(self, told: Mapping[str, Any], hand_over: Callable[[Share], T]) -> T:
+        """Call `hand_over` with this rank's share, while each other rank calls `on_share` with `told` and its own."""
+        with self.team.together("share"):
+            self.team.spread(dict(told))
+            return hand_over(self.share())
+
     def save_model(self, folder: Path) -> None:
         """Save the policy as `Policy.save` does."""
         with self._by_all("save_model"):
@@ -275,6 +285,8 @@ class Trainer:
                     self.score([])
                 case "weights":
                     self.weights()
+                case "share":
+                    self.on_share(self.team.spread(), self.share())
                 case "save_model":
                     self.save_model(Path())
                 case "state":

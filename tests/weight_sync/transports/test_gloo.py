@@ -89,7 +89,9 @@ async def test_workers_that_cannot_map_each_other_receive_each_for_itself(monkey
 async def test_a_worker_whose_leaders_memory_is_gone_says_so_to_the_learner() -> None:
     async with connected(workers=2) as r:
         r.receiver.only[0]._staging = Misplaced(shared=True)
-        with pytest.raises(TransferError, match=r"workers \[1\] cannot map the memory|of the worker that received cannot be mapped"):
+        with pytest.raises(
+            TransferError, match=r"workers \[1\] cannot map the memory|of the worker that received cannot be mapped"
+        ):
             await r.publish(snapshot())
 
 

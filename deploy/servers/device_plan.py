@@ -356,7 +356,9 @@ def _remedies(config: RunConfig, shape: ModelShape) -> Iterator[tuple[str, RunCo
         at_learner.append({("learner", "gradient_checkpointing"): True})
     if "token_budget" in learner.model_fields_set:
         at_learner += [{("learner", "token_budget"): row} for row in _halves(learner.token_budget)]
-    if not config.lora.r and learner.weights_dtype != "model":
+    if config.lora.r:  # merged weights are sent by all ranks, each its share
+        at_learner += [{("learner", "ranks"): n} for n in range(learner.ranks + 1, 9)]
+    elif learner.weights_dtype != "model":
         sharded: dict[tuple[str, str], Any] = {("learner", "shard_weights"): True}
         at_learner += [{("learner", "ranks"): n, **sharded} for n in range(learner.ranks + 1, 9)]
         if not learner.shard_weights:

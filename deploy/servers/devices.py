@@ -31,27 +31,6 @@ SHARE, CACHE = "SLIPSTREAM_GPU_SHARE", "SLIPSTREAM_GPU_CACHE"
 _NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
-def here(config: RunConfig, cpu: bool, part: Part = "run") -> DevicePlan | None:
-    """Plan for this machine.
-
-    Args:
-        config: The run file.
-        cpu: Whether the installed vLLM is the CPU build.
-        part: The processes to plan for. Those of a run whose servers run elsewhere are its learner.
-
-    Returns:
-        None with vLLM's CPU build, or without a GPU.
-
-    Raises:
-        ConfigError: The GPUs are too few or too small.
-    """
-    return _planned(_gpus(cpu), config, part)
-
-
-def _gpus(cpu: bool) -> list[Gpu]:
-    return [] if cpu else probes.visible_gpus()
-
-
 def _planned(found: list[Gpu], config: RunConfig, part: Part) -> DevicePlan | None:
     if part == "run" and config.vllm.servers:
         part = "learner"
@@ -84,10 +63,19 @@ def settle(
 
     On a GPU, `model.dtype` is the checkpoint's, if the run file does not set it.
 
+    Args:
+        config: The run file.
+        cpu: Whether the installed vLLM is the CPU build.
+        say: Takes one line at a time.
+        part: The processes to plan for. Those of a run whose servers run elsewhere are its learner.
+
+    Returns:
+        The plan, None with vLLM's CPU build or without a GPU; and the run file.
+
     Raises:
-        ConfigError: As `here`.
+        ConfigError: The GPUs are too few or too small.
     """
-    found = _gpus(cpu)
+    found = [] if cpu else probes.visible_gpus()
     config, chosen = _of_checkpoint(found, config)
     planned = _planned(found, config, part)
     for line in planned.lines() if planned is not None else ():

@@ -263,9 +263,9 @@ def test_a_server_has_one_api_process(run_file: Path) -> None:
 
 def test_nothing_is_planned_where_no_gpu_is(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(run_file, [])
-    assert devices.here(config, cpu=True) is None
+    assert devices.settle(config, True, pytest.fail)[0] is None
     monkeypatch.setattr(probes, "_DRIVERS", ())
-    assert devices.here(config, cpu=False) is None
+    assert devices.settle(config, False, pytest.fail)[0] is None
 
 
 def test_torch_is_asked_in_a_process_of_its_own_and_finds_none_here(
@@ -275,3 +275,18 @@ def test_torch_is_asked_in_a_process_of_its_own_and_finds_none_here(
     monkeypatch.setattr(probes, "_DRIVERS", (tmp_path,))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert probes.visible_gpus() == []
+
+
+def test_a_learner_beside_servers_is_kept_within_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from learner import run
+
+    bounds = list[float]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", bounds.append)
+    for share in ("0.250", "0.000"):  # 0: it has its GPU for itself
+        monkeypatch.setenv(devices.SHARE, share)
+        run.bound_gpu_memory()
+    monkeypatch.delenv(devices.SHARE)
+    run.bound_gpu_memory()
+    assert bounds == [0.25]

@@ -78,6 +78,13 @@ def untied(network: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.T
     return {name: tensor for name, tensor in state.items() if name in parameters or name not in named}
 
 
+def saved_view(network: Any) -> CheckpointView:
+    """View all that `save_pretrained` writes, weights that do not train included."""
+    ignored = set(network._keys_to_ignore_on_save or [])
+    state = network.state_dict().items()
+    return CheckpointView({name: tensor.detach() for name, tensor in state if name not in ignored}, {})
+
+
 def stand_ins(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors of the same names, shapes and types without content."""
     return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}

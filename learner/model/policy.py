@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from learner.algorithm.loss_terms import Routing
 from learner.attention import packed
@@ -126,7 +127,14 @@ class Policy(torch.nn.Module):
             self.model.save_pretrained(folder, state_dict=state)
         else:
             self.adapter.save_merged(folder)
-        path = folder / "config.json"
+        self._name_served_type(folder / "config.json")
+
+    def save_without_weights(self, folder: Path) -> None:
+        """Write the files of a model folder beside the weights."""
+        self.save(folder, {})
+        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # some releases write an empty one
+
+    def _name_served_type(self, path: Path) -> None:
         facts = json.loads(path.read_text(encoding="utf-8"))
         facts.pop("quantization_config", None)
         served = str(self.precision.servers).removeprefix("torch.")

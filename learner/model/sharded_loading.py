@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, GenerationConfig
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -135,7 +134,7 @@ class Outline:
     def _fill(self, source: _Source, tensors: Mapping[str, torch.Tensor]) -> None:
         keys = [key for keys in source.keys.values() for key in keys]
         first = tensors[source.name]
-        rows = _own_rows(first)
+        rows = wrapping.own_rows(first)
         if rows is not None and not rows:
             return
         if source.converter is None:
@@ -147,7 +146,7 @@ class Outline:
         read = {key: tensor.to(first.dtype) for key, tensor in read.items()}
         cut = source.converter is None or source.stacks
         for name, made in source.converted(self.network, read).items():
-            own = _own_rows(tensors[name])
+            own = wrapping.own_rows(tensors[name])
             part = made if cut or own is None else made[own.start : own.stop]
             held = wrapping.local(tensors[name])
             if part.shape != held.shape:
@@ -218,16 +217,6 @@ class _Files:
         found: torch.Tensor = stored[:] if rows is None else stored[rows.start : rows.stop]
         self._left -= found.nbytes
         return found
-
-
-def _own_rows(tensor: torch.Tensor) -> range | None:
-    """Return the rows of a sharded tensor that this rank holds; None where it holds all."""
-    if not isinstance(tensor, DTensor):
-        return None
-    rows, mesh = len(tensor), tensor.device_mesh
-    each = -(-rows // mesh.size())
-    start = min(rows, each * mesh.get_local_rank())
-    return range(start, min(rows, start + each))
 
 
 def _initialise_buffers(network: Any) -> None:

@@ -85,7 +85,10 @@ class Share:
         network: The transformers model; sharded weights must be in parts (`wrapping.resharded`).
         dtype: Type in which floating-point tensors are published; None for their own.
         bucket_bytes: The most that a rank sends at once, and that it receives at once.
-        view: Views the network as it is now; needed where it has an adapter.
+        view: Views the network as it is now; needed where other weights are wanted than all that train.
+
+    Attributes:
+        layouts: The `layout` of each rank.
     """
 
     def __init__(
@@ -110,15 +113,18 @@ class Share:
         shares = deal_out(sizes, team.count)
         self._names = [[units[unit] for unit in share] for share in shares]
         device = next((wrapping.local(tensor).device for tensor in self._tensors.values()), torch.device("cpu"))
-        self._layout = {
-            name: torch.empty(1, dtype=of.dtype, device=device).expand(of.shape)
-            for unit in shares[team.rank]
-            for name, of in converted[unit].items()
-        }
+        self.layouts = [
+            {
+                name: torch.empty(1, dtype=of.dtype, device=device).expand(of.shape)
+                for unit in share
+                for name, of in converted[unit].items()
+            }
+            for share in shares
+        ]
 
     def layout(self) -> dict[str, torch.Tensor]:
         """Return tensors without content on the network's device, by the names of the checkpoint."""
-        return self._layout
+        return self.layouts[self._team.rank]
 
     @torch.no_grad()
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -128,7 +134,7 @@ class Share:
         self._tensors = export.untied(self._network, self._view.tensors)
         for unit in self._exchanged():
             for name, tensor in export.converted(self._network, unit).items():
-                yield name, self._view.whole(tensor).to(self._layout[name].dtype)
+                yield name, self._view.whole(tensor).to(self.layout()[name].dtype)
             # Nothing of it is held while the next one arrives.
             del unit, tensor
 
@@ -194,9 +200,9 @@ class Share:
             yield bucket
 
     def _rows_each(self, name: str) -> int:
-        """Return the rows of a sharded tensor that a rank holds, the last ones fewer; 0 where each rank holds all."""
+        """Return the most rows of a sharded tensor that a rank holds; 0 where each holds all."""
         tensor = self._tensors[name]
-        return -(-len(tensor) // self._team.count) if isinstance(tensor, DTensor) else 0
+        return len(wrapping.rows_of(len(tensor), self._team.count, 0)) if isinstance(tensor, DTensor) else 0
 
     def _round(
         self, buckets: Sequence[Sequence[_Piece]], arriving: dict[str, torch.Tensor]

@@ -104,6 +104,19 @@ def resharded(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def rows_of(rows: int, count: int, rank: int) -> range:
+    """Return the rows of a sharded tensor that a rank holds; the last ranks may hold fewer, or none."""
+    each = -(-rows // count)
+    return range(min(rows, each * rank), min(rows, each * (rank + 1)))
+
+
+def own_rows(tensor: torch.Tensor) -> range | None:
+    """Return the rows of a sharded tensor that this rank holds; None for one that it holds whole."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return rows_of(len(tensor), tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -122,8 +135,9 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape."""
-    if isinstance(held, DTensor) and full.shape == held.shape:
+    """Return `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape; `full` itself if
+    it is sharded."""
+    if not isinstance(full, DTensor) and isinstance(held, DTensor) and full.shape == held.shape:
         placed = full.to(held.device)
         return distribute_tensor(placed, held.device_mesh, held.placements, src_data_rank=None)
     return full

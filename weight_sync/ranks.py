@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from protocol.config import RunConfig, WeightSyncSection
-from weight_sync.transports.base import Sender, Sent, TransferError, build_sender
-from weight_sync.transports.gloo.group import local_host_towards
+from weight_sync.transports.base import Sender, Sent, TransferError, build_sender, local_host_towards
 from weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)

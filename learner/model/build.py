@@ -108,8 +108,10 @@ def _loaded_by_part(
     if longest is not None:
         loading.check_lengths(network.config.get_text_config(), path, longest)
     loading.freeze_all_but_text(network)
-    policy = wrapping.sharded(Policy(network, model.attention, scoring, precision), PartialState().device)
-    policy.to_empty(device=PartialState().device)
+    device = PartialState().device
+    policy = Policy(network, model.attention, scoring, precision)
+    policy = wrapping.sharded(policy, device, precision.of_layers)
+    policy.to_empty(device=device)
     outline.fill()
     if longest is not None:
         loading.fix_rope_frequencies(network, longest)

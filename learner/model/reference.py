@@ -55,7 +55,7 @@ class ReferenceModel(Reference):
 
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
         if team.sharded:
-            self._prepared = wrapping.sharded(self._own, accelerator.device)
+            self._prepared = wrapping.sharded(self._own, accelerator.device, self._own.precision.of_layers)
         else:
             self._prepared = accelerator.prepare_model(self._own, evaluation_mode=True)
 

@@ -3,6 +3,9 @@
 FSDP2 is torch's `fully_shard` itself, the same call on a CPU as on GPUs: accelerate's way to it supports GPUs only, and
 maps parameters by name, which breaks tied embeddings. Each layer is sharded, and the rest as one, so that a tied output
 layer and its embedding stay one parameter.
+
+Layers travel in the type that they compute in, and gradients in float32. The rest travels as it is: the layers add up
+in float32 what the embeddings begin, and the output layer's gradient is written in it.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,7 +42,7 @@ def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
     return DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=skips_weights)
 
 
-def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
+def wrapped(policy: Any, accelerator: Accelerator, team: Team) -> Any:
     """Wrap the policy with rank 0's weights, as all ranks train it; one that is sharded has its own. Its parameters may
     be other objects afterwards."""
     if team.count == 1:
@@ -49,21 +52,27 @@ def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> An
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor, 0)
     if team.sharded:
-        return sharded(policy, accelerator.device)
+        return sharded(policy, accelerator.device, policy.precision.of_layers)
     model = accelerator.prepare_model(policy)
     # No step changes a buffer: sending them before each forward would only cost time.
     model.broadcast_buffers = False
     return model
 
 
-def sharded(model: Module, device: torch.device) -> Module:
-    """Shard the parameters of the model over all ranks, in place; one that is sharded stays as it is."""
+def sharded(model: Module, device: torch.device, layers: torch.dtype | None = None) -> Module:
+    """Shard the parameters of the model over all ranks, in place; one that is sharded stays as it is.
+
+    Args:
+        layers: Type in which a layer is gathered; None for that of its weights.
+    """
     if is_sharded(model):
         return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Inputs stay as they are: autocast chooses the type of each product, as it does where a rank holds all weights.
+    travels = MixedPrecisionPolicy(param_dtype=layers, reduce_dtype=layers and torch.float32, cast_forward_inputs=False)
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=travels)
     fully_shard(model, mesh=mesh)
     if hasattr(model, "run"):
         register_fsdp_forward_method(model, "run")

@@ -9,6 +9,7 @@ by a `Sender`. `AutoTransport` asks each server which transport it was started w
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -284,3 +285,10 @@ def _learners_end(name: str) -> Callable[[WeightSyncSection], Any]:
     module, _, cls = TRANSPORTS[name].learner.partition(":")
     made: Callable[[WeightSyncSection], Any] = getattr(import_module(module), cls)
     return made
+
+
+def local_host_towards(host: str) -> str:
+    """Return this machine's address as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])

@@ -15,8 +15,6 @@ import torch
 import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.core_model_loading import Chunk, WeightConverter
 
 from learner.model.adapter import Adapter
@@ -28,6 +26,7 @@ from learner.run import build_trainer
 from protocol.config import LoraSection, ModelSection
 from tests.kit import LEARNER, config
 from tests.kit.copies import start_function
+from tests.kit.memory import LiveBytes
 from tests.kit.model import save_tiny_model, tiny_model
 from tests.learner.families import MIXTURES, TEXT
 from weight_sync.weights.snapshot import MadeOneByOne
@@ -74,27 +73,6 @@ def whole(name: str) -> dict[str, torch.Tensor]:
     }
 
 
-class Counter(TorchDispatchMode):
-    """Counts the bytes of the storages that are made while it is on, and are still there."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__()
-        self._not = {wrapping.local(of).untyped_storage()._cdata for of in [*model.parameters(), *model.buffers()]}
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in found if isinstance(found, list | tuple) else [found]:
-            if isinstance(tensor, torch.Tensor) and type(tensor) is torch.Tensor and tensor.device.type != "meta":
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._not:
-                    self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self._alive = {key: of for key, of in self._alive.items() if not of[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self._alive.values()))
-        return found
-
-
 def published(number: int, name: str, ranks: int, bucket: int) -> dict[str, Any]:
     """A rank's share; the most that it held beside the model while nobody kept anything; what it sent at once."""
     model = wrapping.sharded(model_of(name), torch.device("cpu"))
@@ -114,12 +92,12 @@ def published(number: int, name: str, ranks: int, bucket: int) -> dict[str, Any]
 
     wrapping.exchange = counted
     try:
-        with Counter(model) as counter:
+        with LiveBytes() as live:
             for _ in share:
                 pass
     finally:
         wrapping.exchange = exchange
-    return {"share": found, "held": counter.most, "sent": sent}
+    return {"share": found, "held": live.peak, "sent": sent}
 
 
 def rank(number: int, ranks: int, store: str, pipe: int) -> None:

@@ -95,6 +95,52 @@ class VllmConfig(Protocol):
     def weight_transfer_config(self) -> WeightTransferConfig | None: ...
 
 
+class AttentionImpl(Protocol):
+    """vLLM's `AttentionImpl` of any backend. Some have `alibi_slopes`, `sinks` and `logits_soft_cap` besides."""
+
+    scale: float
+
+
+class AttentionLayer(Protocol):
+    """vLLM's `Attention`. Some releases have `kv_cache_update_bypass` besides."""
+
+    attn_type: Any
+    sliding_window: int | None
+    kv_sharing_target_layer_name: str | None
+    impl: AttentionImpl
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    head_size_v: int
+    # Called as a module; Slipstream replaces it for one pass.
+    forward: Callable[..., Any]
+
+
+class QuantizeMethod(Protocol):
+    """vLLM's `QuantizeMethodBase`: how a layer holds its weight and multiplies with it."""
+
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+    def apply(self, layer: Any, /, *inputs: Any) -> Any: ...
+
+
+class LayerReloadingInfo(Protocol):
+    """vLLM's record of a layer that is loaded anew."""
+
+    restore_metadata: Any
+    restore_device: Any
+    kernel_tensors: Any
+
+
+class AdapterLayer(Protocol):
+    """vLLM's `BaseLinearLayerWithLoRA`. Those that are cut over workers have `slice_lora_a` and `slice_lora_b`."""
+
+    n_slices: int
+    tp_size: int
+    lora_a_stacked: Sequence[Any]
+    lora_b_stacked: Sequence[Any]
+
+
 class AdapterManager(Protocol):
     """vLLM's `LoRAModelManager`."""
 
@@ -135,6 +181,42 @@ class ModelRunner(Protocol):
     def _set_active_loras(
         self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], lora_requests: set[Any]
     ) -> None: ...
+
+
+class Worker(Protocol):
+    """vLLM's GPU `Worker`, of which the CPU's is a subclass."""
+
+    model_runner: Any
+    weight_transfer_engine: Any
+    _weight_update_active: bool
+
+    def finish_weight_update(self) -> None: ...
+
+
+class WeightTransferEngine(Protocol):
+    """vLLM's base of all engines that receive weights. Each of its workers makes one."""
+
+    config: Any
+    vllm_config: Any
+    parallel_config: Any
+    device: Any
+    model: Any
+
+    def init_transfer_engine(self, init_info: Any) -> None: ...
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: dict[str, Any]) -> None: ...
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> Any: ...
+
+    def receive_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def reset_weight_update_target(self) -> None: ...
+
+    def shutdown(self) -> None: ...
 
 
 class Request(Protocol):
@@ -200,6 +282,24 @@ class CoreClient(Protocol):
     async def pause_scheduler_async(self, mode: Any, clear_cache: bool) -> None: ...
 
     async def resume_scheduler_async(self) -> None: ...
+
+
+class EngineManager(Protocol):
+    """vLLM's `CoreEngineProcManager`."""
+
+    failed_proc_name: str | None
+
+    def finished_procs(self) -> dict[str, int]: ...
+
+
+class ServingModels(Protocol):
+    """vLLM's `OpenAIServingModels`."""
+
+    lora_requests: Mapping[str, Any]
+
+    async def load_lora_adapter(self, wanted: Any, /) -> Any: ...
+
+    async def unload_lora_adapter(self, wanted: Any, /) -> Any: ...
 
 
 class OutputProcessor(Protocol):

@@ -18,7 +18,7 @@ from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionType
 
-from weight_sync.vllm.engine.contract import ModelRunner
+from weight_sync.vllm.engine.contract import AttentionLayer, ModelRunner
 
 # Attention keeps the square of this many scores for each head.
 MAX_TOKENS = 1024
@@ -51,6 +51,8 @@ def _reason_of_layer(layer: Any, tokens: int) -> str | None:
         return f"is attention of the kind {layer.attn_type}"
     if layer.sliding_window is not None and layer.sliding_window < tokens:
         return f"looks back {layer.sliding_window} tokens only"
+    if getattr(layer, "kv_cache_update_bypass", False):
+        return "is given its keys and values by the cache"
     if layer.kv_sharing_target_layer_name is not None:
         return "shares the keys and values of another layer"
     for special in ("alibi_slopes", "sinks"):
@@ -101,7 +103,7 @@ def _attending_to_itself(runner: ModelRunner) -> Iterator[None]:
 
 
 def _attend(
-    layer: Any,
+    layer: AttentionLayer,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,

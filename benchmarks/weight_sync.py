@@ -42,18 +42,19 @@ from tests.kit.ports import free_port
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.answers import Swap
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent
+from weight_sync.transports.base import Sent, StagedTransport
 from weight_sync.transports.gloo.group import GlooGroup
-from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.transports.gloo.sender import GlooSender
 from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.flat_buffer import Manifest, Reserve, fresh, touch
+from weight_sync.weights.host_memory import Reserve, fresh, touch
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Probe, Snapshot, probe_token_ids
 
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}
 UNDISTURBED_S = 1.0
 
 
-class Timed(GlooTransport):
+class Timed(GlooSender):
     """Records the seconds until all bytes have arrived and were verified."""
 
     def __init__(self, section: WeightSyncSection, send_s: list[float]) -> None:
@@ -160,7 +161,9 @@ class Run:
         self.control = control
         self.sent: list[float] = []
         section = WeightSyncSection(timeout_s=120)
-        self.sync = ServerSync(control, lambda: Timed(section, self.sent), TOLERANCE[dtype], dtype)
+        self.sync = ServerSync(
+            control, lambda: StagedTransport(section, [Timed(section, self.sent)]), TOLERANCE[dtype], dtype
+        )
         self.baseline = Baseline(control)
 
     async def series(self, load: Load | None) -> Series:

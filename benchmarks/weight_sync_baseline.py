@@ -18,7 +18,8 @@ import torch.distributed
 from weight_sync.server.cancellation import gather, on_thread
 from weight_sync.server.control import ServerControl
 from weight_sync.vllm.worker import SlipstreamWorker
-from weight_sync.weights.flat_buffer import Manifest, Staging
+from weight_sync.weights.host_memory import Staging
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 dist: Any = torch.distributed

@@ -40,7 +40,7 @@ from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.staging import Record, SharedStaging
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.weights.delta_codec import apply, encode_delta
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 LEARNING_RATE = 1e-6
 

@@ -163,6 +163,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     access.hide_token()  # Callbacks, and programs that they start, must not read it.
     if config.learner.epochs is not None:
         config = _with_steps(load(run_file, context.args, needs=EVERYTHING))
+    config = devices.settle_learner(config, typer.echo)
     devices.forbid_peers(config)
     try:
         run(config, queue, resume)

@@ -8,7 +8,7 @@ until the step is acknowledged. Then leases are given back, and a checkpoint is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -196,17 +196,21 @@ class Loop:
         self._client.call(lambda queue: queue.finish(self._position.session))
         self._reports.conclude(status)
 
-    def _weights(self, probe: Probe) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the weights to publish with `probe`."""
-        adapter = self._trainer.policy.adapter
-        if adapter is None:
-            return self._trainer.weights()
-        if self._alone is None:
-            on_gpu = self._trainer.device.type == "cuda"
-            self._alone = adapter_published_alone(
-                self._config, adapter, probe, on_gpu, self._progress.say, self._position.run
-            )
-        return adapter.alone() if self._alone else self._trainer.weights()
+    def _hand_over(self, version: int, probe: Probe) -> float:
+        """Hand the weights to the publisher, on each rank its share of them. Returns the seconds that this took."""
+        trainer, publisher, adapter = self._trainer, self._publisher, self._trainer.policy.adapter
+        if adapter is not None:
+            if self._alone is None:
+                on_gpu = trainer.device.type == "cuda"
+                self._alone = adapter_published_alone(
+                    self._config, adapter, probe, on_gpu, self._progress.say, self._position.run
+                )
+            if self._alone:
+                return publisher.publish(version, adapter.alone(), probe)
+        if not publisher.by_shares:
+            return publisher.publish(version, trainer.weights(), probe)
+        told = {"version": version, "kept": publisher.make_room(), "run": self._position.run}
+        return trainer.hand_over_share(told, lambda share: publisher.publish(version, share, probe))
 
     def _publish(self) -> float:
         """Hand the weights over. Returns the seconds that this took."""
@@ -216,7 +220,7 @@ class Loop:
         )
         probe = Probe(ids, self._trainer.score(ids))
         with self._client.waiting(self._position.session, "publication"):
-            blocked_s = self._publisher.publish(version, self._weights(probe), probe)
+            blocked_s = self._hand_over(version, probe)
         self._published = version
         self._record_publications()
         return blocked_s

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from pathlib import Path
 
+import torch
 from accelerate.utils import set_seed
 from transformers.utils import logging as transformers_logging
 
@@ -32,6 +34,7 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
 from weight_sync.publisher import Publisher
+from weight_sync.ranks import FollowingRanks, ShareFollower, StoreChannel
 from weight_sync.weights import snapshot
 
 
@@ -109,7 +112,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)
             raise
-        with Publisher(config, url) as publisher:
+        followers = following_ranks(config, team)
+        with Publisher(config, url, ranks=followers) as publisher:
             loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
 
 
@@ -119,14 +123,40 @@ def follow(place: RankInfo) -> None:
         signal.signal(number, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     team, config = launch.join_team(place)
-    build_trainer(config, None, team).take_part()
+    trainer = build_trainer(config, None, team)
+    channel = StoreChannel(team.connect_store(), team.connect_store(), team.rank, leads=False)
+    with ShareFollower(config, channel, team.rank, beside_rank_0=place.rank == place.local_rank) as follower:
+        trainer.on_share = follower.fill
+        trainer.take_part()
     launch.leave_group()
 
 
+def following_ranks(config: RunConfig, team: Team) -> FollowingRanks | None:
+    """Connect to the other ranks where each sends its share of the weights; None where rank 0 sends everything."""
+    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
+    if team.count == 1 or config.weight_sync.transport in ("nccl", "ipc"):
+        return None
+    return FollowingRanks(
+        [StoreChannel(team.connect_store(), team.connect_store(), rank, leads=True) for rank in range(1, team.count)]
+    )
+
+
+# Set by the supervisor where servers share the learner's GPU: the share of its memory that the learner may take.
+GPU_SHARE = "SLIPSTREAM_GPU_SHARE"
+
+
+def bound_gpu_memory() -> None:
+    """Keep this process within its share of the GPU: a batch that takes more fails here, and not a server beside it."""
+    share = float(os.environ.get(GPU_SHARE) or 0)
+    if share and torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(share)
+
+
 def build_trainer(config: RunConfig, checkpoint: Checkpoint | None, team: Team | None = None) -> Trainer:
-    """Build the trainer with the weights of `checkpoint`, or the model's own. On all ranks but the first these are
-    only loaded for their shapes."""
+    """Build the trainer with the weights of `checkpoint`, or the model's own; rank 0's on all ranks. Where each holds a
+    part, it reads that part; unless rank 0 sees a checkpoint that another does not, and sends it."""
     set_seed(config.run.seed)
+    bound_gpu_memory()
     team = team or Team()
     with team.waiting():
         return _built(config, checkpoint, team)
@@ -139,10 +169,23 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trai
     # A checkpoint's model has the adapter in it; the base is the model's own.
     path = config.model.path if checkpoint is None or adapted else str(checkpoint.model_path)
     scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
-    policy = load_policy(path, config.model, scoring, learner, longest=config.vllm.max_model_len, lora=config.lora)
+    by_part = team.sharded
+    if team.sharded:
+        of_rank_0 = team.spread(path)
+        by_part = team.agree(of_rank_0 == config.model.path or Path(of_rank_0).is_dir())
+        path = of_rank_0 if by_part else path
+    policy = load_policy(
+        path,
+        config.model,
+        scoring,
+        learner,
+        longest=config.vllm.max_model_len,
+        lora=config.lora,
+        team=team if by_part else None,
+    )
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)
-    reference = load_reference(config, scoring, policy)
+    reference = load_reference(config, scoring, policy, team)
     trainer = Trainer(policy, learner, config.rollout.max_episode_tokens, reference, team)
     if checkpoint is not None:
         checkpoints.restore(checkpoint, trainer)

@@ -26,7 +26,8 @@ from protocol.config import RunConfig
 from weight_sync.fleet.fleet import Fleet, FleetBroken
 from weight_sync.fleet.publications import PublishRecord, ServerMetrics
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.transports.base import Transport, build_transport
+from weight_sync.ranks import FollowingRanks
+from weight_sync.transports.base import Transport, build_transport, no_others
 from weight_sync.weights.snapshot import Probe
 
 __all__ = ["PublishError", "PublishRecord", "Publisher", "ServerMetrics"]
@@ -53,6 +54,8 @@ class Publisher:
     """Publishes the newest version that was handed over. Use it as a context manager.
 
     Attributes:
+        by_shares: Whether each rank of the learner sends its share: `publish` then gets rank 0's, at the same time as
+            the other ranks fill theirs (`ranks.ShareFollower.fill`).
         session: The learner's session at the queue, which alone may report a server as proven. Set it before the first
             publication.
         run_id: The run's id, by which servers and workers tell its weights from another run's. Set it before the first
@@ -62,20 +65,27 @@ class Publisher:
     """
 
     def __init__(
-        self, config: RunConfig, queue_url: str, make_transport: Callable[[], Transport] | None = None
+        self,
+        config: RunConfig,
+        queue_url: str,
+        make_transport: Callable[[], Transport] | None = None,
+        ranks: FollowingRanks | None = None,
     ) -> None:
         """Prepare to publish.
 
         Args:
             make_transport: Makes a transport for each connection to a server; by default the one that
                 `weight_sync.transport` names.
+            ranks: The other ranks, if each sends its share of the weights.
         """
+        self.by_shares = ranks is not None
         self.session: int | None = None
         self.run_id = ""
         self.on_failure: Callable[[BaseException], None] = lambda error: None
         self._failure: BaseException | None = None
         self._config = config
-        self._make_transport = make_transport or (lambda: build_transport(config.weight_sync))
+        others = no_others if ranks is None else ranks.senders
+        self._make_transport = make_transport or (lambda: build_transport(config.weight_sync, others))
         self._queue_url = queue_url
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="publisher", daemon=True)
@@ -108,6 +118,11 @@ class Publisher:
         """The newest version that was handed over, while it does not count; may be read from any thread."""
         handed, counted = self._handed, self.fleet.publications.counted
         return handed if handed is not None and (counted is None or handed > counted) else None
+
+    def make_room(self) -> list[int]:
+        """Return the earlier versions that may still be sent. To be called before `publish`, where ranks send
+        shares."""
+        return self.snapshots.make_room()
 
     def publish(self, version: int, weights: Iterable[tuple[str, torch.Tensor]], probe: Probe) -> float:
         """Take a snapshot of `weights` and publish it in the background.

@@ -104,7 +104,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check_cache_fits(config)
-    devices.check_quantised(config)
+    devices.check_server_args(config)
     findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)
 

@@ -79,13 +79,13 @@ def _devices() -> Iterator[tuple[str, str]]:
 
 def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Print the GPUs that each process of the run would get."""
+    lines = list[str]()
     try:
-        planned = devices.here(config, on_cpu())
+        devices.settle(config, on_cpu(), lines.append)
     except ConfigError as error:
-        yield "devices", f"no plan: {error}"
-        return
-    if planned is not None:
-        yield "devices", "; ".join(planned.lines())
+        lines = [f"no plan: {error}"]
+    if lines:
+        yield "devices", "; ".join(lines)
 
 
 def _memory_limit() -> str:

@@ -22,7 +22,8 @@ from types import TracebackType
 from typing import Literal, Self
 
 from deploy.run.first_error import first_error
-from deploy.servers.devices import DevicePlan, Placement, environment_of, nccl_environment, place_devices
+from deploy.servers.device_plan import DevicePlan
+from deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import access
 from protocol.config import RunConfig
@@ -94,7 +95,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
     learner = program("learner", "learner", *_resume(resume), terminal="stdout")
     seats = devices.servers if devices else ()
     on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
-    own = environment_of(devices.learner) if devices else {}
+    own = environment_of(devices.learner) if devices and devices.learner else {}
     return [
         program("queue", "queue", health=config.queue.url + access.HEALTH),
         *(

@@ -6,7 +6,6 @@ By default vLLM takes 92 % of the machine's memory for one server on a CPU, and 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,9 @@ from typing import Any
 
 import psutil
 
+from deploy.servers.model_shape import BYTES, architecture_of, shape_of
 from protocol.config import ConfigError, RunConfig
+from protocol.config.sections.servers import has_flag
 
 FLAG = "--kv-cache-memory-bytes"
 
@@ -25,8 +26,6 @@ _FLAGS = (FLAG, "--gpu-memory-utilization")
 _VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 GIB = 1024**3
-
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 # Tokens of vLLM's blocks on a CPU. One is kept back, and a sequence's last one is seldom full.
 _BLOCK_TOKENS = 128
@@ -80,19 +79,11 @@ class Budget:
 
 def model_of(architecture: Mapping[str, Any], dtype: str) -> Model | None:
     """Compute sizes from a model's config.json; None for an architecture that is not the usual decoder."""
-    text = architecture.get("text_config", architecture)
-    try:
-        hidden, layers, heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
-        key_heads = text.get("num_key_value_heads") or heads
-        head = text.get("head_dim") or hidden // heads
-        experts = text.get("num_experts") or text.get("num_local_experts") or 1
-        inner = experts * (text.get("moe_intermediate_size") or text["intermediate_size"])
-        embeddings = text["vocab_size"] * hidden * (1 if text.get("tie_word_embeddings") else 2)
-    except KeyError:
+    shape = shape_of(architecture)
+    if shape is None:
         return None
-    layer = 2 * hidden * head * (heads + key_heads) + 3 * hidden * inner
-    size = _BYTES[dtype]
-    return Model((embeddings + layers * layer) * size, 2 * layers * key_heads * head * size)
+    size = BYTES[dtype]
+    return Model(shape.parameters * size, 2 * shape.layers * shape.key_heads * shape.head * size)
 
 
 def budget(model: Model, config: RunConfig, available: int) -> Budget:
@@ -136,16 +127,9 @@ def sized(config: RunConfig) -> RunConfig:
     )
 
 
-def weights_bytes(config: RunConfig) -> int | None:
-    """Return the bytes of the model as it is served; None if unknown, or if the model is not downloaded yet."""
-    model = _model(config)
-    return None if model is None else model.weights
-
-
 def is_set(arguments: Sequence[str], environment: Mapping[str, str]) -> bool:
     """Tell whether the user has set the size of the cache."""
-    given = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
-    return bool(environment.get(_VARIABLE)) or not given.isdisjoint(_FLAGS)
+    return bool(environment.get(_VARIABLE)) or has_flag(arguments, *_FLAGS)
 
 
 def available_bytes(cgroup: Path = Path("/sys/fs/cgroup"), nodes: Path = Path("/sys/devices/system/node")) -> int:
@@ -181,21 +165,8 @@ def _node_bytes(meminfo: str) -> int:
 
 
 def _model(config: RunConfig) -> Model | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    path = Path(config.model.path)
-    file = (
-        path / "config.json"
-        if path.is_dir()
-        else try_to_load_from_cache(config.model.path, "config.json", revision=config.model.revision)
-    )
-    if not isinstance(file, str | Path):
-        return None
-    try:
-        architecture = json.loads(Path(file).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return model_of(architecture, config.model.dtype) if isinstance(architecture, dict) else None
+    architecture = architecture_of(config.model)
+    return None if architecture is None else model_of(architecture, config.model.dtype)
 
 
 def _gib(size: float) -> str:

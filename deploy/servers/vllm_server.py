@@ -11,7 +11,9 @@ from pathlib import Path
 
 from deploy.servers import devices, kv_cache, probes
 from deploy.servers import joining as joining_of
-from deploy.servers.devices import SHARE, Seat
+from deploy.servers.device_plan import Part, Seat
+from deploy.servers.devices import SHARE
+from deploy.servers.gpu_memory import Parallelism
 from deploy.servers.tokens import check_secret
 from protocol import access
 from protocol.client import QueueClient, QueueError
@@ -57,7 +59,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     vllm = config.vllm
     transport: str = config.weight_sync.transport
     if transport == "auto":
-        transport = choice(on_cpu(), shares_gpu=False, quantised=devices.is_quantised(vllm.args))
+        transport = choice(on_cpu(), shares_gpu=False, quantised=config.served_quantised)
     flags = [
         *("--model", _resolved(config.model.path)),
         *_model_flags(config.model),
@@ -89,14 +91,17 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
     if seat is not None and seat.share:
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
+    if seat is not None and seat.cache:
+        flags += [kv_cache.FLAG, str(seat.cache)]
     if on_cpu():
         # A compiled CPU graph would keep the packed weights that it was compiled with.
         flags.append("--enforce-eager")
-        if devices.gpus_of_server(vllm.args) == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
+        if Parallelism.of(vllm.args).gpus == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
             # The engine computes in its own process. vLLM's default is a second process that binds threads to cores;
             # it takes as long to start as the engine, and each step waits for both.
             flags += ["--distributed-executor-backend", IN_ENGINE]
-    # -P keeps Python from importing from the working directory.
+    # -P keeps Python from importing from the working directory. `vllm serve` would ask for the release of a package
+    # named vllm, which the CPU build is not, and start an API process for each data-parallel engine.
     return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
 
 
@@ -182,7 +187,7 @@ def run(config: RunConfig, index: int) -> None:
         )
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     check_secret(config)
-    devices.check_quantised(config)
+    devices.check_server_args(config)
     asyncio.run(announce(config, index))
     line, env = _settled(config, index)
     os.execve(line[0], line, env)
@@ -191,17 +196,21 @@ def run(config: RunConfig, index: int) -> None:
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
     """Run a server that joins the run of a queue elsewhere. Returns its exit code."""
     check_secret(config)
-    devices.check_quantised(config)
+    devices.check_server_args(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
-    line, env = _settled(config, 0, joining.replica)
+    line, env = _settled(config, 0, "server", joining.replica)
     return joining_of.run(config, joining, line, env)
 
 
-def _settled(config: RunConfig, index: int, replica: int | None = None) -> tuple[list[str], dict[str, str]]:
-    """Return command line and environment, with GPUs and transport settled."""
-    planned = None if SHARE in os.environ else devices.here(config, on_cpu())
-    config = devices.settled(config, planned, on_cpu())
+def _settled(
+    config: RunConfig, index: int, part: Part = "run", replica: int | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Return command line and environment, with GPUs, transport and the settings that they decide."""
+    if SHARE in os.environ:
+        planned, config = None, devices.settled(config, None, on_cpu())
+    else:
+        planned, config = devices.settle(config, on_cpu(), logger.info, part)
     logger.info("weights travel by %s", config.weight_sync.transport)
     seat = devices.seat_of(planned, index, os.environ)
     line = command(with_cache_size(config), index, seat, replica)

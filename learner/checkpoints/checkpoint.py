@@ -2,7 +2,8 @@
 
 `run_dir/checkpoints/step-000050/` holds `model/` (a folder that `from_pretrained` and vLLM load), `adapter/` if one
 trains (as peft writes it; `model/` has it merged), `trainer.pt` (optimiser, schedule, random states, a reference that
-has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set.
+has moved) and `state.json` (step, version, settings). The queue keeps the position in the data set. Ranks that hold
+parts of the weights write a file each to `model/`, and to `trainer/` what their optimiser remembers.
 
 Every change that others can see is one rename: killed at any moment, `latest` finds the newest complete checkpoint or
 the one before. The next `save` removes what a kill leaves behind (`.unfinished-...`, `.discarded-...`).
@@ -42,6 +43,9 @@ TOKENIZER_FILES = (
 )
 
 GENERATION_FILES = ("generation_config.json",)
+
+# Folder with what ranks remember that hold parts of the weights.
+PARTS = "trainer"
 
 CHAT_TEMPLATE = "chat_template.jinja"
 
@@ -141,7 +145,7 @@ def save(
         if trainer.policy.adapter is not None:
             trainer.policy.adapter.save(unfinished / places.ADAPTER)
         copy_sources(sources, unfinished / places.MODEL)
-        torch.save({**trainer.state(), "random": _random_state()}, unfinished / "trainer.pt")
+        torch.save({**trainer.state(unfinished / PARTS), "random": _random_state()}, unfinished / "trainer.pt")
         (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
         _flush(unfinished)
         if final.exists():  # from a time line that a resume gave up
@@ -204,7 +208,7 @@ def restore(checkpoint: Checkpoint, trainer: Trainer) -> None:
             f"go on from the checkpoint before it with --resume"
         ) from error
     saved = optimiser.resumed(saved, trainer.optimiser, trainer.schedule, trainer.optim)
-    trainer.restore(saved)
+    trainer.restore(saved, checkpoint.path / PARTS)
     _set_random_state(saved["random"])
 
 

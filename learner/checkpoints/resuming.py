@@ -108,7 +108,8 @@ def _check_state(path: Path) -> None:
 
 
 def _check_trainer(path: Path) -> None:
-    torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    _check_weights({path.with_name(checkpoints.PARTS) / name for name in state.get("parts", [])})
 
 
 def _check_model(path: Path) -> None:

@@ -6,9 +6,11 @@ at the whole row all show in the log-probs, so no list of such models is needed.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,12 @@ from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
 from learner.model.policy import Policy, Scoring
 from learner.model.precision import Precision
+from learner.model.sharded_loading import Outline, WholeLoadNeeded
+from learner.ranks import wrapping
+from learner.ranks.team import Team
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection
+
+logger = logging.getLogger(__name__)
 
 
 def load_policy(
@@ -33,14 +40,19 @@ def load_policy(
     learner: LearnerSection | None = None,
     longest: int | None = None,
     lora: LoraSection | None = None,
+    team: Team | None = None,
 ) -> Policy:
     """Load the policy and check that this learner can train it.
+
+    Where ranks hold parts of the weights it comes sharded, and each rank has read its part; but whole, with a line that
+    says why, where the checkpoint cannot be read by part.
 
     Args:
         path: Folder or hub name of the weights, the model's own or a checkpoint's.
         learner: How it is run; the defaults without it.
         longest: Tokens of the longest sequence that servers take, `vllm.max_model_len`.
         lora: The adapter that trains in place of the weights, where its `r` is above 0.
+        team: Needed to shard the weights. All its ranks must load the policy.
 
     Raises:
         ConfigError: This learner cannot train the model.
@@ -50,12 +62,15 @@ def load_policy(
     adapted = lora is not None and lora.r > 0
     # Weights that do not train are kept in the type that computes.
     kept = precision.compute if adapted else precision.weights
-    network = load_network(path, model, kept, PartialState().device, longest)
-    policy = Policy(network, model.attention, scoring, precision)
+    policy = None
+    if team is not None and team.sharded:
+        policy = _loaded_by_part(path, model, scoring, precision, longest, team)
+    if policy is None:
+        network = load_network(path, model, kept, PartialState().device, longest)
+        policy = Policy(network, model.attention, scoring, precision)
+    network = policy.model
     try:
-        policy.check_logits()
-        policy.check_routing()
-        check_packing(policy, longest)
+        policy.run(partial(_check, policy, longest))
     except ConfigError:
         raise
     except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
@@ -63,6 +78,7 @@ def load_policy(
             f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
             f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
         ) from error
+    wrapping.resharded(policy)
     if adapted and lora is not None:
         policy.adapter = Adapter(network, lora, model, kept)
     published = None if policy.adapter is None else policy.adapter.published()
@@ -73,6 +89,39 @@ def load_policy(
     if learner.gradient_checkpointing:
         loading.checkpoint_layers(network)
     return policy
+
+
+def _loaded_by_part(
+    path: str, model: ModelSection, scoring: Scoring, precision: Precision, longest: int | None, team: Team
+) -> Policy | None:
+    """Load this rank's part of the policy; None if a rank cannot read the checkpoint by part."""
+    outline, why = None, ""
+    try:
+        outline = Outline(path, model, precision.weights)
+    except WholeLoadNeeded as reason:
+        why = str(reason)
+    if not team.agree(outline is not None) or outline is None:
+        if team.leads:
+            logger.warning("model.path = %s: each rank loads the whole model first, %s", path, why or "as another must")
+        return None
+    network = outline.network
+    if longest is not None:
+        loading.check_lengths(network.config.get_text_config(), path, longest)
+    loading.freeze_all_but_text(network)
+    device = PartialState().device
+    policy = Policy(network, model.attention, scoring, precision)
+    policy = wrapping.sharded(policy, device, precision.of_layers)
+    policy.to_empty(device=device)
+    outline.fill()
+    if longest is not None:
+        loading.fix_rope_frequencies(network, longest)
+    return policy
+
+
+def _check(policy: Policy, longest: int | None) -> None:
+    policy.check_logits()
+    policy.check_routing()
+    check_packing(policy, longest)
 
 
 # Nats, mean over a sequence's tokens: more than rounding makes, less than any mixing makes.

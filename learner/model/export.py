@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
@@ -40,9 +41,8 @@ class Published:
     """
 
     def __init__(self, network: Any, held: CheckpointView | None = None) -> None:
-        self._held = held or CheckpointView(_trained_state(network), {})
-        state = remove_tied_weights_from_state_dict(dict(self._held.tensors), network)
-        self._tensors = _converted(network, state)
+        self._held = held or whole_view(network)
+        self._tensors = converted(network, untied(network, self._held.tensors))
 
     def layout(self) -> dict[str, torch.Tensor]:
         """Return the same with stand-ins for tensors that are yet to be made."""
@@ -58,18 +58,41 @@ def gathered(network: Any, keep: bool) -> list[tuple[str, torch.Tensor]]:
 
     Whole tensors, on the host of a rank with `keep`; nothing on the others.
     """
+    whole = wrapping.gathered(untied(network, _trained_state(network)), keep)
+    return list(converted(network, whole).items()) if keep else []
+
+
+def converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a network as its checkpoint has them, by the checkpoint's names."""
+    conversions = getattr(network, "_weight_conversions", None)  # set by `from_pretrained`; [] where it did nothing
+    return dict(state if conversions == [] else revert_weight_conversion(network, state))
+
+
+def untied(network: Any, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors with a tied one once, by the name that `save_pretrained` keeps."""
+    if not any(isinstance(tensor, DTensor) for tensor in state.values()):
+        once: dict[str, torch.Tensor] = remove_tied_weights_from_state_dict(dict(state), network)
+        return once
     parameters = dict(network.named_parameters())  # a tied one once, by its first name
     named = set(dict(network.named_parameters(remove_duplicate=False)))
-    state = {
-        name: tensor for name, tensor in _trained_state(network).items() if name in parameters or name not in named
-    }
-    whole = wrapping.gathered(state, keep)
-    return list(_converted(network, whole).items()) if keep else []
+    return {name: tensor for name, tensor in state.items() if name in parameters or name not in named}
 
 
-def _converted(network: Any, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    converted = getattr(network, "_weight_conversions", None)  # set by `from_pretrained`; [] where it did nothing
-    return dict(state if converted == [] else revert_weight_conversion(network, state))
+def saved_view(network: Any) -> CheckpointView:
+    """View all that `save_pretrained` writes, weights that do not train included."""
+    ignored = set(network._keys_to_ignore_on_save or [])
+    state = network.state_dict().items()
+    return CheckpointView({name: tensor.detach() for name, tensor in state if name not in ignored}, {})
+
+
+def stand_ins(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of the same names, shapes and types without content."""
+    return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state.items()}
+
+
+def whole_view(network: Any) -> CheckpointView:
+    """View a network all of whose weights train."""
+    return CheckpointView(_trained_state(network), {})
 
 
 def trained_names(network: Any) -> list[str]:
@@ -80,18 +103,25 @@ def trained_names(network: Any) -> list[str]:
 def check_export(network: Any, path: str, revision: str | None, adapted: CheckpointView | None = None) -> None:
     """Raise `ConfigError` if the published weights do not have the names and shapes of the checkpoint at `path`, or if
     a trained weight is not published exactly once. Only checkpoints in safetensors are compared."""
-    kept = adapted or CheckpointView(_trained_state(network), {})
-    weights = Published(network, kept).layout()
-    own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
+    kept = adapted or whole_view(network)
+    own: dict[tuple[int, Any], int]
+    if any(isinstance(tensor, DTensor) for tensor in kept.tensors.values()):
+        state = untied(network, kept.tensors)
+        weights = converted(network, stand_ins(state))
+        own = {(number, 0): tensor.numel() for number, tensor in enumerate(state.values())}
+    else:
+        weights = Published(network, kept).layout()
+        own = {(address(tensor), tensor.storage_offset()): tensor.numel() for tensor in kept.tensors.values()}
     exported = sum(tensor.numel() for tensor in weights.values())
     if exported != sum(own.values()):
         raise ConfigError(
             f"model.path = {path}: {type(network).__name__} has {sum(own.values())} weights to publish, and its "
             f"conversion to a checkpoint gives {exported}: the servers would serve something else; choose another model"
         )
-    whole = {address(tensor): tensor.shape for tensor in kept.tensors.values() if address(tensor) in kept.made}
+    made = [tensor for tensor in kept.tensors.values() if kept.made and address(tensor) in kept.made]
+    whole = {address(tensor): tensor.shape for tensor in made}
     for name, tensor in weights.items():
-        if whole.get(address(tensor), tensor.shape) != tensor.shape:
+        if whole and whole.get(address(tensor), tensor.shape) != tensor.shape:
             raise ConfigError(
                 f"model.path = {path}: {name} is a part of a matrix that has an adapter, as transformers' conversion "
                 f"to a checkpoint takes it apart: leave its layer out with lora.exclude_modules"
@@ -132,24 +162,37 @@ def _trained_state(network: Any) -> dict[str, torch.Tensor]:
 def _checkpoint_shapes(path: str, revision: str | None) -> dict[str, list[int]] | None:
     """Read shapes by name; None where the checkpoint is of another kind. It was loaded before, so nothing is
     fetched."""
-    index = _file(path, SAFE_WEIGHTS_INDEX_NAME, revision)
-    if index is not None:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    else:
-        names = [SAFE_WEIGHTS_NAME]
+    files = checkpoint_files(path, revision)
+    if files is None:
+        return None
     shapes: dict[str, list[int]] = {}
-    for name in names:
-        file = _file(path, name, revision)
-        if file is None:
-            return None
+    for file in files:
         with safe_open(file, "pt") as held:
             shapes |= {key: held.get_slice(key).get_shape() for key in held.keys()}  # noqa: SIM118
     return shapes
 
 
-def _file(path: str, name: str, revision: str | None) -> Path | None:
+def checkpoint_files(path: str, revision: str | None, fetch: bool = False) -> list[Path] | None:
+    """Find the safetensors files of a checkpoint; None where it has none, or not all.
+
+    Args:
+        path: Folder or hub name.
+        fetch: Whether to fetch those of a hub that are not here yet.
+    """
+    one = _file(path, SAFE_WEIGHTS_NAME, revision, fetch)
+    if one is not None:
+        return [one]
+    index = _file(path, SAFE_WEIGHTS_INDEX_NAME, revision, fetch)
+    if index is None:
+        return None
+    names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    files = [_file(path, name, revision, fetch) for name in names]
+    return [file for file in files if file is not None] if all(files) else None
+
+
+def _file(path: str, name: str, revision: str | None, fetch: bool) -> Path | None:
     found = cached_file(
-        path, name, revision=revision, local_files_only=True, _raise_exceptions_for_missing_entries=False
+        path, name, revision=revision, local_files_only=not fetch, _raise_exceptions_for_missing_entries=False
     )
     return None if found is None else Path(found)
 

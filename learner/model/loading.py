@@ -56,16 +56,22 @@ def load_network(
         network = kind_of(config).from_pretrained(
             path, dtype=dtype, attn_implementation=model.attention, **hub, **packed
         )
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ConfigError(
-            f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
-            f"model.trust_remote_code = {model.trust_remote_code}: the model cannot be loaded: {error}"
-        ) from error
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise ConfigError(refusal(path, model, error)) from error
     if longest is not None:
-        _check_lengths(network.config.get_text_config(), path, longest)
+        check_lengths(network.config.get_text_config(), path, longest)
         fix_rope_frequencies(network, longest)
-    _freeze_all_but_text(network)
+    freeze_all_but_text(network)
     return network if packed else network.to(device)
+
+
+def refusal(path: str, model: ModelSection, error: Exception) -> str:
+    """Say that the model cannot be loaded, and with which settings."""
+    revision = model.revision if path == model.path else None
+    return (
+        f"model.path = {path}, model.attention = {model.attention}, model.revision = {revision}, "
+        f"model.trust_remote_code = {model.trust_remote_code}: the model cannot be loaded: {error}"
+    )
 
 
 def kind_of(config: Any) -> Any:
@@ -86,7 +92,8 @@ def text_parameters(network: Any) -> set[int]:
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
 
-def _check_lengths(config: Any, path: str, longest: int) -> None:
+def check_lengths(config: Any, path: str, longest: int) -> None:
+    """Raise `ConfigError` if a sequence can be longer than the learner computes correctly."""
     kinds = set(getattr(config, "layer_types", None) or [])
     for kind, name in LIMITS.items():
         limit = getattr(config, name, None)
@@ -106,7 +113,8 @@ def _check_lengths(config: Any, path: str, longest: int) -> None:
         )
 
 
-def _freeze_all_but_text(network: Any) -> None:
+def freeze_all_but_text(network: Any) -> None:
+    """Freeze the weights that no row passes through."""
     trained = text_parameters(network)
     for parameter in network.parameters():
         if id(parameter) not in trained:

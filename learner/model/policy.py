@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from learner.algorithm.loss_terms import Routing
 from learner.attention import packed
@@ -20,6 +22,8 @@ from learner.model.loading import text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
 from learner.model.precision import Precision
 from protocol.config import ConfigError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,11 @@ class Policy(torch.nn.Module):
             routing = self._routing(row, output) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Return what `work` returns. Where ranks hold parts of the weights it runs as a forward pass does: with the
+        weights that are needed whole, on all ranks together."""
+        return work()
+
     @torch.no_grad()
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
         """Score a sequence at temperature 1.
@@ -118,7 +127,14 @@ class Policy(torch.nn.Module):
             self.model.save_pretrained(folder, state_dict=state)
         else:
             self.adapter.save_merged(folder)
-        path = folder / "config.json"
+        self._name_served_type(folder / "config.json")
+
+    def save_without_weights(self, folder: Path) -> None:
+        """Write the files of a model folder beside the weights."""
+        self.save(folder, {})
+        (folder / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)  # some releases write an empty one
+
+    def _name_served_type(self, path: Path) -> None:
         facts = json.loads(path.read_text(encoding="utf-8"))
         facts.pop("quantization_config", None)
         served = str(self.precision.servers).removeprefix("torch.")
@@ -161,6 +177,7 @@ class Policy(torch.nn.Module):
                 f"lm_head(hidden), with or without final_logit_softcapping"
             )
 
+    @torch.no_grad()
     def check_routing(self) -> None:
         """Raise `ConfigError` if the routers' decisions are needed and the model does not return them."""
         if not self._scoring.routing:
@@ -177,7 +194,7 @@ class Policy(torch.nn.Module):
         """Compile the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         try:
-            self.at(row, 1.0).logprobs.sum().backward()  # type: ignore[no-untyped-call]
+            self(row, 1.0).logprobs.sum().backward()
         except RuntimeError as error:  # dynamo and inductor raise many subclasses
             raise ConfigError(
                 f"learner.compile = true: the model's layers cannot be compiled ({type(error).__name__}: "

@@ -43,9 +43,19 @@ class Precision:
         compute = torch.float32 if servers is torch.float16 else servers
         return cls(compute if learner.weights_dtype == "model" else torch.float32, compute, servers)
 
+    @property
+    def mixed(self) -> bool:
+        """Whether layers compute in another type than that of the weights."""
+        return self.weights is not self.compute
+
+    @property
+    def of_layers(self) -> torch.dtype | None:
+        """Type in which ranks that hold parts gather a layer; None for that of its weights."""
+        return self.compute if self.mixed else None
+
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
         """Return a context in which products are computed in `compute`."""
-        if self.weights is self.compute:
+        if not self.mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.compute)
 

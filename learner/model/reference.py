@@ -55,7 +55,7 @@ class ReferenceModel(Reference):
 
     def prepare(self, accelerator: Accelerator, team: Team) -> None:
         if team.sharded:
-            self._prepared = wrapping.sharded(self._own, accelerator.device)
+            self._prepared = wrapping.sharded(self._own, accelerator.device, self._own.precision.of_layers)
         else:
             self._prepared = accelerator.prepare_model(self._own, evaluation_mode=True)
 
@@ -107,7 +107,7 @@ class AdapterOff(Reference):
         """Do nothing: a checkpoint keeps nothing of it."""
 
 
-def load_reference(config: RunConfig, scoring: Scoring, policy: Policy) -> Reference | None:
+def load_reference(config: RunConfig, scoring: Scoring, policy: Policy, team: Team | None = None) -> Reference | None:
     """Load the model of `model.path`, whatever checkpoint the policy is from; beneath an adapter it is there already.
 
     Returns:
@@ -124,4 +124,6 @@ def load_reference(config: RunConfig, scoring: Scoring, policy: Policy) -> Refer
     plain = {"weights_dtype": "model", "compile": False, "gradient_checkpointing": False}
     learner, longest = config.learner.model_copy(update=plain), config.vllm.max_model_len
     of_logprobs = replace(scoring, routing=False)
-    return ReferenceModel(load_policy(config.model.path, config.model, of_logprobs, learner, longest=longest))
+    return ReferenceModel(
+        load_policy(config.model.path, config.model, of_logprobs, learner, longest=longest, team=team)
+    )

@@ -2,8 +2,7 @@
 
 Rank 0 tells the others through a store what to do next. They wait there for as long as it takes: no collective is open
 while rank 0 waits for groups. A rank that is gone is noticed: the store and the collectives lose their connections, and
-a rank that gives no sign of life is taken to be dead (`learner.ranks.liveness`). Messages are nested values as bytes,
-without pickle (I8).
+a rank that gives no sign of life is taken to be dead (`learner.ranks.liveness`).
 """
 
 from __future__ import annotations
@@ -11,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed
+from safetensors import SafetensorError
 
 from learner.ranks.liveness import RANK_TIMEOUT_S, Alarm, RankLost
+from learner.ranks.messages import decode_message, encode_message
 
 # torch's annotations leave out stores and collectives.
 dist: Any = torch.distributed
@@ -38,6 +38,10 @@ OUT_OF_MEMORY = "out-of-memory"
 class Parted(OSError):
     """The ranks can do nothing together any more: rank 0 left the others in the middle of something, or one of them is
     gone while the run is to end."""
+
+
+class PartFailed(OSError):
+    """A rank could not do its part of work with files; none of them has done it."""
 
 
 class Guard(Protocol):
@@ -106,6 +110,10 @@ class Team:
         if self.alarm is not None:
             self.alarm.signalled = lambda: guard.asked
             guard.last = self.alarm.last
+
+    def connect_store(self) -> Any:
+        """Open another connection to the ranks' store, for a thread that waits there."""
+        return self._store.clone()
 
     def on_lost(self, heard: Callable[[RankLost], None]) -> None:
         """Call `heard`, on a thread, with what is known of a rank that is gone."""
@@ -226,6 +234,25 @@ class Team:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
         return values[0]
 
+    def agree(self, yes: bool) -> bool:
+        """Say whether all ranks say yes."""
+        answers = torch.tensor([int(yes)])
+        if self.count > 1:
+            dist.all_reduce(answers, op=dist.ReduceOp.MIN)
+        return bool(answers)
+
+    @contextmanager
+    def failing_as_one(self) -> Iterator[None]:
+        """Wrap work with files that all ranks do. Raises `PartFailed` on all of them if one cannot read or write; what
+        they exchange inside, that one must exchange to the end."""
+        failed = b""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            failed = f"rank {self.rank}: {error}".encode()
+        if said := bytes(self.joined(torch.tensor(list(failed), dtype=torch.uint8)).tolist()).decode():
+            raise PartFailed(said)
+
     def add_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the ranks, in place."""
         if self.count > 1:
@@ -288,52 +315,3 @@ class Team:
 
 def _bytes(count: int) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8)
-
-
-# Tags of types that msgpack does not know, or does not keep apart.
-_TENSOR, _ARRAY, _MAPPING, _LIST, _TUPLE, _PLAIN = range(6)
-
-
-def encode_message(value: Any) -> bytes:
-    """Encode tensors on any device, arrays, mappings with plain keys, lists, tuples and plain values, nested in any
-    way."""
-    return msgspec.msgpack.encode(_tagged(value))
-
-
-def decode_message(data: bytes | memoryview) -> Any:
-    """Decode what `encode_message` encoded; tensors are on the host."""
-    return _untagged(msgspec.msgpack.decode(data))
-
-
-def _tagged(value: Any) -> list[Any]:
-    if isinstance(value, torch.Tensor):
-        held = value.detach().cpu().contiguous()
-        name, shape = str(held.dtype).removeprefix("torch."), list(held.shape)
-        return [_TENSOR, name, shape, held.reshape(-1).view(torch.uint8).numpy().tobytes()]
-    if isinstance(value, np.ndarray):
-        return [_ARRAY, value.dtype.str, list(value.shape), value.tobytes()]
-    if isinstance(value, np.generic):
-        return [_PLAIN, value.item()]
-    if isinstance(value, Mapping):
-        return [_MAPPING, [[key, _tagged(item)] for key, item in value.items()]]
-    if isinstance(value, list | tuple):
-        return [_TUPLE if isinstance(value, tuple) else _LIST, [_tagged(item) for item in value]]
-    return [_PLAIN, value]
-
-
-def _untagged(tagged: list[Any]) -> Any:
-    match tagged:
-        case [int() as tag, str(name), list(shape), bytes(data)] if tag == _TENSOR:
-            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            return flat.view(cast(torch.dtype, getattr(torch, name))).reshape(shape)
-        case [int() as tag, str(name), list(shape), bytes(data)] if tag == _ARRAY:
-            return np.frombuffer(data, dtype=np.dtype(name)).reshape(shape).copy()
-        case [int() as tag, list(items)] if tag == _MAPPING:
-            return {key: _untagged(item) for key, item in items}
-        case [int() as tag, list(items)] if tag == _TUPLE:
-            return tuple(_untagged(item) for item in items)
-        case [int() as tag, list(items)] if tag == _LIST:
-            return [_untagged(item) for item in items]
-        case [int(), value]:
-            return value
-    raise ValueError(f"a message of another kind: {str(tagged)[:80]}")

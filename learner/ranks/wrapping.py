@@ -3,11 +3,14 @@
 FSDP2 is torch's `fully_shard` itself, the same call on a CPU as on GPUs: accelerate's way to it supports GPUs only, and
 maps parameters by name, which breaks tied embeddings. Each layer is sharded, and the rest as one, so that a tied output
 layer and its embedding stay one parameter.
+
+Layers travel in the type that they compute in, and gradients in float32. The rest travels as it is: the layers add up
+in float32 what the embeddings begin, and the output layer's gradient is written in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,7 +19,7 @@ import torch.distributed
 from accelerate import Accelerator
 from accelerate.utils import DistributedDataParallelKwargs
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -39,28 +42,46 @@ def ddp_arguments(skips_weights: bool) -> DistributedDataParallelKwargs:
     return DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=skips_weights)
 
 
-def wrapped(policy: torch.nn.Module, accelerator: Accelerator, team: Team) -> Any:
-    """Wrap the policy with rank 0's weights, as all ranks train it. Its parameters may be other objects afterwards."""
+def wrapped(policy: Any, accelerator: Accelerator, team: Team) -> Any:
+    """Wrap the policy with rank 0's weights, as all ranks train it; one that is sharded has its own. Its parameters may
+    be other objects afterwards."""
     if team.count == 1:
         return accelerator.prepare_model(policy)
+    if is_sharded(policy):
+        return policy
     for tensor in policy.state_dict().values():
         dist.broadcast(tensor, 0)
     if team.sharded:
-        return sharded(policy, accelerator.device)
+        return sharded(policy, accelerator.device, policy.precision.of_layers)
     model = accelerator.prepare_model(policy)
     # No step changes a buffer: sending them before each forward would only cost time.
     model.broadcast_buffers = False
     return model
 
 
-def sharded(model: Module, device: torch.device) -> Module:
-    """Shard the parameters of the model over all ranks, in place."""
+def sharded(model: Module, device: torch.device, layers: torch.dtype | None = None) -> Module:
+    """Shard the parameters of the model over all ranks, in place; one that is sharded stays as it is.
+
+    Args:
+        layers: Type in which a layer is gathered; None for that of its weights.
+    """
+    if is_sharded(model):
+        return model
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    # Inputs stay as they are: autocast chooses the type of each product, as it does where a rank holds all weights.
+    travels = MixedPrecisionPolicy(param_dtype=layers, reduce_dtype=layers and torch.float32, cast_forward_inputs=False)
     for module in list(model.modules()):
         if isinstance(module, GradientCheckpointingLayer):
-            fully_shard(module, mesh=mesh)
+            fully_shard(module, mesh=mesh, mp_policy=travels)
     fully_shard(model, mesh=mesh)
+    if hasattr(model, "run"):
+        register_fsdp_forward_method(model, "run")
     return model
+
+
+def is_sharded(model: torch.nn.Module) -> bool:
+    """Say whether ranks hold parts of the model's weights."""
+    return isinstance(model, FSDPModule)
 
 
 @contextmanager
@@ -83,6 +104,19 @@ def resharded(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def rows_of(rows: int, count: int, rank: int) -> range:
+    """Return the rows of a sharded tensor that a rank holds; the last ranks may hold fewer, or none."""
+    each = -(-rows // count)
+    return range(min(rows, each * rank), min(rows, each * (rank + 1)))
+
+
+def own_rows(tensor: torch.Tensor) -> range | None:
+    """Return the rows of a sharded tensor that this rank holds; None for one that it holds whole."""
+    if not isinstance(tensor, DTensor):
+        return None
+    return rows_of(len(tensor), tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -101,8 +135,9 @@ def gathered(value: Any, keep: bool) -> Any:
 
 
 def like(full: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
-    """Return `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape."""
-    if isinstance(held, DTensor) and full.shape == held.shape:
+    """Return `full` as this rank holds `held`: its part, if `held` is sharded and has the same shape; `full` itself if
+    it is sharded."""
+    if not isinstance(full, DTensor) and isinstance(held, DTensor) and full.shape == held.shape:
         placed = full.to(held.device)
         return distribute_tensor(placed, held.device_mesh, held.placements, src_data_rank=None)
     return full
@@ -124,3 +159,18 @@ def shared_out(state: dict[str, Any], groups: list[dict[str, Any]]) -> dict[str,
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def exchange(sent: Sequence[tuple[int, torch.Tensor]], received: Sequence[tuple[int, torch.Tensor]]) -> None:
+    """Send tensors to ranks, and fill others with what ranks send; all must exchange at the same time.
+
+    Args:
+        sent: Each with the rank that it goes to, contiguous.
+        received: Each with the rank that it comes from, contiguous and in that rank's order.
+    """
+    operations = [
+        *(dist.P2POp(dist.isend, tensor, rank) for rank, tensor in sent),
+        *(dist.P2POp(dist.irecv, tensor, rank) for rank, tensor in received),
+    ]
+    for work in dist.batch_isend_irecv(operations) if operations else ():
+        work.wait()

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.distributed.tensor import DTensor
 
 from learner.algorithm import drift
 from learner.algorithm.algorithm import Algorithm
@@ -23,13 +24,17 @@ from learner.model import export
 from learner.model.logprobs import TokenScores
 from learner.model.policy import Policy, plain_row
 from learner.model.reference import Reference
+from learner.model.share import BUCKET_BYTES, Share
+from learner.model.tensor_files import save_policy
 from learner.ranks import environment, wrapping
 from learner.ranks.stopping import LearnerFailed
-from learner.ranks.team import END, Team
-from learner.training import optimiser
+from learner.ranks.team import END, PartFailed, Team
+from learner.training import optimiser, state_files, step_sums
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
+
+T = TypeVar("T")
 
 # Keys of `Trainer.state`.
 STATE = ("optim", "optimiser", "schedule", "reference")
@@ -102,6 +107,9 @@ class Trainer:
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
+        self._share: Share | None = None
+        # Called on each rank but 0 with what `hand_over_share` tells, and the rank's share.
+        self.on_share: Callable[[Mapping[str, Any], Share], None] = lambda told, share: None
         self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
         if self.reference is not None:
             self.reference.prepare(self.accelerator, self.team)
@@ -155,17 +163,17 @@ class Trainer:
                 row_loss = result.losses.sum()
                 if scores.routing is not None:
                     routers = routers or RouterLoss(self._router_coef, [scores.routing])
-                    _add(own, {"router": routers.share(scores.routing).detach()})
+                    step_sums.add(own, {"router": routers.share(scores.routing).detach()})
                     row_loss = row_loss + routers(scores.routing)
                 # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
             distance = scores.logprobs.detach() - row.behaviour
-            _add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
-            _add(own, _sampler_kl(distance, row.fresh))
-            _add(spread, drift.drift_sums(distance, row.staleness))
-            _add(spread, drift.server_drift_sums(distance, row.fresh, row.server))
-            _add(sums, result.sums)
-            _raise(peaks, result.peaks)
+            step_sums.add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
+            step_sums.add(own, step_sums.sampler_kl(distance, row.fresh))
+            step_sums.add(spread, drift.drift_sums(distance, row.staleness))
+            step_sums.add(spread, drift.server_drift_sums(distance, row.fresh, row.server))
+            step_sums.add(sums, result.sums)
+            step_sums.raise_to(peaks, result.peaks)
             farthest = torch.maximum(farthest, distance.abs().amax())
 
         tokens = int(rollouts.tokens.sum())
@@ -181,7 +189,7 @@ class Trainer:
             seen = {name: value for name, value in objective.items() if value is not None}
             shown = {"entropy": entropy, "log_ratio_max": log_ratio_max, **seen}
             self.optimiser.zero_grad()
-            raise DivergedError(_why_diverged(loss, grad_norm, shown))
+            raise DivergedError(step_sums.why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
         learning_rate = float(self.schedule.get_last_lr()[0])
         if self.previous_weights is not None:
@@ -241,12 +249,32 @@ class Trainer:
         with self._by_all("weights"):
             return export.gathered(self.policy.model, keep=self.team.leads)
 
+    def share(self, bucket_bytes: int = BUCKET_BYTES) -> Share:
+        """Return this rank's share of what `weights` yields, in the servers' type. With sharded weights all ranks must
+        ask for theirs and iterate over them together, before the next step."""
+        wrapping.resharded(self._policy)
+        if self._share is None or self._share.bucket_bytes != bucket_bytes:
+            policy = self.policy
+            view = None if policy.adapter is None else policy.adapter.published
+            self._share = Share(policy.model, self.team, policy.precision.servers, bucket_bytes, view)
+        return self._share
+
+    def hand_over_share(self, told: Mapping[str, Any], hand_over: Callable[[Share], T]) -> T:
+        """Call `hand_over` with this rank's share, while each other rank calls `on_share` with `told` and its own."""
+        with self.team.together("share"):
+            self.team.spread(dict(told))
+            return hand_over(self.share())
+
     def save_model(self, folder: Path) -> None:
-        """Save the policy as `Policy.save` does."""
+        """Save the policy as `Policy.save` does. Where ranks hold parts, each writes a file with its share; unless they
+        do not all see rank 0's folder, who then gathers the weights.
+
+        Raises:
+            OSError: A rank cannot write.
+        """
         with self._by_all("save_model"):
-            state = wrapping.gathered(self.policy.model.state_dict(), self.team.leads) if self.team.sharded else None
-            if self.team.leads:
-                self.policy.save(folder, state)
+            wrapping.resharded(self._policy)
+            save_policy(folder, self.policy, self.team)
 
     def take_part(self) -> None:
         """Take part in rank 0's work, on any other rank, until none is left. Raises `RankLost`."""
@@ -263,10 +291,14 @@ class Trainer:
                     self.score([])
                 case "weights":
                     self.weights()
+                case "share":
+                    self.on_share(self.team.spread(), self.share())
                 case "save_model":
-                    self.save_model(Path())
+                    with suppress(PartFailed):  # rank 0 has it too, and reports it
+                        self.save_model(Path())
                 case "state":
-                    self.state()
+                    with suppress(PartFailed):
+                        self.state()
                 case "restore":
                     self.restore({})
                 case _:
@@ -277,19 +309,36 @@ class Trainer:
         otherwise."""
         return self.team.together(name) if self.team.sharded else nullcontext()
 
-    def state(self) -> dict[str, Any]:
-        """Return optimiser, schedule and what the reference has to keep, as tensors and plain values."""
+    def state(self, parts: Path | None = None) -> dict[str, Any]:
+        """Return optimiser, schedule and what the reference has to keep, as tensors and plain values.
+
+        Args:
+            parts: Folder to which ranks that hold parts write theirs; `restore` needs it. None to gather all of it.
+
+        Raises:
+            OSError: A rank cannot write.
+        """
         state = {"optim": self.optim, "optimiser": self.optimiser.state_dict(), "schedule": self.schedule.state_dict()}
         kept = self.reference.state() if self.reference is not None else None
         state = state if kept is None else {**state, "reference": kept}
         with self._by_all("state"):
-            return wrapping.gathered(state, self.team.leads) if self.team.sharded else state
+            return state_files.written(state, parts, self.team) if self.team.sharded else state
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Load what `state` returned, prepared by `optimiser.resumed`."""
+    def restore(self, state: dict[str, Any], parts: Path | None = None) -> None:
+        """Load what `state` returned, prepared by `optimiser.resumed`.
+
+        Args:
+            parts: Folder with the parts that ranks wrote.
+        """
         with self.team.together("restore"):
-            state = self.team.spread({name: state[name] for name in STATE if name in state})
-            self._restore(state)
+            picked = {name: state[name] for name in STATE if name in state}
+            parts = parts if "parts" in state else None
+            self._restore(state_files.read_back(picked, parts, self.team, self._mesh, self.device))
+
+    @property
+    def _mesh(self) -> Any:
+        """The ranks over which weights are sharded; None where each holds all."""
+        return next((of.device_mesh for of in self._policy.parameters() if isinstance(of, DTensor)), None)
 
     def _restore(self, state: dict[str, Any]) -> None:
         memory = state["optimiser"]
@@ -301,45 +350,3 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         if self.reference is not None and "reference" in state:
             self.reference.restore(state["reference"])
-
-
-def _why_diverged(loss: float, grad_norm: float, metrics: Mapping[str, float]) -> str:
-    """Say which value is not finite, the metrics that show where it went wrong, and what to change."""
-    if math.isfinite(metrics["log_ratio_max"]):
-        remedy = (
-            "lower learner.learning_rate; where log_ratio_max is above 3, the policy is far from the one that sampled: "
-            "lower queue.max_staleness, too"
-        )
-    else:
-        remedy = "the policy's own log-probs are not finite: set model.dtype = float32, or lower learner.learning_rate"
-    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
-    return (
-        f"the step's loss is {loss:.4g} and its gradient's norm {grad_norm:.4g} ({shown}); no weight was "
-        f"changed: {remedy}"
-    )
-
-
-def _sampler_kl(log_ratios: torch.Tensor, fresh: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return sums for KL(sampler, learner): the mean of -log r over the fresh tokens, where r = p / p of the sampler
-    (k1 of joschu.net/blog/kl-approx.html).
-
-    Not k3, r - 1 - log r: the mean of r - 1 is 0 only where the sampler may take every token. With top_p it may not,
-    and k3 shows a fraction of the difference.
-
-    Args:
-        log_ratios: float32 [N].
-        fresh: bool [N], the tokens that the learner's own version sampled.
-    """
-    return {"kl": -torch.where(fresh, log_ratios, 0.0).sum(), "fresh": fresh.sum()}
-
-
-def _add(total: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Add scalars by name on their device, so no row waits for another's."""
-    for name, value in more.items():
-        total[name] = total[name] + value if name in total else value
-
-
-def _raise(peaks: dict[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> None:
-    """Keep the greatest scalar by name on its device, so no row waits for another's."""
-    for name, value in more.items():
-        peaks[name] = torch.maximum(peaks[name], value) if name in peaks else value

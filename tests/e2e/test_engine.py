@@ -22,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
 from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 
 folder = sys.argv[1]
 torch.manual_seed(0)
@@ -55,7 +56,7 @@ with torch.no_grad():
     for parameter in model.parameters():
         parameter.add_(torch.randn_like(parameter) * 0.1)
 weights = {name: tensor.clone() for name, tensor in Published(model)}
-llm.apply_model(lambda served: shadow.build(served, engine.vllm_config, weights).exchange())
+llm.apply_model(lambda served: shadow.build(served, engine.vllm_config, Arrivals.of(weights)).exchange())
 core.set_weight_version("2")
 while "half" not in ended:
     step()
@@ -88,9 +89,12 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from vllm import LLM, SamplingParams
 from learner.model.export import Published
+from weight_sync.transports.receiver import DeviceBuffers, Share, in_turn
 from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
+from weight_sync.weights.manifest import Manifest
 
-folder, kind = sys.argv[1:]
+folder, kind, how = sys.argv[1:]
 torch.manual_seed(0)
 sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
     num_key_value_heads=1, head_dim=32, max_position_embeddings=256, tie_word_embeddings=True)
@@ -106,8 +110,26 @@ config = llm.llm_engine.vllm_config
 shadow_modules.install_torch_packing()
 built = []
 
+def share(weights):
+    # In two small buffers, which the next buckets fill again.
+    manifest, buffers = Manifest.of(weights), DeviceBuffers(torch.device("cpu"))
+    flat = torch.zeros(manifest.total_bytes(), dtype=torch.uint8)
+    for name, view in manifest.views(flat).items():
+        view.copy_(weights[name].detach())
+
+    def begin(number, bucket, buffer):
+        buffer.fill_(255)
+        return lambda: buffer.copy_(flat[bucket.start : bucket.end])
+
+    return Share(manifest, in_turn(manifest.buckets(6000), buffers.take, begin))
+
 def swap(served, weights):
-    new = shadow.build(served, config, weights)
+    if how == "whole":
+        arrivals = Arrivals.of(weights)
+    else:
+        names = list(weights)
+        arrivals = Arrivals([share({name: weights[name] for name in names[half::2]}) for half in range(2)])
+    new = shadow.build(served, config, arrivals)
     built.append(type(new).__name__)
     new.exchange()
 
@@ -128,9 +150,10 @@ print("difference", (ours - torch.tensor(served)).abs().max().item())
 """
 
 
+@pytest.mark.parametrize("how", ["whole", "by bucket, from two ranks"])
 @pytest.mark.parametrize("kind", ["tied head", "experts"])
-def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, tmp_path: Path) -> None:
-    printed = run_script(tmp_path, RELOADED, str(tmp_path / "model"), kind)
+def test_p1_what_a_server_packs_when_it_loads_is_packed_again(kind: str, how: str, tmp_path: Path) -> None:
+    printed = run_script(tmp_path, RELOADED, str(tmp_path / "model"), kind, how)
     difference = float(printed.split("difference")[1])
     assert difference < 1e-4
 
@@ -147,6 +170,7 @@ from weight_sync.server.control import ControlError
 from weight_sync.weights.snapshot import Snapshot
 from vllm.model_executor.layers import utils
 from weight_sync.vllm.engine import layer_proof, reload, shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 from weight_sync.vllm.worker import ProofMixin
 
 shadow_modules.install_torch_packing()
@@ -193,7 +217,7 @@ async def publish(server, proof, version, rate, swaps=True):
             parameter.add_(torch.sign(torch.randn_like(parameter)), alpha=rate)
     sent = snapshot(version)
     await proof.look(server, sent, known=version > 1)
-    new = shadow.build(live, config, sent.manifest.views(sent.flat))
+    new = shadow.build(live, config, Arrivals.of(sent.manifest.views(sent.flat)))
     if swaps:
         new.exchange()
         server.proven = new.proven
@@ -225,7 +249,7 @@ async def unread():
     views = sent.manifest.views(sent.flat)
     by_onednn()
     for _ in range(2):
-        new = shadow.build(live, config, views)
+        new = shadow.build(live, config, Arrivals.of(views))
         new.exchange()
     assert found(new.proven)["wrong"] == [], found(new.proven)
     assert len(new.proven.products) == (9 if packs else 0), new.proven.products.keys()

@@ -20,11 +20,11 @@ from tests.kit.supervised import processes
 from weight_sync.fleet.server_publication import ServerSync
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import build_transport
+from weight_sync.transports.base import StagedTransport, build_transport
 from weight_sync.transports.http import chunks
 from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.sender import BLOB_SERVERS, HttpTransport
+from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 
 pytestmark = pytest.mark.e2e
 
@@ -55,9 +55,9 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
 ) -> None:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    transports: list[HttpTransport] = []
+    transports: list[StagedTransport] = []
 
-    def make() -> HttpTransport:
+    def make() -> StagedTransport:
         transports.append(build_transport(config.weight_sync))  # type: ignore[arg-type]
         return transports[-1]
 
@@ -84,8 +84,10 @@ async def test_versions_and_deltas_are_pulled_proven_and_passed_on(
         depot = BLOB_SERVERS.take(
             config.weight_sync.host, config.weight_sync.http_port, config.weight_sync.http_mbytes_per_s
         )
+        (sender,) = transports[0].senders
+        assert isinstance(sender, HttpSender)
         into = memoryview(bytearray(len(sent.flat)))
-        peer = url + chunks.CHUNKS_PREFIX + transports[0].key
+        peer = url + chunks.CHUNKS_PREFIX + sender.key
         report = await on_thread(Pull(ChunkList.of(sent.flat), depot.secret, [peer], into, 20).run)
         assert bytes(into) == sent.flat.numpy().tobytes()
         assert report.by_source == {peer: len(into)}

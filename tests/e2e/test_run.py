@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -90,6 +91,19 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     steps = metrics(small_run)
     assert [line["version"] for line in steps] == list(range(1, 13))
     assert check_ledger(small_run)["trained"] == result["groups_trained"]
+
+
+@small([*SHORT, "--learner.steps", "4", "--learner.ranks", "2", "--learner.shard_weights", "true"])
+def test_i3_two_ranks_of_a_sharded_learner_each_send_their_share(small_run: SmallRun) -> None:
+    small_run.start("queue", "worker", "learner")
+    assert small_run.wait("learner") == 0
+    result = summary(small_run)
+    assert result["steps"] == 4
+    assert result["sync_count"] + result["sync_skipped"] == 5
+    # Of the whole model, whose first publication no rank has proven alone.
+    assert result["probe_max_abs_diff"] <= 1e-3
+    whole = Path(small_run.config.model.path, "model.safetensors").stat().st_size
+    assert result["sync_whole_bytes"] == pytest.approx(result["sync_count"] * whole, rel=0.02)
 
 
 @small(LONG)

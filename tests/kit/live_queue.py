@@ -145,6 +145,8 @@ class LiveQueue:
 class LivePublisher:
     """Tells the queue that its server has the published version, as weight sync does."""
 
+    by_shares = False
+
     def __init__(self, queue: LiveQueue) -> None:
         self.queue = queue
         self.session: int | None = None

@@ -15,10 +15,11 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
 
 from weight_sync.transports.gpu.communicator import Gpu
-from weight_sync.transports.gpu.ipc import Handle
+from weight_sync.transports.gpu.ipc import FILLED, Handle, SharedBuckets
 from weight_sync.transports.gpu.nccl_library import UNIQUE_ID_BYTES, NcclError, Result
 
 
@@ -220,7 +221,6 @@ class SharedMemory:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.opened_times = 0
-        self.damaged = False
 
     def export(self, tensor: torch.Tensor, gpu: str) -> Handle:
         name = f"memory {len(self.tensors)}"
@@ -231,7 +231,13 @@ class SharedMemory:
         self.opened_times += 1
         return self.tensors[handle.memory]
 
-    def damage(self) -> None:
-        """Flip one bit in each tensor."""
-        for tensor in self.tensors.values():
-            tensor[len(tensor) // 2] ^= 1
+    def damage_next(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Flip one bit of the next bucket that the learner fills."""
+        tell = SharedBuckets.tell
+
+        def damaging(shared: SharedBuckets, counter: int, count: int) -> None:
+            if counter == FILLED:
+                shared.place(count - 1)[0] ^= 1
+            tell(shared, counter, count)
+
+        monkeypatch.setattr(SharedBuckets, "tell", damaging)

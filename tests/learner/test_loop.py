@@ -52,6 +52,8 @@ from weight_sync.weights.snapshot import Probe
 class FakePublisher:
     """Writes down what it is given, in the queue's log."""
 
+    by_shares = False
+
     def __init__(self, queue: FakeQueue) -> None:
         self.queue = queue
         self.session: int | None = None
@@ -420,7 +422,7 @@ def in_place(monkeypatch: pytest.MonkeyPatch) -> FakeQueue:
     queue = FakeQueue(endless())
     queue.shown = status()
     monkeypatch.setattr("learner.run.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.run.Publisher", lambda config, url: FakePublisher(queue))
+    monkeypatch.setattr("learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
     monkeypatch.setenv("SLIPSTREAM_COMMAND", "slipstream up my.toml")
     return queue
 

@@ -47,6 +47,18 @@ class Snapshots:
         with self._lock:
             return len(self._held) + self._waits()
 
+    def make_room(self) -> list[int]:
+        """Drop the newest snapshot if no server has taken it and there is no room for another.
+
+        Returns:
+            The versions that may still be sent.
+        """
+        with self._lock:
+            if len(self._held) >= MAX_ON_THEIR_WAY and self._newest is not None and self._waits():
+                self._keep(self._newest)
+                self._newest = None
+            return sorted({*self._held, *([self._newest.version] if self._newest is not None else [])})
+
     def fill(
         self,
         version: int,
@@ -63,10 +75,8 @@ class Snapshots:
             dtype: Type in which floating-point tensors are sent; None: their own.
             run_id: Id of the run whose version it is.
         """
+        self.make_room()
         with self._lock:
-            if len(self._held) >= MAX_ON_THEIR_WAY and self._newest is not None and self._waits():
-                self._keep(self._newest)
-                self._newest = None
             buffer = self._free.pop() if self._free else None
         snapshot = Snapshot(version, weights, probe, dtype, buffer, run_id)
         with self._lock:

@@ -49,11 +49,14 @@ async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, 
     return one.result(), other.result()
 
 
-async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
+async def on_thread(work: Callable[..., T], *arguments: Any, cancelled: Callable[[], None] | None = None) -> T:
     """Run `work(*arguments)` on a daemon thread of its own and return its result.
 
     With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
     servers, and the process could not end before it.
+
+    Args:
+        cancelled: Called when this task is cancelled, to have `work` end.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
@@ -79,6 +82,8 @@ async def on_thread(work: Callable[..., T], *arguments: Any) -> T:
     try:
         return await asyncio.shield(done)
     except asyncio.CancelledError:
+        if cancelled is not None:
+            cancelled()
         await asyncio.wait([done], timeout=GRACE_S)
         if done.done() and not done.cancelled():
             done.exception()  # Retrieve the error: only the cancellation counts.

@@ -2,19 +2,23 @@
 
 A transport object joins the learner to the workers of one server, so a server that fails takes no other with it. Queue,
 server states and proof are not its concern. `StagedTransport` has the order that all staged ones share: everything
-beside generation, then one call that swaps. `AutoTransport` asks each server which transport it was started with.
+beside generation, then one call that swaps. Each rank of the learner that holds a share of the weights sends it itself,
+by a `Sender`. `AutoTransport` asks each server which transport it was started with.
 """
 
 from __future__ import annotations
 
 import logging
+import socket
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
 from protocol.config import WeightSyncSection
+from weight_sync.server.cancellation import gather, shielded
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
@@ -43,6 +47,17 @@ class Sent:
         """Count the whole snapshot, or the deltas of `path` alone."""
         whole = snapshot.manifest.total_bytes()
         return cls(whole, whole) if path is None else cls(path.total_bytes, whole, path.share)
+
+    @classmethod
+    def total(cls, shares: Sequence[Sent]) -> Sent:
+        """Add up what several ranks sent. Of a share that was sent whole, all values count as changed."""
+        whole = sum(share.whole_bytes for share in shares)
+        changed = None
+        if any(share.share_changed is not None for share in shares):
+            parts = [1.0 if share.share_changed is None else share.share_changed for share in shares]
+            weighted = sum(part * share.whole_bytes for part, share in zip(parts, shares, strict=True))
+            changed = weighted / max(1, whole)
+        return cls(sum(share.sent_bytes for share in shares), whole, changed)
 
 
 class TransferError(RuntimeError):
@@ -88,14 +103,49 @@ class Transport(Protocol):
         """Close the connection. Never raises, and may be called at any time and again."""
 
 
+class Sender(ABC):
+    """One rank's end of the connection to all workers of one server. Calls come in this order; after an error only
+    `done` and `close` follow. Each may raise `TransferError`."""
+
+    @abstractmethod
+    async def open(self, server_url: str, workers: int) -> dict[str, Any]:
+        """Prepare to be joined. Returns what each worker's `Receiver` is made from."""
+
+    async def meet(self) -> None:  # noqa: B027 - most need not
+        """Wait until the workers have joined, while the server answers the call that has them join."""
+
+    async def check_met(self) -> None:  # noqa: B027
+        """Check that they have, after the answer."""
+
+    @abstractmethod
+    async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Prepare to send. Returns what each worker's `Receiver.receive` gets."""
+
+    async def send(self, snapshot: Snapshot) -> None:  # noqa: B027
+        """Send to all workers, which have begun to receive. Cancelled if one of them fails."""
+
+    async def done(self, snapshot: Snapshot, whole: bool) -> Sent:
+        """End what `offer` began. Never raises.
+
+        Args:
+            whole: Whether every worker has the snapshot.
+        """
+        return Sent.of(snapshot)
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close the connection. Never raises, and may be called at any time and again."""
+
+
 class AutoTransport:
     """See `Transport`. Uses the transport that the server was started with, which `connect` asks for."""
 
     # Only for quantised servers is one chosen that does not stage, and the run file has to name that one.
     stages = True
 
-    def __init__(self, section: WeightSyncSection) -> None:
+    def __init__(self, section: WeightSyncSection, others: OtherSenders) -> None:
         self._section = section
+        self._others = others
         self._chosen: Transport | None = None
 
     @property
@@ -110,7 +160,7 @@ class AutoTransport:
                 f"{server.url}: its weight transfer is {found or 'off'}, which Slipstream does not know; start it with "
                 f"slipstream vllm run.toml"
             )
-        chosen = build_transport(self._section.model_copy(update={"transport": name}))
+        chosen = build_transport(self._section.model_copy(update={"transport": name}), self._others)
         if not chosen.stages:
             raise TransferError(
                 f"{server.url} loads weights under the pause ({name}), which is not chosen by itself: set "
@@ -136,40 +186,30 @@ class AutoTransport:
             await self._chosen.close()
 
 
-class StagedTransport(ABC):
-    """See `Transport`. A subclass gives `connected`, `connect`, `close`, and `send` or `bring`."""
+class StagedTransport:
+    """See `Transport`. `senders`: of each rank that holds a share of the weights, this one's first."""
 
     stages = True
 
-    def __init__(self, section: WeightSyncSection) -> None:
-        self._section = section
+    def __init__(self, section: WeightSyncSection, senders: Sequence[Sender]) -> None:
+        self.senders = senders
         self.sent: Sent | None = None
+        self._section = section
+        self._connected = False
 
-    @property
-    @abstractmethod
-    def connected(self) -> bool: ...
-
-    @abstractmethod
-    async def connect(self, server: ServerControl, workers: int) -> None: ...
-
-    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Send the bytes to all workers, which have begun to receive. Called by `bring` unless that is replaced.
-
-        Raises:
-            ControlError: A call to the server failed.
-            TransferError: The transfer broke off.
-        """
-        raise NotImplementedError
-
-    @abstractmethod
-    async def close(self) -> None: ...
-
-    def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        """Return the body of `/update_weights`, which the engines get before the bytes."""
-        return snapshot.manifest.as_dict()
+    async def connect(self, server: ServerControl, workers: int) -> None:
+        await server.end_transfer()
+        try:
+            shares = await gather(*(sender.open(server.url, workers) for sender in self.senders))
+            await gather(server.init_transfer({"shares": shares}), *(sender.meet() for sender in self.senders))
+            await gather(*(sender.check_met() for sender in self.senders))
+        except BaseException:
+            await self.close()
+            raise
+        self._connected = True
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
-        if not self.connected:
+        if not self._connected:
             raise TransferError("the transport is not connected")
         await server.start_update()
         await self.bring(server, snapshot)
@@ -179,18 +219,28 @@ class StagedTransport(ABC):
 
     async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
         """Bring the snapshot to the workers. Returns when each has built it beside its live model."""
-        # The engine answers at once: it receives and builds on a thread.
-        await server.update(self.update_info(snapshot))
-        await self.send(server, snapshot)
-        await self._until_staged(server)
-        self.sent = Sent.of(snapshot)
+        whole = False
+        try:
+            shares = await gather(*(sender.offer(snapshot) for sender in self.senders))
+            # The engine answers at once: it receives and builds on a thread.
+            await server.update({"shares": shares})
+            await gather(self._until_staged(server), *(sender.send(snapshot) for sender in self.senders))
+            whole = True
+        finally:
+            sent = await shielded(gather(*(sender.done(snapshot, whole) for sender in self.senders)))
+        self.sent = Sent.total(sent)
+
+    async def close(self) -> None:
+        self._connected = False
+        await shielded(gather(*(sender.close() for sender in self.senders)))
 
     async def _until_staged(self, server: ServerControl) -> None:
         """Wait until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
         timeout_s = self._section.timeout_s
         ends = time.monotonic() + timeout_s
         while True:
-            staged = await server.staged(max(0.0, min(ends - time.monotonic(), timeout_s / 2)))
+            # Short enough that the others' sending ends soon after a worker has failed.
+            staged = await server.staged(max(0.0, min(ends - time.monotonic(), timeout_s / 2, WATCH_EVERY_S)))
             if staged.stage == "ready":
                 return
             if staged.stage == "failed":
@@ -202,10 +252,43 @@ class StagedTransport(ABC):
                 )
 
 
-def build_transport(section: WeightSyncSection) -> Transport:
+# Seconds of one question whether the workers are ready.
+WATCH_EVERY_S = 1.0
+
+# Makes the senders of the other ranks that hold a share, for a transport's name.
+OtherSenders = Callable[[str], Sequence[Sender]]
+
+
+def no_others(transport: str) -> Sequence[Sender]:
+    """Return no sender: this rank holds all weights."""
+    return ()
+
+
+def build_transport(section: WeightSyncSection, others: OtherSenders = no_others) -> Transport:
     """Make the learner's end of the transport that `section` names, not connected yet."""
-    if section.transport == "auto":
-        return AutoTransport(section)
-    module, _, name = TRANSPORTS[section.transport].learner.partition(":")
-    transport: Transport = getattr(import_module(module), name)(section)
+    name = section.transport
+    if name == "auto":
+        return AutoTransport(section, others)
+    if TRANSPORTS[name].stages:
+        return StagedTransport(section, [build_sender(section, name), *others(name)])
+    transport: Transport = _learners_end(name)(section)
     return transport
+
+
+def build_sender(section: WeightSyncSection, name: str) -> Sender:
+    """Make this rank's end of the staged transport `name`, not open yet."""
+    sender: Sender = _learners_end(name)(section)
+    return sender
+
+
+def _learners_end(name: str) -> Callable[[WeightSyncSection], Any]:
+    module, _, cls = TRANSPORTS[name].learner.partition(":")
+    made: Callable[[WeightSyncSection], Any] = getattr(import_module(module), cls)
+    return made
+
+
+def local_host_towards(host: str) -> str:
+    """Return this machine's address as `host` sees it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))
+        return str(probe.getsockname()[0])

@@ -7,31 +7,36 @@ from dataclasses import dataclass
 # Transports that `weight_sync.delta` applies to.
 SEND_DELTAS = frozenset({"gloo", "http"})
 
+STAGED_ENGINE = "weight_sync.vllm.engine.staged_engine:StagedEngine"
+
 
 @dataclass(frozen=True)
 class Ends:
     """A transport's two ends as `module:class`, so that each process imports only its own.
 
     Attributes:
-        learner: A `base.Transport`, made from `WeightSyncSection`.
-        engine: A `WeightTransferEngine` of vLLM.
+        learner: Where it stages, a `base.Sender`, made from `WeightSyncSection`; else a `base.Transport`.
+        worker: Where it stages, a `receiver.Receiver`; else a `WeightTransferEngine` of vLLM.
         backend: vLLM's name of the engine, if one of its own has the transport's name; None: the transport's.
         stages: As `base.Transport.stages`.
         replaces: Whether the engine takes the place of vLLM's own of that name.
     """
 
     learner: str
-    engine: str
+    worker: str
     backend: str | None = None
     stages: bool = True
     replaces: bool = False
 
+    @property
+    def engine(self) -> str:
+        """vLLM's `WeightTransferEngine`, as `module:class`."""
+        return STAGED_ENGINE if self.stages else self.worker
+
 
 # The names are those of the setting.
 TRANSPORTS = {
-    "gloo": Ends(
-        "weight_sync.transports.gloo.sender:GlooTransport", "weight_sync.vllm.engine.staged_engine:GlooEngine"
-    ),
+    "gloo": Ends("weight_sync.transports.gloo.sender:GlooSender", "weight_sync.transports.gloo.receiver:GlooReceiver"),
     "nccl": Ends(
         "weight_sync.transports.gpu.nccl_sender:NcclTransport",
         "weight_sync.vllm.engine.nccl_engine:NcclEngine",
@@ -39,18 +44,13 @@ TRANSPORTS = {
         replaces=True,
     ),
     "nccl_staged": Ends(
-        "weight_sync.transports.gpu.nccl_sender:NcclStagedTransport",
-        "weight_sync.vllm.engine.device_engines:NcclStagedEngine",
+        "weight_sync.transports.gpu.nccl_sender:NcclSender", "weight_sync.transports.gpu.nccl_receiver:NcclReceiver"
     ),
     # vLLM's own engine of that name pickles, and loads in place.
     "ipc": Ends(
-        "weight_sync.transports.gpu.ipc:IpcTransport",
-        "weight_sync.vllm.engine.device_engines:IpcEngine",
-        "slipstream_ipc",
+        "weight_sync.transports.gpu.ipc:IpcSender", "weight_sync.transports.gpu.ipc:IpcReceiver", "slipstream_ipc"
     ),
-    "http": Ends(
-        "weight_sync.transports.http.sender:HttpTransport", "weight_sync.vllm.engine.staged_engine:HttpEngine"
-    ),
+    "http": Ends("weight_sync.transports.http.sender:HttpSender", "weight_sync.transports.http.receiver:HttpReceiver"),
 }
 
 

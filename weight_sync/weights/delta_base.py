@@ -10,7 +10,7 @@ from functools import cached_property
 import torch
 
 from weight_sync.weights.delta_codec import Delta, apply, encode_delta
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 # Versions that a server may be behind and still get deltas.
@@ -58,7 +58,7 @@ class DeltaHistory:
         self._lock = threading.Lock()
         self._manifest: Manifest | None = None
         self._flat: torch.Tensor | None = None
-        self._version = -1
+        self._version, self._label = -1, ""
         self._steps: deque[_Step] = deque(maxlen=STEPS_KEPT)
 
     def find_path(self, base: str | None, snapshot: Snapshot) -> DeltaPath | None:
@@ -86,8 +86,8 @@ class DeltaHistory:
         else:
             delta = encode_delta(self._flat, snapshot.flat, snapshot.manifest)
             apply(delta.payload, self._flat, snapshot.manifest)
-            self._steps.append(_Step(str(self._version), snapshot.label, delta))
-        self._version = snapshot.version
+            self._steps.append(_Step(self._label, snapshot.label, delta))
+        self._version, self._label = snapshot.version, snapshot.label
 
     def _steps_from(self, base: str) -> list[_Step]:
         steps = list(self._steps)

@@ -22,7 +22,9 @@ from safetensors.torch import save
 from xxhash import xxh3_128_digest
 
 from protocol.versions import label_of, name_of
-from weight_sync.weights.flat_buffer import HUGE, Manifest, Reserve, check_distinct, unwrapped
+from weight_sync.weights import device_copy
+from weight_sync.weights.host_memory import HUGE, Reserve
+from weight_sync.weights.manifest import Manifest, check_distinct, unwrapped
 
 LENGTH = 64
 WORDS = 2**16
@@ -114,12 +116,12 @@ class AdapterWeights(Protocol):
 class Snapshot:
     """The weights of one policy version, or of its adapter alone, and the probe that proves them.
 
-    The learner waits only for this part of a publication. It takes little more than a copy of the bytes, on as many
-    threads as torch has, if `buffer` was used before or its pages were prepared (`flat_buffer`); else one and a half to
-    two times as long.
+    The learner waits only for this part of a publication. On a CPU it takes little more than a copy of the bytes, on as
+    many threads as torch has, if `buffer` was used before or its pages were prepared (`host_memory`); else one and a
+    half to two times as long. On a GPU the learner waits for copies on the device alone, which cast to the type that is
+    sent: they go on to the host beside the next step.
 
     Attributes:
-        flat: uint8 [manifest.total_bytes()] on the host.
         manifest: The layout of `flat`.
         adapter_config: Configuration of the adapter; None if the weights are the model's.
     """
@@ -157,14 +159,35 @@ class Snapshot:
         self.run_id = run_id
         self.probe = probe
         self.manifest = Manifest.of(layout, dtype)
+        self._copies = device_copy.copies_from(device := _device(layout))
         size = self.manifest.total_bytes()
         used = buffer is not None and len(buffer) == size
-        self.flat = buffer if buffer is not None and used else _reserve.take(size)
-        views = self.manifest.views(self.flat)
-        for name, tensor in weights:
-            views[self._name(name)].copy_(tensor.detach())
+        self._flat = buffer if buffer is not None and used else _reserve.take(size, device)
+        if self._copies is None:
+            views = self.manifest.views(self._flat)
+            for name, tensor in weights:
+                views[self._name(name)].copy_(tensor.detach())
+        else:
+            self._copy_from_device(self._copies, iter(weights))
         if not used:
-            _expect(size)
+            _expect(size, device)
+
+    def _copy_from_device(self, copies: device_copy.DeviceCopies, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        for bucket in self.manifest.buckets(device_copy.BUCKET_BYTES):
+            on_device = copies.empty(bucket.size)
+            for name, view in bucket.manifest.views(on_device).items():
+                given, tensor = next(weights)
+                assert self._name(given) == name, "weights must come in the order of their layout"
+                view.copy_(tensor.detach(), non_blocking=True)
+            copies.to_host(on_device, self._flat[bucket.start : bucket.end])
+        copies.end()
+
+    @property
+    def flat(self) -> torch.Tensor:
+        """uint8 [manifest.total_bytes()] on the host. Waits until the bytes are there."""
+        if self._copies is not None:
+            self._copies.wait()
+        return self._flat
 
     def _name(self, name: str) -> str:
         """Return the name that a checkpoint has; an adapter's file keeps peft's names."""
@@ -198,12 +221,16 @@ class Snapshot:
 def expect(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None = None) -> None:
     """Start to prepare memory for a first snapshot of such weights. Returns at once."""
     layout = weights.layout() if isinstance(weights, MadeOneByOne) else dict(weights)
-    _expect(Manifest.of(layout, dtype).total_bytes())
+    _expect(Manifest.of(layout, dtype).total_bytes(), _device(layout))
 
 
-def _expect(size: int) -> None:
+def _expect(size: int, device: torch.device) -> None:
     if size >= HUGE:
-        _reserve.expect(size)
+        _reserve.expect(size, device)
+
+
+def _device(layout: Mapping[str, torch.Tensor]) -> torch.device:
+    return next((tensor.device for tensor in layout.values()), torch.device("cpu"))
 
 
 def digest_of(flat: torch.Tensor) -> bytes:

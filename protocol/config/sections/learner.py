@@ -130,7 +130,9 @@ class LearnerSection(OptimiserSection):
         why="a step keeps its size, so its gradient keeps its noise",
     )
     token_budget: Count = setting(
-        8192, description="tokens of one packed micro-batch", why="one long episode, or many short ones"
+        8192,
+        description="tokens of one packed micro-batch",
+        why="one long episode, or many short ones; on GPUs `slipstream up` takes what fits their memory",
     )
     logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
         512,
@@ -145,7 +147,7 @@ class LearnerSection(OptimiserSection):
     gradient_checkpointing: bool = setting(
         False,
         description="keep only the inputs of the model's layers, and compute the layers again in the backward pass",
-        why="a third more arithmetic; for rows that do not fit the memory otherwise",
+        why="a third more arithmetic; on GPUs `slipstream up` sets it where rows do not fit otherwise",
     )
     compile: bool = setting(
         False,

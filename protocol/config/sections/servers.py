@@ -73,7 +73,7 @@ class WeightSyncSection(Section):
     )
     bucket_bytes: Bytes = setting(
         64 * 1024**2,
-        description="bytes sent at one time",
+        description="bytes sent at one time; on a GPU, each end of a transport holds at most two such buffers",
         why="large enough that calls cost nothing, small enough to be staged",
     )
     http_port: int = setting(
@@ -144,7 +144,10 @@ class VllmSection(Section):
         why="prompt, two thousand sampled tokens and tool results",
     )
     max_num_seqs: Count = setting(
-        64, description="sequences that one server samples at once", why="vLLM slows down beyond what its cache holds"
+        64,
+        description="sequences that one server samples at once",
+        why="vLLM slows down beyond what its cache holds; on GPUs `slipstream up` takes what the cache holds, at most "
+        "256",
     )
     start_timeout_s: Seconds = setting(
         600.0, description="time-out of a server's start", why="loading a large model and compiling it"
@@ -200,13 +203,21 @@ QUANTISED = {
 
 def served_dtype(model_dtype: str, args: Sequence[str]) -> str:
     """Return the type that servers compute in: float32, bfloat16 or float16."""
-    given = _option(args, "--dtype")
+    given = flag_value(args, "--dtype")
     return TYPES.get(given or model_dtype, model_dtype)
 
 
 def served_quantisation(args: Sequence[str]) -> str | None:
     """Return the quantisation that `vllm.args` asks for; None for none."""
-    return _option(args, "--quantization", "-q")
+    return flag_value(args, "--quantization", "-q")
+
+
+def served_bits(args: Sequence[str]) -> int:
+    """Return the bits of a weight that the servers quantise; 0 where they do not."""
+    method = served_quantisation(args)
+    if method is None:
+        return 0
+    return 4 if QUANTISED.get(method) == _FOUR_BITS else 8
 
 
 def probe_tolerance(model_dtype: str, args: Sequence[str]) -> float:
@@ -226,11 +237,25 @@ def check_server_args(args: Sequence[str]) -> None:
         )
 
 
-def _option(args: Sequence[str], *names: str) -> str | None:
-    """Return the last value given for a flag, which is the one that vLLM takes."""
+def flag_value(args: Sequence[str], *names: str) -> str | None:
+    """Return the last value given for a flag of vLLM, which is the one that vLLM takes; None if it is not given.
+
+    Args:
+        args: A command line: `--flag value`, `--flag=value`, with underscores for dashes, and without a last "-size".
+        names: The flag's names, such as `--tensor-parallel-size` and `-tp`.
+    """
     found = None
     for place, arg in enumerate(args):
         name, equals, value = arg.partition("=")
-        if name in names:
+        if _flag_name(name) in {_flag_name(each) for each in names}:
             found = value if equals else next(iter(args[place + 1 : place + 2]), None)
     return found
+
+
+def has_flag(args: Sequence[str], *names: str) -> bool:
+    """Tell whether a command line has a flag, with or without a value."""
+    return not {_flag_name(arg.partition("=")[0]) for arg in args}.isdisjoint(_flag_name(name) for name in names)
+
+
+def _flag_name(name: str) -> str:
+    return name.replace("_", "-").removesuffix("-size") if name.startswith("--") else name

@@ -156,7 +156,7 @@ class Succeeded(FakeQueue):
 def succeeded(monkeypatch: pytest.MonkeyPatch) -> Succeeded:
     queue = Succeeded()
     monkeypatch.setattr("learner.run.QueueClient", lambda url, token: queue)
-    monkeypatch.setattr("learner.run.Publisher", lambda config, url: FakePublisher(queue))
+    monkeypatch.setattr("learner.run.Publisher", lambda config, url, ranks: FakePublisher(queue))
     return queue
 
 

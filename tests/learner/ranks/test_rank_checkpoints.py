@@ -22,10 +22,12 @@ from learner.checkpoints import checkpoint as checkpoints
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.ranks import liveness
 from learner.ranks.stopping import Stop, Stopped
+from learner.ranks.team import Team
 from learner.report.progress import TerminalProgress
 from learner.run import build_trainer
 from learner.start import starting_point
-from learner.training.trainer import Trainer
+from learner.training import state_files
+from learner.training.trainer import STATE, Trainer
 from protocol import checkpoints as places
 from protocol.client import QueueClient
 from protocol.config import RunConfig
@@ -133,6 +135,18 @@ def close(found: Any, right: Any, where: str = "") -> None:
         assert found == right, where
 
 
+def whole_state(checkpoint: checkpoints.Checkpoint) -> dict[str, Any]:
+    """What trainers keep, without random states, as one rank reads it."""
+    kept = torch.load(checkpoint.path / "trainer.pt", weights_only=True)
+    state = {name: kept[name] for name in STATE}
+    parts = checkpoint.path / checkpoints.PARTS
+    assert parts.is_dir() == ("parts" in kept)
+    found: dict[str, Any] = state_files.read_back(
+        state, parts if "parts" in kept else None, Team(), None, torch.device("cpu")
+    )
+    return found
+
+
 def test_what_is_published_is_what_one_rank_publishes(several: Any, alone: Any) -> None:
     (_, found), (_, right) = several, alone
     assert len(found["weights"]) == 5
@@ -145,9 +159,7 @@ def test_checkpoints_are_those_of_one_rank(several: Any, alone: Any) -> None:
     ours, theirs = checkpoints.latest(settings.run_dir), checkpoints.latest(one.run_dir)
     assert ours is not None
     assert theirs is not None
-    states = [torch.load(of.path / "trainer.pt", weights_only=True) for of in (ours, theirs)]
-    for state in states:
-        del state["random"]
+    states = [whole_state(of) for of in (ours, theirs)]
     close(*states)
     weights = [AutoModelForCausalLM.from_pretrained(of.model_path).state_dict() for of in (ours, theirs)]
     close(dict(weights[0]), dict(weights[1]))

@@ -17,7 +17,7 @@ from learner.feed import packing
 from learner.feed.packing import PackedRow, pack
 from learner.model.policy import Policy, Scoring
 from learner.training.passes import Known, Preparation
-from learner.training.trainer import _add, _sampler_kl
+from learner.training.step_sums import add, sampler_kl
 from protocol.config import LearnerSection
 from protocol.config.sections.presets import PRESETS
 from tests.kit.learner import sample, step_rollouts
@@ -50,7 +50,7 @@ def test_no_value_is_read_inside_a_row(algorithm: str) -> None:
         result = parts(preparation.tokens(row, scores, known))
         result.losses.sum().backward()  # type: ignore[no-untyped-call]
         drift = scores.logprobs.detach() - row.behaviour
-        _add(figures, {**result.sums, **_sampler_kl(drift, row.fresh), **drift_sums(drift, row.staleness)})
+        add(figures, {**result.sums, **sampler_kl(drift, row.fresh), **drift_sums(drift, row.staleness)})
     assert all(figure.device == META for figure in figures.values())
 
 

@@ -6,16 +6,21 @@ import base64
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 
 import pytest
 import torch
 
 from tests.kit.stand_in_nccl import World, stand_in_gpu
 from weight_sync.transports.base import TransferError
+from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Communicator, own_gpu
 from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
 from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, checksum, chunks, wire_order
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.transports.receiver import Worker
+from weight_sync.weights.manifest import Manifest
+
+WORKER = Worker(1, torch.device("cpu"))
 
 
 def met(world: World, ranks: int, timeout_s: float = 5) -> list[Communicator]:
@@ -63,26 +68,31 @@ def test_an_abort_from_another_thread_ends_a_wait_at_once() -> None:
     assert world.aborted == [0], "once only: the handle is gone after it"
 
 
-def test_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_one_comes() -> None:
+def test_a_reception_that_waits_for_a_learner_that_died_ends_when_the_next_one_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World()
     gpu, worker = stand_in_gpu(world), stand_in_gpu(world, "GPU-1")
     unique_id = gpu.library.unique_id()
     info = NcclInitInfo(base64.b64encode(unique_id).decode(), 2, "GPU-0", 1024, 60)
-    reception = NcclReceiver(worker, info, 1)
+    monkeypatch.setattr(communicator, "own_gpu", lambda device: worker)
+    receiver = NcclReceiver(asdict(info), WORKER)
     Communicator(gpu, 5).meet(unique_id, 2, 0)
     manifest = Manifest(["a"], ["uint8"], [[2000]])
     with ThreadPoolExecutor(1) as pool:
-        receiving = pool.submit(reception.receive, manifest, torch.empty(2000, dtype=torch.uint8))
+        share = receiver.receive(manifest.as_dict())
+        receiving = pool.submit(next, share.pieces)
         time.sleep(0.1)
         assert not receiving.done()
-        reception.close()
+        receiver.close()
         with pytest.raises(TransferError, match="aborted"):
             receiving.result(timeout=5)
 
 
-def test_a_learner_on_the_same_gpu_is_refused_with_the_remedy() -> None:
+def test_a_learner_on_the_same_gpu_is_refused_with_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(communicator, "own_gpu", lambda device: stand_in_gpu(World(), "GPU-0"))
     with pytest.raises(TransferError, match=r"share the GPU GPU-0.*transport = ipc"):
-        NcclReceiver(stand_in_gpu(World(), "GPU-0"), NcclInitInfo("", 2, "GPU-0", 1024, 1), 1)
+        NcclReceiver(asdict(NcclInitInfo("", 2, "GPU-0", 1024, 1)), WORKER)
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 4099])

@@ -18,15 +18,15 @@ import torch
 
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
-from tests.weight_sync.receivers import GlooReceiverEnd
+from tests.weight_sync.receivers import GlooEnd
 from tests.weight_sync.transports.test_gloo import snapshot
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import StagedTransport, TransferError
 from weight_sync.transports.gloo import group, rendezvous
 from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.rendezvous import AuthenticationError, Channel, KeyStore, Rendezvous, join
-from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.transports.gloo.sender import GlooSender
 
 SECRET = bytes(range(32))
 HOST = "127.0.0.1"
@@ -223,9 +223,11 @@ def test_i8_who_takes_a_worker_s_connection_gets_no_byte_of_weights(monkeypatch:
 
 async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> None:
     fake = FakeVllm()
-    GlooReceiverEnd(fake.engine, 1)
-    transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=10))
-    plain = transport.listen
+    GlooEnd(fake.engine, 1)
+    section = WeightSyncSection(bucket_bytes=1024, timeout_s=10)
+    sender = GlooSender(section)
+    transport = StagedTransport(section, [sender])
+    plain = sender.listen
 
     def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
@@ -238,7 +240,7 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
             assert drained(one) == b""
         return info
 
-    transport.listen = with_a_stranger  # type: ignore[method-assign]
+    sender.listen = with_a_stranger  # type: ignore[method-assign]
     async with serving(fake) as url, ServerControl(url, 20) as control:
         await transport.connect(control, 1)
         await transport.publish(control, snapshot(), Pause(control, False, True))
@@ -247,8 +249,10 @@ async def test_i8_a_publication_after_a_stranger_s_attempt_goes_through() -> Non
 
 async def test_i8_a_server_s_workers_are_told_where_strangers_came_instead() -> None:
     fake = FakeVllm()
-    transport = GlooTransport(WeightSyncSection(timeout_s=1))
-    plain = transport.listen
+    section = WeightSyncSection(timeout_s=1)
+    sender = GlooSender(section)
+    transport = StagedTransport(section, [sender])
+    plain = sender.listen
 
     def with_a_stranger(workers: int) -> GlooInitInfo:
         info = plain(workers)
@@ -257,14 +261,14 @@ async def test_i8_a_server_s_workers_are_told_where_strangers_came_instead() -> 
             drained(one)
         return info
 
-    transport.listen = with_a_stranger  # type: ignore[method-assign]
+    sender.listen = with_a_stranger  # type: ignore[method-assign]
     async with serving(fake) as url, ServerControl(url, 20) as control:
         with pytest.raises(TransferError, match="1 connections without the secret were turned away there"):
             await transport.connect(control, 1)
 
 
 def test_i8_the_secret_of_a_transfer_is_new_each_time_and_in_no_text() -> None:
-    made = [GlooTransport(WeightSyncSection()).listen(1) for _ in range(2)]
+    made = [GlooSender(WeightSyncSection()).listen(1) for _ in range(2)]
     assert made[0].secret != made[1].secret
     assert len(made[0].key) == 32
     assert made[0].secret not in repr(made[0])
@@ -274,12 +278,14 @@ def test_i8_the_secret_of_a_transfer_is_new_each_time_and_in_no_text() -> None:
 def test_the_rendezvous_is_closed_once_all_are_there() -> None:
     async def connected() -> int:
         fake = FakeVllm()
-        GlooReceiverEnd(fake.engine, 2)
-        transport = GlooTransport(WeightSyncSection(timeout_s=10))
+        GlooEnd(fake.engine, 2)
+        section = WeightSyncSection(timeout_s=10)
+        sender = GlooSender(section)
+        transport = StagedTransport(section, [sender])
         async with serving(fake) as url, ServerControl(url, 20) as control:
             await transport.connect(control, 2)
-            assert transport.rendezvous is not None
-            port = transport.rendezvous.port
+            assert sender.rendezvous is not None
+            port = sender.rendezvous.port
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection((HOST, port), 2)
             await transport.close()

@@ -16,13 +16,13 @@ from aiohttp import web
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import probe
-from tests.weight_sync.receivers import HttpReceiverEnd
+from tests.weight_sync.receivers import HttpEnd
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
+from weight_sync.transports.base import StagedTransport, TransferError
 from weight_sync.transports.http import chunks, offers
 from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.http.sender import BLOB_SERVERS, HttpTransport
+from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 from weight_sync.transports.http.staging import record_of
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.weights import delta_codec
@@ -42,9 +42,17 @@ class Rig:
 
     section: WeightSyncSection
     depot: BlobServer
-    receivers: list[HttpReceiverEnd] = field(default_factory=list)
-    transports: list[HttpTransport] = field(default_factory=list)
+    receivers: list[HttpEnd] = field(default_factory=list)
+    transports: list[StagedTransport] = field(default_factory=list)
     controls: list[ServerControl] = field(default_factory=list)
+
+    def made(self) -> StagedTransport:
+        return StagedTransport(self.section, [HttpSender(self.section)])
+
+    def sender(self, server: int = 0) -> HttpSender:
+        (sender,) = self.transports[server].senders
+        assert isinstance(sender, HttpSender)
+        return sender
 
     async def publish(self, sent: Snapshot, server: int = 0) -> None:
         await self.transports[server].publish(self.controls[server], sent, Pause(self.controls[server], False, True))
@@ -53,7 +61,7 @@ class Rig:
 
     async def connect_anew(self, server: int = 0) -> None:
         await self.transports[server].close()
-        self.transports[server] = HttpTransport(self.section)
+        self.transports[server] = self.made()
         await self.transports[server].connect(self.controls[server], 1)
 
 
@@ -66,9 +74,9 @@ async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> Asyn
         for _ in range(servers):
             fake = FakeVllm()
             fake.app.router.add_get(chunks.CHUNKS_PREFIX + "{key}", passes_on)
-            rig.receivers.append(HttpReceiverEnd(fake.engine, workers))
+            rig.receivers.append(HttpEnd(fake.engine, workers))
             rig.controls.append(await stack.enter_async_context(ServerControl(await _url(stack, fake), 20)))
-            rig.transports.append(HttpTransport(section))
+            rig.transports.append(rig.made())
             stack.push_async_callback(_close, rig, len(rig.transports) - 1)
             await rig.transports[-1].connect(rig.controls[-1], workers)
         yield rig
@@ -144,14 +152,14 @@ async def test_chunks_that_did_not_change_are_not_pulled_again() -> None:
 async def test_what_is_served_is_no_more_once_it_has_arrived() -> None:
     async with connected() as r:
         await r.publish(snapshot(1))
-        url = r.receivers[0].updates[-1].sources[-1]
+        url = r.receivers[0].updates[-1][0]["sources"][-1]
         assert url.startswith(r.depot.url)
         assert url.rpartition("/")[2] not in r.depot._blobs
 
 
 async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:
     async with connected() as r:
-        transport = HttpTransport(r.section)
+        transport = r.made()
         r.receivers[0]._engine.hooks.clear()
         with pytest.raises(TransferError, match=r"did not come to http://127\.0\.0\.1:\d+: .*Set weight_sync.host"):
             await transport.connect(r.controls[0], 1)
@@ -161,9 +169,9 @@ async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> N
 async def test_a_server_that_is_let_go_leaves_no_record_behind() -> None:
     async with connected() as r:
         await r.publish(snapshot(1))
-        key = r.transports[0].key
+        key = r.sender().key
         assert record_of(key) is not None
-        for reception in r.receivers[0].receptions:
+        for reception in r.receivers[0].only:
             reception.close()
         assert record_of(key) is None
 
@@ -184,7 +192,7 @@ class TestDelta:
         async with connected(delta=True, full_every=3) as r:
             for version in range(7):
                 await r.publish(snapshot(version))
-            deltas = [update.delta is not None for update in r.receivers[0].updates]
+            deltas = [update["delta"] is not None for (update,) in r.receivers[0].updates]
             assert deltas == [False, True, True, False, True, True, False]
 
     async def test_everything_is_sent_where_that_is_less(self) -> None:
@@ -193,14 +201,14 @@ class TestDelta:
             for version in (1, 2):
                 weights = torch.randn(SIZE, generator=generator)
                 await r.publish(Snapshot(version, [("a", weights)], probe()))
-            assert r.receivers[0].updates[-1].delta is None
+            assert r.receivers[0].updates[-1][0]["delta"] is None
 
     async def test_everything_is_sent_over_a_new_connection(self) -> None:
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
             await r.connect_anew()
             await r.publish(snapshot(2))
-            assert r.receivers[0].updates[-1].delta is None
+            assert r.receivers[0].updates[-1][0]["delta"] is None
 
     async def test_a_server_that_missed_versions_gets_the_steps_in_between(self) -> None:
         async with connected(servers=2, delta=True) as r:
@@ -208,16 +216,16 @@ class TestDelta:
             for version in (2, 3):
                 await r.publish(snapshot(version), 0)
             await r.publish(snapshot(4), 1)
-            delta = r.receivers[1].updates[-1].delta
+            delta = r.receivers[1].updates[-1][0]["delta"]
             assert delta is not None
             assert len(delta["sizes"]) == 3
 
     async def test_a_wrong_base_is_found_and_everything_pulled(self, caplog: pytest.LogCaptureFixture) -> None:
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            r.transports[0]._base._base = ("1", "of something else")
+            r.sender()._base._base = ("1", "of something else")
             await r.publish(snapshot(2))
-            assert r.receivers[0].updates[-1].delta is not None
+            assert r.receivers[0].updates[-1][0]["delta"] is not None
         assert "a delta was sent to weights that are not here" in caplog.text
 
     async def test_a_base_that_was_damaged_is_found_and_its_chunk_pulled(
@@ -225,7 +233,7 @@ class TestDelta:
     ) -> None:
         async with connected(delta=True) as r:
             await r.publish(snapshot(1))
-            held = r.receivers[0].receptions[0]._share._flat
+            held = r.receivers[0].only[0]._staging._flat
             assert held is not None
             held[5000] ^= 1
             await r.publish(snapshot(2))

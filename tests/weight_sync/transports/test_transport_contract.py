@@ -15,8 +15,7 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit.fake_vllm import FakeVllm, serving
 from tests.kit.sync import control_calls, probe
-from tests.weight_sync.gpu_receivers import IpcReceiverEnd, NcclReceiverEnd, NcclStagedReceiver
-from tests.weight_sync.receivers import GlooReceiverEnd, HttpReceiverEnd, Receiver
+from tests.weight_sync.receivers import GlooEnd, HttpEnd, IpcEnd, NcclEnd, NcclStagedEnd, ReceivingEnd
 from weight_sync.server import cancellation
 from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
@@ -25,12 +24,12 @@ from weight_sync.transports.gpu import communicator, ipc
 from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.weights.snapshot import Snapshot
 
-RECEIVERS: dict[str, type[Receiver]] = {
-    "gloo": GlooReceiverEnd,
-    "nccl": NcclReceiverEnd,
-    "nccl_staged": NcclStagedReceiver,
-    "ipc": IpcReceiverEnd,
-    "http": HttpReceiverEnd,
+RECEIVERS: dict[str, type[ReceivingEnd]] = {
+    "gloo": GlooEnd,
+    "nccl": NcclEnd,
+    "nccl_staged": NcclStagedEnd,
+    "ipc": IpcEnd,
+    "http": HttpEnd,
 }
 
 
@@ -43,12 +42,10 @@ def name(request: pytest.FixtureRequest) -> str:
 class Rig:
     fake: FakeVllm
     control: ServerControl
-    receiver: Receiver
+    receiver: ReceivingEnd
     section: WeightSyncSection
 
     async def connected(self) -> Transport:
-        if not self.receiver.runs_here:
-            pytest.skip(f"what receives by {self.section.transport} does not run here")
         transport = build_transport(self.section)
         await transport.connect(self.control, 1)
         return transport

@@ -13,7 +13,7 @@ from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.weights import delta_codec
 from weight_sync.weights.delta_base import STEPS_KEPT, DeltaHistory
 from weight_sync.weights.delta_codec import Delta, DeltaError, apply, encode_delta
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 DTYPES = [

@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from weight_sync.weights import flat_buffer
-from weight_sync.weights.flat_buffer import HUGE, Reserve, Staging, fresh, mapped, touch
+from weight_sync.weights import host_memory
+from weight_sync.weights.host_memory import HUGE, Reserve, Staging, fresh, mapped, touch
 
 SIZES = [0, 1, HUGE - 1, HUGE, 3 * HUGE + 5]
 
@@ -70,7 +70,7 @@ def test_a_place_that_is_gone_or_of_another_size_is_an_os_error() -> None:
 
 def test_a_reserve_makes_no_more_than_it_may_and_never_two_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[int] = []
-    monkeypatch.setattr(flat_buffer, "touch", lambda flat: (time.sleep(0.05), touched.append(len(flat))))
+    monkeypatch.setattr(host_memory, "touch", lambda flat: (time.sleep(0.05), touched.append(len(flat))))
     reserve = Reserve(most=2)
     for _ in range(3):
         reserve.expect(100)
@@ -89,7 +89,7 @@ def test_a_reserve_whose_memory_runs_out_holds_nobody(monkeypatch: pytest.Monkey
     def fail(flat: torch.Tensor) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(flat_buffer, "touch", fail)
+    monkeypatch.setattr(host_memory, "touch", fail)
     reserve = Reserve(most=1)
     reserve.expect(10)
     assert len(reserve.take(10)) == 10

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hmac
 import secrets
-import socket
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -23,13 +22,14 @@ from typing import Any
 
 import torch
 
+from weight_sync.transports.base import local_host_towards
 from weight_sync.transports.gloo import rendezvous
 from weight_sync.transports.gloo.rendezvous import (
     AuthenticationError,
     dist,  # re-exported
     mac_of,
 )
-from weight_sync.weights.flat_buffer import Staging, mapped
+from weight_sync.weights.host_memory import Staging, mapped
 
 _OFFER_TAG, _LEADER_TAG = 1_100_001, 1_100_002
 
@@ -242,10 +242,3 @@ class GlooGroup:
         for work in works:
             work.wait(self._timeout)
         return bucket
-
-
-def local_host_towards(host: str) -> str:
-    """Return this machine's address as `host` sees it, so that gloo binds the right interface."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
-        return str(probe.getsockname()[0])

@@ -15,9 +15,11 @@ import torch
 from xxhash import xxh3_128
 
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup
+from weight_sync.transports.gloo.group import BAD_DIGEST, NOT_MAPPED, OK, GlooGroup, GlooInitInfo
+from weight_sync.transports.receiver import HostShares, Share, Worker
 from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.flat_buffer import Manifest, Staging, mapped
+from weight_sync.weights.host_memory import Staging, mapped
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import digest_of
 
 logger = logging.getLogger(__name__)
@@ -49,11 +51,15 @@ class GlooUpdateInfo(Manifest):
 
 
 class GlooReceiver:
-    """The worker's end of one connection. The bytes are in a buffer of its own, made once, or in its leader's."""
+    """See `Receiver`. The bytes are in a buffer of its own, made once, or in its leader's."""
 
-    def __init__(self, group: GlooGroup) -> None:
-        self._group = group
-        self._staging = Staging(shared=bool(group.followers))
+    def __init__(self, info: dict[str, Any], worker: Worker) -> None:
+        """Join the learner's group. Blocks until all ranks have come."""
+        joined = GlooInitInfo(**info)
+        self._group = GlooGroup.join(joined, worker.rank)
+        self._device = worker.device
+        self._staging = Staging(bool(self._group.followers), worker.device)
+        self._shares = HostShares(worker.device, joined.bucket_bytes)
         self._theirs: tuple[tuple[int, int, int], torch.Tensor] | None = None
         # Digest of the snapshot that the buffer holds whole, empty if it holds none.
         self._digest = b""
@@ -61,23 +67,21 @@ class GlooReceiver:
     def close(self) -> None:
         """Do nothing: the group ends with its last reference, which a running `receive` may hold."""
 
-    def receive(self, info: GlooUpdateInfo) -> dict[str, torch.Tensor]:
+    def receive(self, update: dict[str, Any]) -> Share:
         """Receive a snapshot and tell the learner whether its digest agrees.
-
-        Returns:
-            Its tensors by name, as views that are good until the next call.
 
         Raises:
             TransferError: The digest does not agree.
             RuntimeError: The learner or the leader is gone or late.
-            ValueError: `info` contradicts itself.
+            ValueError: `update` contradicts itself.
         """
+        info = GlooUpdateInfo(**update)
         size = info.total_bytes()
         delta = DeltaInfo(**info.delta) if info.delta is not None else None
         if delta is not None:
             delta.check_size(size)
         leads = self._group.leader == self._group.rank
-        return info.views(self._received(info, size, delta) if leads else self._mapped(size))
+        return self._shares.share(info, self._received(info, size, delta) if leads else self._mapped(size))
 
     def _received(self, manifest: Manifest, size: int, delta: DeltaInfo | None) -> torch.Tensor:
         before, self._digest = self._digest, b""
@@ -126,7 +130,7 @@ class GlooReceiver:
         place = (pid, fd, size)
         try:
             if self._theirs is None or self._theirs[0] != place:
-                self._theirs = (place, mapped(*place))
+                self._theirs = (place, mapped(*place, self._device))
         except OSError as error:
             self._group.tell(0, NOT_MAPPED)
             raise TransferError(f"the memory of the worker that received cannot be mapped: {error}") from error
@@ -136,5 +140,5 @@ class GlooReceiver:
 
 def _right(flat: torch.Tensor, status: int) -> torch.Tensor:
     if status != OK:
-        raise TransferError("the digest of what arrived is not the learner's")
+        raise TransferError("what arrived has another digest than what was sent")
     return flat

@@ -5,13 +5,13 @@ from __future__ import annotations
 import logging
 import secrets
 from dataclasses import asdict
+from typing import Any
 
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import gather, on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent, StagedTransport, TransferError
+from weight_sync.server.cancellation import on_thread
+from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.gloo.group import NOT_MAPPED, OK, GlooGroup, GlooInitInfo
 from weight_sync.transports.gloo.receiver import DeltaInfo
 from weight_sync.transports.gloo.rendezvous import Rendezvous
@@ -23,45 +23,52 @@ logger = logging.getLogger(__name__)
 HISTORY = SharedHistory()
 
 
-class GlooTransport(StagedTransport):
-    """See `StagedTransport`. Blocking calls of gloo run on threads.
+class GlooSender(Sender):
+    """See `Sender`. Blocking calls of gloo run on threads.
 
     Without the group's secret nobody is answered at the rendezvous or over gloo's own connections. After that these are
     neither encrypted nor authenticated: whoever can change packets between the machines can change weights.
     """
 
     def __init__(self, section: WeightSyncSection) -> None:
-        super().__init__(section)
         self.rendezvous: Rendezvous | None = None
+        self._section = section
+        self._info: GlooInitInfo | None = None
         self._group: GlooGroup | None = None
         self._base = DeltaBase(section.full_every)
         self._history: DeltaHistory | None = None
+        self._path: DeltaPath | None = None
+        self._sent: Sent | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self._group is not None
-
-    async def connect(self, server: ServerControl, workers: int) -> None:
-        await server.end_transfer()
+    async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         if self._section.delta and self._history is None:
             self._history = HISTORY.take()
         self._base = DeltaBase(self._section.full_every)
-        info = await on_thread(self.listen, workers)
-        await gather(server.init_transfer(asdict(info)), on_thread(self._meet, info))
+        self._info = await on_thread(self.listen, workers)
+        return asdict(self._info)
 
-    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
-        group, history = self._group, self._history
-        if group is None:
-            raise TransferError("the transport is not connected")
+    async def meet(self) -> None:
+        await on_thread(self._meet)
+
+    async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+        history = self._history
         found = await on_thread(self._base.find_path, history, snapshot) if history is not None else None
-        path, delta = None, None
+        self._path, self._sent, delta = None, None, None
         if found is not None:
-            path = found[0]
-            delta = asdict(DeltaInfo(found[1], [len(part) for part in path.payloads]))
-        await server.update(snapshot.manifest.as_dict() | {"delta": delta})
-        self.sent = await on_thread(self._send, group, snapshot, path)
-        await self._until_staged(server)
-        self._base.arrived(snapshot, snapshot.digest.hex(), by_delta=self.sent.share_changed is not None)
+            self._path = found[0]
+            delta = asdict(DeltaInfo(found[1], [len(part) for part in self._path.payloads]))
+        return snapshot.manifest.as_dict() | {"delta": delta}
+
+    async def send(self, snapshot: Snapshot) -> None:
+        if self._group is None:
+            raise TransferError("the transport is not connected")
+        self._sent = await on_thread(self._send, self._group, snapshot, self._path)
+
+    async def done(self, snapshot: Snapshot, whole: bool) -> Sent:
+        sent, self._path = self._sent or Sent.of(snapshot), None
+        if whole:
+            self._base.arrived(snapshot, snapshot.digest.hex(), by_delta=sent.share_changed is not None)
+        return sent
 
     async def close(self) -> None:
         await on_thread(self._let_go)
@@ -79,9 +86,9 @@ class GlooTransport(StagedTransport):
         port = self.rendezvous.port
         return GlooInitInfo(host, port, workers + 1, self._section.bucket_bytes, timeout_s, secret.hex())
 
-    def _meet(self, info: GlooInitInfo) -> None:
-        rendezvous = self.rendezvous
-        if rendezvous is None:
+    def _meet(self) -> None:
+        rendezvous, info = self.rendezvous, self._info
+        if rendezvous is None or info is None:
             raise TransferError("the transport was closed")
         try:
             self._group = GlooGroup(rendezvous.store, 0, info, info.master_address)

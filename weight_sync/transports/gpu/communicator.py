@@ -132,10 +132,13 @@ class Communicator:
             lambda: self._gpu.library.broadcast(self._group, address, count, self.stream.pointer), "a broadcast"
         )
 
-    def wait(self, what: str = "a broadcast") -> None:
-        """Wait until all work that is on the stream by now is done. `what` names it in an error."""
-        done = self.stream.mark()
-        self._bounded(None, what, done)
+    def wait(self, what: str = "a broadcast", done: Callable[[], bool] | None = None) -> None:
+        """Wait for work on the stream. `what` names it in an error.
+
+        Args:
+            done: An earlier `Stream.mark`; None: all work that is on the stream by now.
+        """
+        self._bounded(None, what, done or self.stream.mark())
 
     def stop(self) -> None:
         """Make the running call raise `NcclError`. Returns at once; `abort` must still be called."""

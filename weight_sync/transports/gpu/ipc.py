@@ -1,11 +1,15 @@
-"""The ipc transport: a buffer on the learner's GPU, which the one worker of a server on the same GPU opens and copies.
+"""The ipc transport: two buckets on the learner's GPU, which the one worker of a server on the same GPU opens.
 
-The buffer is named by plain values, so nothing is pickled (I8). A checksum verifies each copy.
+While the worker loads from one bucket, the learner fills the other. Each end counts in the same memory what it has
+filled or loaded. Plain values name the memory, so nothing is pickled (I8). A checksum behind each bucket verifies it.
 """
 
 from __future__ import annotations
 
 import base64
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,15 +17,17 @@ import torch
 
 from protocol.config import WeightSyncSection
 from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.server.pause import Pause
-from weight_sync.transports.base import StagedTransport, TransferError
+from weight_sync.transports.base import Sender, TransferError
 from weight_sync.transports.gpu import communicator
-from weight_sync.transports.gpu.communicator import Gpu
+from weight_sync.transports.gpu.communicator import FIRST_LOOK_S, LAST_LOOK_S, Gpu, Stream
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.gpu.nccl_receiver import checksum
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.transports.gpu.nccl_receiver import SIZE, checksum
+from weight_sync.transports.receiver import Share, Weights, Worker
+from weight_sync.weights.manifest import ALIGNMENT, Manifest
 from weight_sync.weights.snapshot import Snapshot
+
+# Places of the counters of buckets that were filled and loaded.
+FILLED, LOADED = 0, 1
 
 
 @dataclass(frozen=True)
@@ -74,123 +80,205 @@ def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
 
 
-class IpcTransport(StagedTransport):
-    """The learner's end. See `StagedTransport`. The buffer is not filled again before the server has copied it."""
+class SharedBuckets:
+    """Memory of a GPU that learner and worker share: two places for a bucket and its checksum, and two counters."""
+
+    def __init__(self, memory: torch.Tensor, stream: Stream, timeout_s: float) -> None:
+        """Take memory over.
+
+        Args:
+            memory: uint8 [`size_for` a bucket].
+            timeout_s: Bound on each wait for the other end, in seconds.
+        """
+        self.stopped = threading.Event()
+        self.stream = stream
+        self._timeout_s = timeout_s
+        self._place_bytes = (len(memory) - ALIGNMENT) // 2
+        self._places = memory[: 2 * self._place_bytes].split(self._place_bytes)  # type: ignore[no-untyped-call]
+        self._counters = memory[2 * self._place_bytes :][:SIZE].view(torch.int64)
+
+    @staticmethod
+    def size_for(bucket_bytes: int) -> int:
+        """Return the bytes of memory for buckets of at most `bucket_bytes`."""
+        return 2 * -(-(bucket_bytes + SIZE) // ALIGNMENT) * ALIGNMENT + ALIGNMENT
+
+    def place(self, number: int) -> torch.Tensor:
+        """Return the place of bucket `number`."""
+        place: torch.Tensor = self._places[number % 2]
+        return place
+
+    def reset(self) -> None:
+        """Count from 0 again."""
+        with self.stream.current():
+            self._counters.zero_()
+            self._wait(self.stream.mark(), "the counters")
+
+    def tell(self, counter: int, count: int) -> None:
+        """Set one of the counters, once all work on the stream is done."""
+        with self.stream.current():
+            self._wait(self.stream.mark(), "a copy")
+            self._counters[counter] = count
+            self._wait(self.stream.mark(), "a counter")
+
+    def await_count(self, counter: int, count: int, who: str) -> None:
+        """Wait until the other end has set a counter to `count` or more. `who` names it in an error."""
+
+        def there() -> bool:
+            with self.stream.current():
+                return int(self._counters[counter]) >= count
+
+        self._wait(there, who)
+
+    def _wait(self, done: Callable[[], bool], what: str) -> None:
+        ends, look = time.monotonic() + self._timeout_s, FIRST_LOOK_S
+        while not done():
+            if self.stopped.is_set():
+                raise TransferError(f"{what}: the transfer was ended")
+            if time.monotonic() > ends:
+                raise TransferError(f"{what}: not done within {self._timeout_s:g} s")
+            time.sleep(look)
+            look = min(2 * look, LAST_LOOK_S)
+
+
+class IpcSender(Sender):
+    """The learner's end. See `Sender`."""
 
     def __init__(self, section: WeightSyncSection) -> None:
-        super().__init__(section)
+        self._section = section
         self._gpu: Gpu | None = None
-        self._buffer: torch.Tensor | None = None
+        self._memory: torch.Tensor | None = None
         self._handle: Handle | None = None
-        self._sum = b""
+        self._shared: SharedBuckets | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self._gpu is not None
-
-    async def connect(self, server: ServerControl, workers: int) -> None:
+    async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         if workers != 1:
             raise TransferError(
-                f"{server.url} has {workers} workers, each on a GPU of its own, and ipc is for one GPU that learner "
+                f"{server_url} has {workers} workers, each on a GPU of its own, and ipc is for one GPU that learner "
                 f"and server are on; set weight_sync.transport = nccl_staged for both ends"
             )
-        await server.end_transfer()
         try:
-            gpu = await on_thread(communicator.own_gpu)
+            self._gpu = await on_thread(communicator.own_gpu)
         except NcclError as error:
             raise TransferError(str(error)) from error
-        await server.init_transfer({"learner_gpu": gpu.uuid})
-        self._gpu = gpu
+        section = self._section
+        return asdict(IpcInitInfo(self._gpu.uuid, section.bucket_bytes, section.timeout_s))
 
-    def update_info(self, snapshot: Snapshot) -> dict[str, Any]:
-        assert self._handle is not None
-        return {
-            "manifest": snapshot.manifest.as_dict(),
-            "handle": asdict(self._handle),
-            "checksum": base64.b64encode(self._sum).decode(),
-        }
-
-    async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
+    async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         if self._gpu is None:
             raise TransferError("the transport is not connected")
-        await on_thread(self._fill, self._gpu, snapshot)
-        await super().publish(server, snapshot, pause)
+        handle = await on_thread(self._share_memory, self._gpu, snapshot)
+        return asdict(IpcUpdateInfo(snapshot.manifest.as_dict(), asdict(handle)))
 
-    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        """Do nothing: the worker copies the bytes itself."""
+    async def send(self, snapshot: Snapshot) -> None:
+        shared = self._shared
+        if shared is None:
+            raise TransferError("the transport is not connected")
+        await on_thread(self._fill, shared, snapshot, cancelled=shared.stopped.set)
 
     async def close(self) -> None:
-        self._gpu = self._buffer = self._handle = None
+        if self._shared is not None:
+            self._shared.stopped.set()
+        self._gpu = self._memory = self._handle = self._shared = None
 
-    def _fill(self, gpu: Gpu, snapshot: Snapshot) -> None:
+    def _share_memory(self, gpu: Gpu, snapshot: Snapshot) -> Handle:
+        buckets = snapshot.manifest.buckets(self._section.bucket_bytes)
+        size = SharedBuckets.size_for(max((bucket.size for bucket in buckets), default=0))
         stream = gpu.stream()
         try:
-            with stream.current():
-                if self._buffer is None or len(self._buffer) != len(snapshot.flat):
-                    self._buffer = torch.empty(len(snapshot.flat), dtype=torch.uint8, device=gpu.device)
-                    self._handle = export_storage(self._buffer, gpu.uuid)
-                self._buffer.copy_(snapshot.flat)
-                self._sum = bytes(checksum(self._buffer).cpu().numpy())  # waits for the copy, too
+            if self._memory is None or self._handle is None or len(self._memory) < size:
+                with stream.current():
+                    self._memory = torch.empty(size, dtype=torch.uint8, device=gpu.device)
+                self._handle = export_storage(self._memory, gpu.uuid)
+            self._shared = SharedBuckets(self._memory, stream, self._section.timeout_s)
+            self._shared.reset()
         except RuntimeError as error:
             raise TransferError(
                 f"the learner's memory cannot be shared: {error}; where PYTORCH_CUDA_ALLOC_CONF has "
                 f"expandable_segments, leave that out"
             ) from error
+        return self._handle
+
+    def _fill(self, shared: SharedBuckets, snapshot: Snapshot) -> None:
+        flat, buckets = snapshot.flat, snapshot.manifest.buckets(self._section.bucket_bytes)
+        for number, bucket in enumerate(buckets):
+            shared.await_count(LOADED, number - 1, "the server")
+            place = shared.place(number)
+            with shared.stream.current():
+                place[: bucket.size].copy_(flat[bucket.start : bucket.end], non_blocking=True)
+                place[bucket.size :][:SIZE] = checksum(place[: bucket.size])
+            shared.tell(FILLED, number + 1)
+        shared.await_count(LOADED, len(buckets), "the server")
 
 
 @dataclass(frozen=True)
 class IpcInitInfo:
-    """Body of `/init_weight_transfer_engine`. `learner_gpu` is the UUID of the GPU that holds the weights."""
+    """Body of `/init_weight_transfer_engine`.
+
+    Attributes:
+        learner_gpu: UUID of the GPU that holds the weights.
+        bucket_bytes: Bytes that are copied at one time.
+        timeout_s: Bound on each wait, in seconds.
+    """
 
     learner_gpu: str
+    bucket_bytes: int
+    timeout_s: float
 
 
 @dataclass(frozen=True)
 class IpcUpdateInfo:
-    """Body of `/update_weights`: the fields of `Manifest` and `Handle`, and the checksum in base64."""
+    """Body of `/update_weights`: the fields of `Manifest` and `Handle`."""
 
     manifest: dict[str, Any]
     handle: dict[str, Any]
-    checksum: str
 
 
 class IpcReceiver:
-    """The worker's end. Keeps the learner's memory open from one update to the next."""
+    """See `Receiver`. Keeps the learner's memory open from one update to the next."""
 
-    def __init__(self, gpu: Gpu, info: IpcInitInfo) -> None:
+    def __init__(self, info: dict[str, Any], worker: Worker) -> None:
         """Prepare to receive. Raises `TransferError` if the learner is on another GPU."""
-        if gpu.uuid != info.learner_gpu:
+        self._info = wanted = IpcInitInfo(**info)
+        self._gpu = gpu = communicator.own_gpu(worker.device)
+        if gpu.uuid != wanted.learner_gpu:
             raise TransferError(
-                f"the learner is on the GPU {info.learner_gpu} and this server on {gpu.uuid}, and ipc is for one that "
-                f"both are on; set weight_sync.transport = nccl_staged for both ends"
+                f"the learner is on the GPU {wanted.learner_gpu} and this server on {gpu.uuid}, and ipc is for one "
+                f"that both are on; set weight_sync.transport = nccl_staged for both ends"
             )
-        self._gpu = gpu
         self._stream = gpu.stream()
         self._opened: tuple[Handle, torch.Tensor] | None = None
+        self._shared: SharedBuckets | None = None
 
-    def receive(self, update: IpcUpdateInfo, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Copy a snapshot into `flat`: uint8 of the manifest's size, on the GPU.
-
-        Returns:
-            Its tensors by name, as views of `flat`.
+    def receive(self, update: dict[str, Any]) -> Share:
+        """Open the learner's memory. Its buckets are loaded from where they lie.
 
         Raises:
-            TransferError: The copy differs from the learner's buffer.
+            TransferError: A bucket is not what the learner put there, or the learner is gone or late.
         """
-        handle = Handle(**update.handle)
+        info = IpcUpdateInfo(**update)
+        handle, manifest = Handle(**info.handle), Manifest(**info.manifest)
         try:
             if self._opened is None or self._opened[0] != handle:
-                self._opened = None  # the old memory is let go first
+                self._opened = self._shared = None  # the old memory is let go first
                 self._opened = handle, open_storage(handle, self._gpu.device)
-            with self._stream.current():
-                flat.copy_(self._opened[1][: len(flat)])
-                found = bytes(checksum(flat).cpu().numpy())
         except RuntimeError as error:
             raise TransferError(f"the learner's memory cannot be opened: {error}") from error
-        if found != base64.b64decode(update.checksum):
-            raise TransferError("the checksum of what was copied is not the learner's")
-        return Manifest(**update.manifest).views(flat)
+        self._shared = SharedBuckets(self._opened[1][: handle.size], self._stream, self._info.timeout_s)
+        return Share(manifest, self._pieces(manifest, self._shared))
 
     def close(self) -> None:
-        """Close the learner's memory. May be called again."""
-        self._opened = None
+        """Close the learner's memory. A running reception raises. May be called again."""
+        if self._shared is not None:
+            self._shared.stopped.set()
+        self._opened = self._shared = None
+
+    def _pieces(self, manifest: Manifest, shared: SharedBuckets) -> Iterator[Weights]:
+        for number, bucket in enumerate(manifest.buckets(self._info.bucket_bytes)):
+            shared.await_count(FILLED, number + 1, "the learner")
+            place = shared.place(number)
+            with shared.stream.current():
+                right = torch.equal(checksum(place[: bucket.size]), place[bucket.size :][:SIZE])
+            if not right:
+                raise TransferError(f"the checksum of bucket {number} is not the learner's")
+            yield bucket.manifest.views(place[: bucket.size])
+            shared.tell(LOADED, number + 1)

@@ -1,7 +1,8 @@
 """Calls NVIDIA's NCCL by ctypes, as far as a broadcast group needs it, so that a learner needs no vLLM beside it.
 
 Communicators are non-blocking: each call returns at once and its end is asked for. A blocking one cannot be interrupted
-when its peer has died; vLLM's wrapper begins no others. `nccl4py` would, and wants more packages of CUDA than torch.
+when its peer has died; vLLM's wrapper begins no others. `nccl4py` would, but it wants CUDA's Python packages besides
+torch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A worker's end of the staged NCCL transport, and the layouts that both NCCL transports share.
 
-A worker joins the learner's group and receives on a stream and a thread of its own, beside generation. A checksum,
+A worker joins the learner's group and receives on a stream of its own, beside generation. A checksum,
 computed where the bytes lie, finds damage; it is no defence against anyone who means harm. `chunks` cuts tensors as
 vLLM's own NCCL engine does (vllm 0.32, `packed_tensor.py`): both ends cut by themselves, so order, types and shapes
 must be the same.
@@ -11,15 +11,18 @@ from __future__ import annotations
 import base64
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from weight_sync.transports.base import TransferError
-from weight_sync.transports.gpu.communicator import Communicator, Gpu
+from weight_sync.transports.gpu import communicator
+from weight_sync.transports.gpu.communicator import Communicator
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.transports.receiver import DeviceBuffers, Share, Worker, in_turn
+from weight_sync.weights.manifest import Bucket, Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 SIZE = 16
@@ -71,53 +74,58 @@ class NcclInitInfo:
 
 
 class NcclReceiver:
-    """A worker's end. Begins to join the group at once, and receives one snapshot at a time."""
+    """See `Receiver`. Begins to join the group at once, and receives one snapshot at a time."""
 
-    def __init__(self, gpu: Gpu, info: NcclInitInfo, rank: int) -> None:
+    def __init__(self, info: dict[str, Any], worker: Worker) -> None:
         """Begin to join. Raises `TransferError` if the learner is on the same GPU, which NCCL cannot do."""
-        if gpu.uuid == info.learner_gpu:
+        self._info = joined = NcclInitInfo(**info)
+        gpu = communicator.own_gpu(worker.device)
+        if gpu.uuid == joined.learner_gpu:
             raise TransferError(
                 f"learner and server share the GPU {gpu.uuid}, and NCCL joins no two processes on one; set "
                 f"weight_sync.transport = ipc for both ends"
             )
-        self._info = info
-        self._group = Communicator(gpu, info.timeout_s)
+        self._group = Communicator(gpu, joined.timeout_s)
+        self._buffers = DeviceBuffers(gpu.device)
         self._error: str | None = None
         # The engine's loop, which calls this, must not stand still until the learner has come.
-        self._joining = threading.Thread(target=self._join, args=(rank,), name="nccl-join", daemon=True)
+        self._joining = threading.Thread(target=self._join, args=(worker.rank,), name="nccl-join", daemon=True)
         self._joining.start()
 
-    def receive(self, manifest: Manifest, flat: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Receive a snapshot into `flat`: uint8 [manifest.total_bytes()] on the GPU.
-
-        Returns:
-            Its tensors by name, as views of `flat`.
+    def receive(self, update: dict[str, Any]) -> Share:
+        """Begin to receive a snapshot, into two buffers on the GPU. Its checksum travels behind each bucket.
 
         Raises:
-            TransferError: They did not arrive whole, or the learner is gone or late.
+            TransferError: A bucket did not arrive whole, or the learner is gone or late.
         """
         self._joining.join(self._info.timeout_s)
         if self._error is not None or self._joining.is_alive():
             raise TransferError(f"the learner's group was not joined: {self._error or 'still waiting'}")
-        parts = list(buckets(flat, self._info.bucket_bytes))
+        manifest = Manifest(**update)
+        buckets = manifest.buckets(self._info.bucket_bytes)
+        return Share(manifest, in_turn(buckets, self._buffers.take, self._begin, trailer=SIZE))
+
+    def _begin(self, number: int, bucket: Bucket, buffer: torch.Tensor) -> Callable[[], None]:
         try:
             with self._group.stream.current():
-                sums = torch.empty(SIZE * len(parts), dtype=torch.uint8, device=flat.device)
-                for part in (*parts, sums):
-                    self._group.broadcast(part)
-                self._group.wait("the last broadcast")
-                own = [checksum(part) for part in parts]
-                damaged = [i for i, one in enumerate(own) if not torch.equal(one, sums[SIZE * i : SIZE * (i + 1)])]
+                self._group.broadcast(buffer)
+                done = self._group.stream.mark()
         except NcclError as error:
             raise TransferError(f"the transfer broke off: {error}") from error
-        if damaged:
-            raise TransferError(
-                f"the checksum of part {damaged[0]} of {len(parts)} is not the learner's: it arrived damaged"
-            )
-        return manifest.views(flat)
+
+        def wait() -> None:
+            try:
+                self._group.wait(f"bucket {number}", done)
+            except NcclError as error:
+                raise TransferError(f"the transfer broke off: {error}") from error
+            # On the caller's stream: on the group's it would wait for the next bucket.
+            if not torch.equal(checksum(buffer[: bucket.size]), buffer[bucket.size :]):
+                raise TransferError(f"the checksum of bucket {number} is not the learner's: it arrived damaged")
+
+        return wait
 
     def close(self) -> None:
-        """Leave the group. A running `receive` raises. May be called again."""
+        """Leave the group. A running reception raises. May be called again."""
         self._group.abort()
 
     def _join(self, rank: int) -> None:
@@ -126,12 +134,6 @@ class NcclReceiver:
             self._group.meet(unique_id, self._info.world_size, rank)
         except Exception as error:  # `receive` raises it.
             self._error = str(error)
-
-
-def buckets(flat: torch.Tensor, max_bytes: int) -> Iterator[torch.Tensor]:
-    """Cut uint8 [n] into views of at most `max_bytes`, in order."""
-    for start in range(0, len(flat), max_bytes):
-        yield flat[start : start + max_bytes]
 
 
 @dataclass(frozen=True)

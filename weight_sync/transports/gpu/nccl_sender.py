@@ -1,5 +1,5 @@
-"""The learner's end of the NCCL transports: `NcclTransport` for vLLM's own engine, in place; `NcclStagedTransport` for
-ours, beside generation.
+"""The learner's end of the NCCL transports: `NcclTransport` for vLLM's own engine, in place; `NcclSender` for ours,
+beside generation.
 
 A collective runs on a thread while the server answers the HTTP call that has its workers take part. If either fails the
 group is aborted at once, so that the other does not wait for what cannot come (trl#6796, trl#6797). vLLM's HTTP client
@@ -10,24 +10,21 @@ the proof finds what arrived damaged there.
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import gather, on_thread
-from weight_sync.server.control import ControlError, ServerControl
+from weight_sync.server.cancellation import gather, on_thread, shielded
+from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import Sent, StagedTransport, TransferError
+from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Communicator, Gpu
 from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
-from weight_sync.transports.gpu.nccl_receiver import SIZE, buckets, checksum, chunks, fill, wire_order
+from weight_sync.transports.gpu.nccl_receiver import SIZE, checksum, chunks, fill, wire_order
 from weight_sync.weights.snapshot import Snapshot
-
-# Seconds between two looks whether the workers still receive.
-WATCH_EVERY_S = 1.0
 
 
 class Link:
@@ -38,6 +35,8 @@ class Link:
         self._timeout_s = timeout_s
         self._max_blocks = max_blocks
         self._group: Communicator | None = None
+        self._unique_id = b""
+        self._size = 0
 
     @property
     def group(self) -> Communicator:
@@ -46,64 +45,45 @@ class Link:
             raise TransferError("the transport is not connected")
         return self._group
 
-    @property
-    def connected(self) -> bool:
-        return self._group is not None and not self._group.ended
+    async def open(self, workers: int) -> tuple[Gpu, dict[str, Any]]:
+        """Prepare a group with the server's workers.
 
-    async def open(
-        self, server: ServerControl, workers: int, info: Callable[[communicator.Gpu], dict[str, Any]]
-    ) -> communicator.Gpu:
-        """Form a group with the server's workers.
-
-        The group's id travels by a route that wants the learner's token; without the id nobody can join.
-
-        Args:
-            info: Returns further fields of the workers' `init_info`, given this end's GPU.
-
-        Raises:
-            ControlError: A call to the server failed.
-            TransferError: Not all workers came.
+        Returns:
+            This end's GPU, and the fields by which the workers join. They travel by a route that wants the learner's
+            token; without the group's id nobody can join.
         """
-        size = workers + 1
+        self._size = workers + 1
         try:
             gpu = await on_thread(communicator.own_gpu)
-            unique_id = await on_thread(gpu.library.unique_id)
-            self._group = group = Communicator(gpu, self._timeout_s, self._max_blocks)
+            self._unique_id = await on_thread(gpu.library.unique_id)
+            self._group = Communicator(gpu, self._timeout_s, self._max_blocks)
         except NcclError as error:
             raise TransferError(str(error)) from error
-        named = {
-            "nccl_unique_id_b64": base64.b64encode(unique_id).decode(),
-            "world_size": size,
-            **info(gpu),
-        }
-        await self.beside(server.init_transfer(named), group.meet, unique_id, size, 0)
-        return gpu
+        return gpu, {"nccl_unique_id_b64": base64.b64encode(self._unique_id).decode(), "world_size": self._size}
 
-    async def beside(self, call: Coroutine[Any, Any, None], work: Callable[..., None], *arguments: Any) -> None:
-        """Run `work(*arguments)`, which uses the group, on a thread while the server answers `call`."""
-        group = self._group
-        assert group is not None
+    async def meet(self) -> None:
+        """Wait until all workers have joined. Raises `TransferError` if not all came."""
+        await self.run(self.group.meet, self._unique_id, self._size, 0)
 
-        async def asked() -> None:
-            try:
-                await call
-            except BaseException:
-                group.stop()
-                raise
+    async def run(self, work: Callable[..., None], *arguments: Any) -> None:
+        """Run `work(*arguments)`, which uses the group, on a thread. The group ends with an error or a cancellation.
+
+        Raises:
+            TransferError: NCCL reported an error.
+        """
+        group = self.group
 
         def worked() -> None:
             try:
                 work(*arguments)
             except NcclError as error:
                 raise TransferError(f"the transfer broke off: {error}") from error
-            except BaseException:
-                group.stop()
-                raise
 
         try:
-            await gather(asked(), on_thread(worked))
-        except (ControlError, TransferError):
-            await self.close()
+            await on_thread(worked, cancelled=group.stop)
+        except BaseException:
+            group.stop()
+            await shielded(self.close())
             raise
 
     async def close(self) -> None:
@@ -128,16 +108,19 @@ class NcclTransport:
 
     async def connect(self, server: ServerControl, workers: int) -> None:
         await server.end_transfer()
-        self._gpu = await self._link.open(
-            server,
-            workers,
-            lambda gpu: {
-                "rank_offset": 1,
-                "packed": True,
-                "packed_buffer_size_bytes": self._section.bucket_bytes,
-                # With more, vLLM's worker reads a buffer on one stream that another fills (NeMo-RL#3545).
-                "packed_num_buffers": 1,
-            },
+        self._gpu, joined = await self._link.open(workers)
+        await gather(
+            server.init_transfer(
+                joined
+                | {
+                    "rank_offset": 1,
+                    "packed": True,
+                    "packed_buffer_size_bytes": self._section.bucket_bytes,
+                    # With more, vLLM's worker reads a buffer on one stream that another fills (NeMo-RL#3545).
+                    "packed_num_buffers": 1,
+                }
+            ),
+            self._link.meet(),
         )
 
     async def publish(self, server: ServerControl, snapshot: Snapshot, pause: Pause) -> None:
@@ -146,7 +129,7 @@ class NcclTransport:
         update = {"names": manifest.names, "dtype_names": manifest.dtypes, "shapes": manifest.shapes}
         async with pause.held():
             await server.start_update()
-            await self._link.beside(server.update(update), self._send, group, snapshot)
+            await gather(server.update(update), self._link.run(self._send, group, snapshot))
             await server.finish_update(snapshot.label)
         self.sent = Sent.of(snapshot)
 
@@ -166,59 +149,47 @@ class NcclTransport:
             group.wait("the last broadcast")
 
 
-class NcclStagedTransport(StagedTransport):
-    """See `StagedTransport`. One group a server: a server that hangs holds no other."""
+class NcclSender(Sender):
+    """See `Sender`. One group a server: a server that hangs holds no other."""
 
     def __init__(self, section: WeightSyncSection) -> None:
-        super().__init__(section)
+        self._section = section
         self._link = Link(section.timeout_s)
         self._gpu: Gpu | None = None
         self._buffer: torch.Tensor | None = None
 
-    @property
-    def connected(self) -> bool:
-        return self._link.connected
-
-    async def connect(self, server: ServerControl, workers: int) -> None:
-        await server.end_transfer()
+    async def open(self, server_url: str, workers: int) -> dict[str, Any]:
+        self._gpu, joined = await self._link.open(workers)
         section = self._section
-        self._gpu = await self._link.open(
-            server,
-            workers,
-            lambda gpu: {
-                "learner_gpu": gpu.uuid,
-                "bucket_bytes": section.bucket_bytes,
-                "timeout_s": section.timeout_s,
-            },
-        )
+        return joined | {
+            "learner_gpu": self._gpu.uuid,
+            "bucket_bytes": section.bucket_bytes,
+            "timeout_s": section.timeout_s,
+        }
 
-    async def send(self, server: ServerControl, snapshot: Snapshot) -> None:
-        await self._link.beside(self._received(server), self._send, self._link.group, snapshot)
+    async def meet(self) -> None:
+        await self._link.meet()
+
+    async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
+        return snapshot.manifest.as_dict()
+
+    async def send(self, snapshot: Snapshot) -> None:
+        await self._link.run(self._send, self._link.group, snapshot)
 
     async def close(self) -> None:
         await self._link.close()
 
-    async def _received(self, server: ServerControl) -> None:
-        """Wait until no worker receives any more. Raises `TransferError` at once if one has failed."""
-        while True:
-            staged = await server.staged(WATCH_EVERY_S)
-            if staged.stage == "failed":
-                raise TransferError(f"{server.url}: the weights were not staged: {staged.error}")
-            if staged.stage != "receiving":
-                return
-
     def _send(self, group: Communicator, snapshot: Snapshot) -> None:
         assert self._gpu is not None
-        parts = list(buckets(snapshot.flat, self._section.bucket_bytes))
+        flat, buckets = snapshot.flat, snapshot.manifest.buckets(self._section.bucket_bytes)
+        size = max((bucket.size for bucket in buckets), default=0) + SIZE
         with group.stream.current():
-            if self._buffer is None:
-                self._buffer = torch.empty(self._section.bucket_bytes, dtype=torch.uint8, device=self._gpu.device)
-            sums = torch.empty(SIZE * len(parts), dtype=torch.uint8, device=self._gpu.device)
-            for i, part in enumerate(parts):
+            if self._buffer is None or len(self._buffer) < size:
+                self._buffer = torch.empty(size, dtype=torch.uint8, device=self._gpu.device)
+            for bucket in buckets:
                 # The stream keeps the order: the buffer is filled after what it held has gone.
-                filled = self._buffer[: len(part)]
-                filled.copy_(part, non_blocking=True)
-                sums[SIZE * i : SIZE * (i + 1)] = checksum(filled)
+                filled = self._buffer[: bucket.size + SIZE]
+                filled[: bucket.size].copy_(flat[bucket.start : bucket.end], non_blocking=True)
+                filled[bucket.size :] = checksum(filled[: bucket.size])
                 group.broadcast(filled)
-            group.broadcast(sums)
             group.wait("the last broadcast")

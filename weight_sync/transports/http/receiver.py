@@ -13,8 +13,9 @@ from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
 from weight_sync.transports.http.staging import Record, SharedStaging
+from weight_sync.transports.receiver import HostShares, Share, Worker
 from weight_sync.weights.delta_codec import DeltaError, apply
-from weight_sync.weights.flat_buffer import Manifest
+from weight_sync.weights.manifest import Manifest
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +32,7 @@ class HttpInitInfo:
         greeting: URL of one byte, to find out whether the learner can be reached.
         timeout_s: Bound on one snapshot, in seconds.
         mbytes_per_s: Bound on what this server passes on, in 10**6 bytes per second; 0 for none.
+        bucket_bytes: Bytes that are copied to a GPU at one time.
     """
 
     key: str
@@ -38,6 +40,7 @@ class HttpInitInfo:
     greeting: str
     timeout_s: float
     mbytes_per_s: float
+    bucket_bytes: int
 
 
 @dataclass(frozen=True)
@@ -75,28 +78,25 @@ class HttpUpdateInfo:
 
 
 class HttpReceiver:
-    """One worker's connection to a learner. One worker of a host pulls, and the others map its buffer."""
+    """See `Receiver`. One worker of a host pulls, and the others map its buffer."""
 
-    def __init__(self, init: HttpInitInfo) -> None:
-        self._init = init
-        self._share = SharedStaging(init.key)
+    def __init__(self, info: dict[str, Any], worker: Worker) -> None:
+        """Pull one byte from the learner. Raises `TransferError` if it cannot be reached."""
+        self._init = init = HttpInitInfo(**info)
+        self._staging = SharedStaging(init.key, worker.device)
+        self._shares = HostShares(worker.device, init.bucket_bytes)
         self._pull: Pull | None = None
         self._closed = False
+        Pull(GREETING, init.secret, [init.greeting], memoryview(bytearray(1)), init.timeout_s).run()
 
-    def greet(self) -> None:
-        """Pull one byte from the learner. Raises `TransferError` if it cannot be reached."""
-        Pull(GREETING, self._init.secret, [self._init.greeting], memoryview(bytearray(1)), self._init.timeout_s).run()
-
-    def receive(self, info: HttpUpdateInfo) -> dict[str, torch.Tensor]:
-        """Receive a snapshot.
-
-        Returns:
-            Its tensors by name: views of memory that the next snapshot is received into.
+    def receive(self, update: dict[str, Any]) -> Share:
+        """Receive a snapshot into memory that the next one is received into.
 
         Raises:
             TransferError: It did not arrive whole.
-            ValueError: `info` contradicts itself.
+            ValueError: `update` contradicts itself.
         """
+        info = HttpUpdateInfo(**update)
         manifest, chunks = Manifest(**info.manifest), ChunkList(**info.chunks)
         if chunks.total_bytes != manifest.total_bytes():
             raise ValueError(
@@ -109,14 +109,14 @@ class HttpReceiver:
             secret_hash=secret_hash,
             mbytes_per_s=self._init.mbytes_per_s,
         )
-        return manifest.views(self._share.receive(wanted, filling, self._init.timeout_s))
+        return self._shares.share(manifest, self._staging.receive(wanted, filling, self._init.timeout_s))
 
     def close(self) -> None:
         """End the running pull and release the buffer. Never raises."""
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")
-        self._share.close()
+        self._staging.close()
 
     def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
         """Block until `into` holds the blob of `chunks`. Raises `TransferError`."""
@@ -128,7 +128,7 @@ class HttpReceiver:
             self._pull.run()
         finally:
             if self._pull.abandoned:
-                self._share.forget_buffer()
+                self._staging.forget_buffer()
 
 
 @dataclass(frozen=True)

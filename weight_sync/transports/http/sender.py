@@ -7,6 +7,7 @@ address in a network that you trust, or a tunnel.
 from __future__ import annotations
 
 import secrets
+from contextlib import AsyncExitStack, suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -14,8 +15,7 @@ import torch
 
 from protocol.config import WeightSyncSection
 from weight_sync.server.cancellation import on_thread
-from weight_sync.server.control import ServerControl
-from weight_sync.transports.base import Sent, StagedTransport, TransferError
+from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.http import chunks
 from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
 from weight_sync.transports.http.chunks import ChunkList
@@ -27,87 +27,97 @@ from weight_sync.weights.snapshot import Snapshot
 BLOB_SERVERS = SharedBlobServers()
 
 
-class HttpTransport(StagedTransport):
-    """See `StagedTransport`. All transports of a process share one blob server for each address."""
+class HttpSender(Sender):
+    """See `Sender`. All senders of a process share one blob server for each address."""
 
     def __init__(self, section: WeightSyncSection) -> None:
-        super().__init__(section)
-        self._blob_server: BlobServer | None = None
         self.key = secrets.token_hex(8)
+        self._section = section
+        self._blob_server: BlobServer | None = None
+        self._greeting: str | None = None
+        self._server_url = ""
         self._base = DeltaBase(section.full_every)
+        self._offer: Offer | None = None
+        self._path: DeltaPath | None = None
+        # Ends what the running offer holds.
+        self._held = AsyncExitStack()
 
-    @property
-    def connected(self) -> bool:
-        return self._blob_server is not None
-
-    async def connect(self, server: ServerControl, workers: int) -> None:
-        await server.end_transfer()
-        section = self._section
+    async def open(self, server_url: str, workers: int) -> dict[str, Any]:
+        section, self._server_url = self._section, server_url
         self._base = DeltaBase(section.full_every)
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s
         )
-        greeting = blob_server.put(torch.ones(1, dtype=torch.uint8))
-        url = blob_server.url_of(greeting)
-        try:
-            await server.init_transfer(
-                asdict(HttpInitInfo(self.key, blob_server.secret, url, section.timeout_s, section.http_mbytes_per_s))
+        self._greeting = blob_server.put(torch.ones(1, dtype=torch.uint8))
+        url = blob_server.url_of(self._greeting)
+        return asdict(
+            HttpInitInfo(
+                *(self.key, blob_server.secret, url, section.timeout_s, section.http_mbytes_per_s),
+                section.bucket_bytes,
             )
-            if not blob_server.asked(greeting):
-                raise TransferError(
-                    f"{server.url}: its workers did not come to {blob_server.url}: is that where they reach the "
-                    f"learner? Set weight_sync.host, and a weight_sync.http_port that is open to them"
-                )
-        finally:
-            blob_server.drop(greeting)
+        )
 
-    async def bring(self, server: ServerControl, snapshot: Snapshot) -> None:
+    async def check_met(self) -> None:
+        blob_server, greeting = self._blob_server, self._greeting
+        assert blob_server is not None
+        assert greeting is not None
+        if not blob_server.asked(greeting):
+            raise TransferError(
+                f"{self._server_url}: its workers did not come to {blob_server.url}: is that where they reach the "
+                f"learner? Set weight_sync.host, and a weight_sync.http_port that is open to them"
+            )
+        self._drop_greeting(blob_server)
+
+    async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         blob_server = self._blob_server
         if blob_server is None:
             raise TransferError("the transport is not connected")
         offers = blob_server.offers
-        offer = await on_thread(offers.open, snapshot, min(self._section.bucket_bytes, offers.chunk_bytes))
-        own = server.url + chunks.CHUNKS_PREFIX + self.key
-        try:
-            found = await on_thread(self._base.find_path, offers.history, snapshot) if self._section.delta else None
-            if found is not None:
-                await self._bring_delta(blob_server, server, snapshot, offer, *found)
-                offer.add_peer(own)
-            else:
-                async with offer.seat(own) as urls:
-                    await self._tell(server, snapshot, offer, urls, None)
-            self.sent = Sent.of(snapshot, found and found[0])
-            self._base.arrived(snapshot, offer.chunks.root, by_delta=found is not None)
-        finally:
-            offers.close(offer)
+        chunk_bytes = min(self._section.bucket_bytes, offers.chunk_bytes)
+        self._offer = offer = await on_thread(offers.open, snapshot, chunk_bytes)
+        self._held.callback(offers.close, offer)
+        found = await on_thread(self._base.find_path, offers.history, snapshot) if self._section.delta else None
+        if found is None:
+            self._path, delta = None, None
+            urls = await self._held.enter_async_context(offer.seat(self._own_url))
+        else:
+            self._path, base = found
+            delta = asdict(await self._put_delta(blob_server, self._path, base))
+            urls = [blob_server.url_of(offer.key)]
+        return asdict(HttpUpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta))
+
+    async def done(self, snapshot: Snapshot, whole: bool) -> Sent:
+        offer, path, held = self._offer, self._path, self._held
+        self._offer, self._path, self._held = None, None, AsyncExitStack()
+        if offer is not None and whole:
+            if path is not None:
+                offer.add_peer(self._own_url)
+            self._base.arrived(snapshot, offer.chunks.root, by_delta=path is not None)
+        with suppress(TransferError):
+            async with held:
+                if not whole:
+                    raise TransferError("the server does not have it")  # so that nobody is sent there for it
+        return Sent.of(snapshot, path)
 
     async def close(self) -> None:
         blob_server, self._blob_server = self._blob_server, None
         if blob_server is not None:
+            self._drop_greeting(blob_server)
             await on_thread(BLOB_SERVERS.leave, blob_server)
 
-    async def _bring_delta(
-        self,
-        blob_server: BlobServer,
-        server: ServerControl,
-        snapshot: Snapshot,
-        offer: Offer,
-        path: DeltaPath,
-        base: str,
-    ) -> None:
+    @property
+    def _own_url(self) -> str:
+        """Where the server passes on what it has pulled."""
+        return self._server_url + chunks.CHUNKS_PREFIX + self.key
+
+    def _drop_greeting(self, blob_server: BlobServer) -> None:
+        greeting, self._greeting = self._greeting, None
+        if greeting is not None:
+            blob_server.drop(greeting)
+
+    async def _put_delta(self, blob_server: BlobServer, path: DeltaPath, base: str) -> DeltaInfo:
         payload = path.joined
         key = blob_server.put(payload)
-        try:
-            chunks = await on_thread(ChunkList.of, payload)
-            delta = DeltaInfo(base, blob_server.url_of(key), chunks.as_dict(), [len(part) for part in path.payloads])
-            await self._tell(server, snapshot, offer, [blob_server.url_of(offer.key)], asdict(delta))
-        finally:
-            blob_server.drop(key)
-
-    async def _tell(
-        self, server: ServerControl, snapshot: Snapshot, offer: Offer, urls: list[str], delta: dict[str, Any] | None
-    ) -> None:
-        """Tell the server which chunks to pull from which URLs. Returns when its workers have built the model."""
-        info = HttpUpdateInfo(snapshot.manifest.as_dict(), offer.chunks.as_dict(), urls, delta)
-        await server.update(asdict(info))
-        await self._until_staged(server)
+        self._held.callback(blob_server.drop, key)
+        chunks = await on_thread(ChunkList.of, payload)
+        return DeltaInfo(base, blob_server.url_of(key), chunks.as_dict(), [len(part) for part in path.payloads])

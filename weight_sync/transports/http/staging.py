@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import mmap
 import os
 import re
 import tempfile
@@ -23,6 +22,7 @@ from pathlib import Path
 import torch
 
 from weight_sync.transports.base import TransferError
+from weight_sync.weights.host_memory import map_file
 
 LOOK_EVERY_S = 0.02
 _KEY = re.compile(r"[0-9a-f]{16}")
@@ -73,13 +73,19 @@ Fill = Callable[[torch.Tensor, Record | None], None]
 
 
 class SharedStaging:
-    """The buffer of one transfer (`key`: 16 hex digits), as one worker sees it."""
+    """The buffer of one transfer, as one worker sees it.
 
-    def __init__(self, key: str) -> None:
+    Args:
+        key: Name of the transfer, 16 hex digits.
+        device: As in `host_memory.fresh`.
+    """
+
+    def __init__(self, key: str, device: torch.device | None = None) -> None:
         if not _KEY.fullmatch(key):
             raise ValueError(f"transfer key {key!r}: must be 16 hex digits")
         _sweep()
         self._key = key
+        self._device = device
         self._fd: int | None = None
         self._flat: torch.Tensor | None = None
 
@@ -147,7 +153,7 @@ class SharedStaging:
     def _take(self, fd: int, size: int) -> None:
         self._forget()
         self._fd = fd
-        self._flat = torch.frombuffer(mmap.mmap(fd, size), dtype=torch.uint8) if size else torch.empty(0).byte()
+        self._flat = map_file(fd, size, self._device) if size else torch.empty(0).byte()
 
     def _forget(self) -> None:
         if self._fd is not None:

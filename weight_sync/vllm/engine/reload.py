@@ -19,12 +19,10 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
 from weight_sync.vllm.engine.fingerprints import ModelFingerprints, Products, fingerprint
 from weight_sync.vllm.engine.layer_proof import Watched, watching
-
-# Tensors by name, as in a checkpoint.
-Weights = dict[str, torch.Tensor]
 
 # For each live model, the tensors that were once found as they arrived (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()

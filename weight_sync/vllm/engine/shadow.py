@@ -21,15 +21,17 @@ from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
 from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
+from weight_sync.transports.receiver import Weights
+from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, Reading
 from weight_sync.vllm.engine.contract import VllmConfig
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import Reload, Weights
+from weight_sync.vllm.engine.reload import Reload
 from weight_sync.vllm.engine.shadow_checks import (
     NoShadow,
+    RowSums,
     another_model,
     check_can_be_shadowed,
-    check_rows,
     check_types,
     check_width,
 )
@@ -50,23 +52,32 @@ FREE_AFTER_S = 0.2
 NOT_LOADED = {"_non_persistent_buffers_set", *CONTAINERS}
 
 
-def build(model: Any, vllm_config: VllmConfig, weights: Weights) -> Shadow | Reload:
-    """Prepare the exchange of the live weights of `model` for `weights`: tensors by name, as in a checkpoint.
+def build(model: Any, vllm_config: VllmConfig, arrivals: Arrivals, whole: bool = False) -> Shadow | Reload:
+    """Prepare the exchange of the live weights of `model` for those that arrive.
+
+    Args:
+        whole: Whether to reload the model under the pause, as no shadow of it can be built.
 
     Returns:
         A shadow; a reload under the pause if no shadow can be built, which is logged.
 
     Raises:
         ValueError: Names, shapes or types are not the model's.
+        MustBeWhole: No shadow can be built, which only showed when weights had gone.
     """
-    check_types(model, vllm_config.model_config.dtype, weights)
-    check_width(model, vllm_config.model_config.model, weights)
+    check_types(model, vllm_config.model_config.dtype, arrivals.stand_ins)
+    check_width(model, vllm_config.model_config.model, arrivals.stand_ins)
+    begun = False
     try:
         check_can_be_shadowed(model)
-        return Shadow(model, vllm_config, weights)
+        if not whole:
+            begun = True
+            return Shadow(model, vllm_config, arrivals)
     except NoShadow as why:
+        if begun and not arrivals.kept:
+            raise MustBeWhole(f"{why}: the next update will be loaded under the pause") from why
         logger.warning("%s: weights are loaded under the pause, which takes longer", why)
-        return Reload(model, vllm_config.model_config, weights)
+    return Reload(model, vllm_config.model_config, arrivals.whole())
 
 
 class Shadow:
@@ -77,7 +88,7 @@ class Shadow:
         proven: Fingerprints of the shadows, which the live modules must have after the exchange.
     """
 
-    def __init__(self, model: Any, vllm_config: VllmConfig, weights: Weights) -> None:
+    def __init__(self, model: Any, vllm_config: VllmConfig, arrivals: Arrivals) -> None:
         all_pairs = pair_modules(model)
         try:
             with torch.no_grad(), _config_known(vllm_config):
@@ -85,10 +96,12 @@ class Shadow:
                 shared = parallel.tensor_parallel_size * parallel.pipeline_parallel_size > 1
                 whole = not shared and not parallel.enable_expert_parallel
                 layers = [(pair.name, pair.live, pair.shadow) for pair in all_pairs]
+                rows = RowSums(all_pairs)
                 with watching(layers) as watched:
-                    self.pairs = _load(all_pairs, weights, whole, vllm_config.model_config.model)
+                    reading = Reading(arrivals, all_pairs, rows.note if whole else None)
+                    self.pairs = _load(all_pairs, reading, arrivals.stand_ins, whole, vllm_config.model_config.model)
                 if whole:
-                    check_rows(self.pairs, weights)
+                    rows.check_held()
         except BaseException:
             let_go(all_pairs)
             raise
@@ -115,10 +128,11 @@ class Shadow:
         timer.start()
 
 
-def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model") -> list[Pair]:
-    """Load `weights` into the shadows and pack them.
+def _load(pairs: list[Pair], reading: Reading, sent_tensors: Weights, whole: bool, of: str = "its model") -> list[Pair]:
+    """Load what is read into the shadows and pack them.
 
     Args:
+        sent_tensors: Stand-ins of all that is read.
         whole: Whether no part of a tensor belongs to another worker.
         of: Name of the model that the server was started with.
 
@@ -132,12 +146,13 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
         # Else what is processed would be copied into the live tensors.
         pair.info.kernel_tensors = None
     sizes = [pair.info.load_numel_total for pair in pairs]
-    reading = Reading(weights)
     try:
         shadow.load_weights(reading)
     except PackingError as error:
         raise PackingError(f"{reading.place(pairs)} was loaded, but not packed: {error}") from error
     except (AssertionError, KeyError, RuntimeError) as error:
+        if error is reading.broke:
+            raise
         failed = f"{reading.place(pairs)} could not be loaded"
         # Loaders assert shapes and look names up. Other errors, such as too little memory, say nothing of the model.
         if isinstance(error, RuntimeError) and not _OF_SHAPES.search(str(error)):
@@ -149,38 +164,12 @@ def _load(pairs: list[Pair], weights: Weights, whole: bool, of: str = "its model
     loaded = [pair for pair in pairs if _processed(pair)]
     loaded += _tie([pair for pair in pairs if pair.info.can_load()], loaded)
     _check_complete([pair for pair in pairs if pair not in loaded])
-    sent = sum(tensor.numel() for tensor in weights.values())
-    if whole and sent > placed and not _head_is_tied_and_sent(pairs, weights):
+    sent = sum(tensor.numel() for tensor in sent_tensors.values())
+    if whole and sent > placed and not _head_is_tied_and_sent(pairs, sent_tensors):
         raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
     for pair in loaded:
         _pack_experts(pair.shadow)
     return loaded
-
-
-class Reading:
-    """Iterates over weights for a loader, and knows which one was read last."""
-
-    def __init__(self, weights: Weights) -> None:
-        self._weights = weights
-        self._at: str | None = None
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights.items():
-            self._at = name
-            yield name, tensor
-
-    def place(self, pairs: list[Pair]) -> str:
-        """Describe the tensor that was read last: its shape, and that of the model's parameter of this name if any."""
-        if self._at is None:
-            return "the first tensor"
-        shapes = {
-            f"{pair.name}.{name}".lstrip("."): tensor.shape
-            for pair in pairs
-            for name, tensor in pair.info.restore_metadata[0].items()
-        }
-        wanted = shapes.get(self._at)
-        there = f" into {list(wanted)}" if wanted is not None else ""
-        return f"{self._at} {list(self._weights[self._at].shape)}{there}"
 
 
 # Torch's messages for tensors that do not fit each other.

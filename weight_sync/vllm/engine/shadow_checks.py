@@ -9,7 +9,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from weight_sync.vllm.engine.reload import Weights
+from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.shadow_modules import Pair
 
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
@@ -68,25 +68,52 @@ def check_can_be_shadowed(model: Any) -> None:
             raise NoShadow(f"{name} has experts with a bias, which their kernel holds")
 
 
-def check_rows(pairs: list[Pair], weights: Weights) -> None:
-    """Check that embedding and output head hold the rows that arrived.
+class RowSums:
+    """Checks that embedding and output head hold the rows that arrived.
 
     A probe sees only the rows of its own tokens, while all other weights act on every token. A loader that changes all
-    rows does so on purpose.
-
-    Raises:
-        ValueError: Some rows differ.
+    rows does so on purpose. What has arrived is gone when the shadow is built, so a sum of each row is kept.
     """
-    for pair in pairs:
-        sent, weight = weights.get(f"{pair.name}.weight"), getattr(pair.shadow, "weight", None)
-        if sent is None or not isinstance(pair.live, VocabParallelEmbedding) or not isinstance(weight, torch.Tensor):
-            continue
-        if weight.ndim != 2 or sent.shape[1:] != weight.shape[1:] or len(sent) > len(weight):
-            continue
-        held_rows = weight.detach()[: len(sent)]
-        if torch.equal(held_rows, sent):
-            continue
-        differ = (held_rows != sent.to(held_rows.device)).any(dim=1) & ~sent.isnan().any(dim=1).to(held_rows.device)
-        wrong = differ.nonzero().flatten().tolist()
-        if 0 < len(wrong) < len(sent) / 2:
-            raise ValueError(f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}")
+
+    def __init__(self, pairs: list[Pair]) -> None:
+        self._held = {f"{pair.name}.weight": pair for pair in pairs if isinstance(pair.live, VocabParallelEmbedding)}
+        self._sent: dict[str, tuple[torch.Size, torch.Tensor]] = {}
+
+    def note(self, name: str, tensor: torch.Tensor) -> None:
+        """Note a tensor that is about to be loaded."""
+        if name in self._held and tensor.ndim == 2:
+            self._sent[name] = tensor.shape, row_sums(tensor)
+
+    def check_held(self) -> None:
+        """Compare what the shadows hold. Raises ValueError if some rows differ."""
+        for name, (shape, sums) in self._sent.items():
+            pair = self._held[name]
+            weight = getattr(pair.shadow, "weight", None)
+            if not isinstance(weight, torch.Tensor) or weight.ndim != 2:
+                continue
+            if shape[1:] != weight.shape[1:] or shape[0] > len(weight):
+                continue
+            wrong = (row_sums(weight.detach()[: shape[0]]) != sums.to(weight.device)).nonzero().flatten().tolist()
+            if 0 < len(wrong) < shape[0] / 2:
+                raise ValueError(
+                    f"{pair.name}: {len(wrong)} rows are not those that arrived, among them row {wrong[0]}"
+                )
+
+
+def row_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum the elements' bits of each row of [rows, columns], each times an odd number from its column, modulo 2**64.
+
+    Returns:
+        int64 [rows].
+    """
+    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    places = torch.arange(tensor.shape[1], device=tensor.device) * _GOLDEN
+    weights = places ^ (places >> 29) | 1
+    starts = range(0, len(bits), _ROWS)
+    sums = [(bits[start : start + _ROWS].to(torch.int64) * weights).sum(dim=1) for start in starts]
+    return torch.cat([torch.zeros(0, dtype=torch.int64, device=tensor.device), *sums])
+
+
+# Rows that are summed at once.
+_ROWS = 512
+_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number

@@ -1,7 +1,8 @@
 """vLLM's end of every staged transport: receives and builds beside generation, exchanges under the pause.
 
 A call to an engine blocks vLLM's engine loop, so `update_weights` hands the work to a thread and returns. Only
-`finish_weight_update`, which vLLM's worker calls inside the swap, touches the live model.
+`finish_weight_update`, which vLLM's worker calls inside the swap, touches the live model. Captured graphs of a GPU hold
+pointers into it, so its tensors stay where they are and are written to, which the shadow does.
 """
 
 from __future__ import annotations
@@ -9,45 +10,40 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
 
+import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync.transports.gloo.group import GlooGroup, GlooInitInfo
-from weight_sync.transports.gloo.receiver import GlooReceiver, GlooUpdateInfo
-from weight_sync.transports.http.receiver import HttpInitInfo, HttpReceiver, HttpUpdateInfo
+from weight_sync.transports.receiver import Receiver, Share, Worker
+from weight_sync.transports.registry import TRANSPORTS, of_backend
 from weight_sync.vllm.engine import shadow_modules
-from weight_sync.vllm.engine.reload import Weights
+from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole
 
 logger = logging.getLogger(__name__)
 
 
-class Receiver(Protocol):
-    """A worker's end of a connection to the learner."""
+@dataclass(frozen=True)
+class ShareInfos:
+    """Body of `/init_weight_transfer_engine` and `/update_weights`: what each rank of the learner that sends has to
+    say, as `base.Sender` returns it."""
 
-    def receive(self, update_info: Any, /, *into: Any) -> Weights:
-        """Receive weights and verify them, on a thread beside generation.
-
-        Returns:
-            Tensors by name, as in a checkpoint: views of memory that is good until the next update.
-
-        Raises:
-            Exception: They did not arrive. The text reaches the learner.
-        """
-
-    def close(self) -> None:
-        """Close the connection to the learner. Never raises, and may be called again."""
+    shares: list[dict[str, Any]]
 
 
 class Staging(threading.Thread):
-    """Runs `receive`, then `build` with its result, on a thread.
+    """Receives the shares of an update, and builds from what arrives, on a thread.
 
     Attributes:
         shadow: The result of `build`, None until it is ready.
     """
 
-    def __init__(self, receive: Callable[[], Weights], build: Callable[[Weights], Any]) -> None:
+    def __init__(self, receive: Sequence[Callable[[], Share]], build: Callable[[Sequence[Share]], Any]) -> None:
         super().__init__(name="weight-staging", daemon=True)
         self.shadow: Any = None
         self._receive = receive
@@ -59,11 +55,11 @@ class Staging(threading.Thread):
     def run(self) -> None:
         try:
             began = time.monotonic()
-            weights = self._receive()
+            shares = self._received()
             self._seconds["receiving"] = time.monotonic() - began
             self._stage = "building"
             began = time.monotonic()
-            self.shadow = self._build(weights)
+            self.shadow = self._build(shares)
             self._seconds["building"] = time.monotonic() - began
             self._stage = "ready"
         except BaseException as error:
@@ -71,6 +67,12 @@ class Staging(threading.Thread):
             self._error = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             self._stage = "failed"
             logger.warning("weights were not staged while %s: %s", *self._place())
+
+    def _received(self) -> list[Share]:
+        if len(self._receive) == 1:
+            return [self._receive[0]()]
+        with ThreadPoolExecutor(len(self._receive), "weight-share") as threads:
+            return [share.result() for share in [threads.submit(receive) for receive in self._receive]]
 
     def _place(self) -> tuple[str, str | None]:
         return ("building" if "receiving" in self._seconds else "receiving"), self._error
@@ -81,7 +83,7 @@ class Staging(threading.Thread):
 
 
 class StagedEngine(WeightTransferEngine):
-    """Engine of one vLLM worker. A subclass gives `init_info_cls`, `update_info_cls` and `join`.
+    """Engine of one vLLM worker. vLLM's name of the transport, in `config.backend`, chooses the receivers.
 
     vLLM's `WeightTransferEngine` says when each method is called.
 
@@ -89,11 +91,17 @@ class StagedEngine(WeightTransferEngine):
         proven: Fingerprints of the shadow that was swapped in last (`fingerprints.ModelFingerprints`), None if unknown.
     """
 
+    init_info_cls = ShareInfos
+    update_info_cls = ShareInfos
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.proven: Any = None
         self._staging: Staging | None = None
-        self._receiver: Any = None
+        self._receivers: list[Receiver] = []
+        self._stream: Any = None
+        # Set once no shadow of the model could be built: then all weights are kept until the pause.
+        self._whole = False
         if self.device.type == "cpu":
             shadow_modules.install_torch_packing()
 
@@ -102,54 +110,60 @@ class StagedEngine(WeightTransferEngine):
         """The new weights while they wait for the swap, as `shadow.build` made them; None before and after."""
         return self._staging.shadow if self._staging is not None else None
 
-    def join(self, init_info: Any) -> Receiver:
-        """Connect to the learner that `init_info` names."""
-        raise NotImplementedError
-
     @property
-    def group_rank(self) -> int:
-        """This worker's rank in a group of the learner, which is rank 0, and all workers of the server."""
+    def worker(self) -> Worker:
+        """This worker, as the receivers see it."""
         parallel = self.parallel_config
-        return 1 + int(parallel.data_parallel_index * parallel.world_size + parallel.rank)
+        return Worker(1 + int(parallel.data_parallel_index * parallel.world_size + parallel.rank), self.device)
 
-    def init_transfer_engine(self, init_info: Any) -> None:
+    def init_transfer_engine(self, init_info: ShareInfos) -> None:
+        """Connect to all ranks of the learner that send. Blocks until they are met, where the transport does."""
         self.shutdown()
-        self._receiver = self.join(init_info)
-
-    def receive(self, update_info: Any) -> Weights:
-        """Receive over the connection that `init_transfer_engine` made, as `Receiver.receive` does."""
-        receiver = self._receiver
-        if receiver is None:
-            raise RuntimeError("the connection to the learner was closed")
-        return self.received(receiver, update_info)
-
-    def received(self, receiver: Any, update_info: Any) -> Weights:
-        weights: Weights = receiver.receive(update_info)
-        return weights
+        name = of_backend(self.config.backend)
+        assert name is not None
+        module, _, cls = TRANSPORTS[name].worker.partition(":")
+        make = getattr(import_module(module), cls)
+        for info in init_info.shares:
+            self._receivers.append(make(info, self.worker))
 
     def start_weight_update(self) -> None:
         """Open an update. Raises RuntimeError while the thread of the one before still runs."""
-        if self._staging is not None and self._staging.is_alive():
-            raise RuntimeError("the reception of the last update has not ended")
+        self._check_over()
         self._staging = None
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         self.receive_weights(self.parse_update_info(update_info))
 
-    def receive_weights(self, update_info: Any) -> None:
+    def receive_weights(self, update_info: ShareInfos) -> None:
         """Begin to receive and to build on a thread. `staging` returns how far it is."""
-        if self._receiver is None:
+        receivers = list(self._receivers)
+        if not receivers:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
-        if self._staging is not None and self._staging.is_alive():
-            raise RuntimeError("the reception of the last update has not ended")
-        self._staging = Staging(lambda: self.receive(update_info), self.build)
+        if len(receivers) != len(update_info.shares):
+            raise ValueError(f"an update of {len(update_info.shares)} shares, and {len(receivers)} ranks are connected")
+        self._check_over()
+
+        def receiving(receiver: Receiver, update: dict[str, Any]) -> Callable[[], Share]:
+            return lambda: receiver.receive(update)
+
+        calls = [receiving(*pair) for pair in zip(receivers, update_info.shares, strict=True)]
+        self._staging = Staging(calls, self.build)
         self._staging.start()
 
-    def build(self, weights: Weights) -> Any:
-        """Build the shadow of `self.model` with `weights`. Raises ValueError if they are not the model's."""
+    def build(self, shares: Sequence[Share]) -> Any:
+        """Build the shadow of `self.model` from what arrives, done when this returns. Raises ValueError if the weights
+        are not the model's."""
         from weight_sync.vllm.engine.shadow import build
 
-        return build(self.model, self.vllm_config, weights)
+        with self._beside_generation() as synchronise:
+            arrivals = Arrivals(shares, synchronise)
+            try:
+                built = build(self.model, self.vllm_config, arrivals, self._whole)
+            except MustBeWhole:
+                self._whole = True
+                raise
+            synchronise()  # the swap copies on another stream
+            return built
 
     def staging(self, wait_s: float = 0.0) -> dict[str, Any]:
         """Return how far the update is, after at most `wait_s` seconds of waiting for its end.
@@ -167,7 +181,7 @@ class StagedEngine(WeightTransferEngine):
         """Exchange the live weights for the shadow's. Generation must stand still.
 
         Raises:
-            RuntimeError: They are not ready; the model is not touched.
+            RuntimeError: They are not ready; the model is not touched. On a GPU also a copy that failed.
         """
         report = self.staging()
         if report["stage"] != "ready":
@@ -177,32 +191,28 @@ class StagedEngine(WeightTransferEngine):
         self.proven = None
         staging.shadow.exchange()
         self.proven = getattr(staging.shadow, "proven", None)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def shutdown(self) -> None:
-        """Drop the connection and the staged weights."""
+        """Drop the connections and the staged weights."""
         self._staging = None
-        receiver, self._receiver = self._receiver, None
-        if receiver is not None:
+        receivers, self._receivers = self._receivers, []
+        for receiver in receivers:
             receiver.close()
 
+    def _check_over(self) -> None:
+        if self._staging is not None and self._staging.is_alive():
+            raise RuntimeError("the reception of the last update has not ended")
 
-class GlooEngine(StagedEngine):
-    """Engine of one vLLM worker. See `StagedEngine`."""
-
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
-
-    def join(self, init_info: GlooInitInfo) -> GlooReceiver:
-        return GlooReceiver(GlooGroup.join(init_info, self.group_rank))
-
-
-class HttpEngine(StagedEngine):
-    """Engine of one vLLM worker. See `StagedEngine`."""
-
-    init_info_cls = HttpInitInfo
-    update_info_cls = HttpUpdateInfo
-
-    def join(self, init_info: HttpInitInfo) -> HttpReceiver:
-        receiver = HttpReceiver(init_info)
-        receiver.greet()
-        return receiver
+    @contextmanager
+    def _beside_generation(self) -> Iterator[Callable[[], None]]:
+        """On a GPU, put this thread's work onto a stream apart from generation's. Yields what waits for it."""
+        if self.device.type != "cuda":
+            yield lambda: None
+            return
+        if self._stream is None:
+            make: Any = torch.cuda.Stream
+            self._stream = make(self.device)
+        with torch.cuda.stream(self._stream):
+            yield self._stream.synchronize

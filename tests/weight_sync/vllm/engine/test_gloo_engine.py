@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +19,9 @@ from weight_sync.server.answers import Staged, Swap
 from weight_sync.server.cancellation import on_thread
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.transports.base import TransferError
-from weight_sync.transports.gloo.sender import GlooTransport
+from weight_sync.transports.base import StagedTransport, TransferError
+from weight_sync.transports.gloo.sender import GlooSender
+from weight_sync.transports.receiver import Share
 from weight_sync.weights.snapshot import Snapshot
 
 
@@ -67,24 +68,25 @@ class Rig:
 
     engine: Any
     loaded: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    transports: list[GlooTransport] = field(default_factory=list)
+    transports: list[StagedTransport] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.server = InProcess(self.engine, self.loaded)
 
-    async def connect(self, timeout_s: float = 10) -> GlooTransport:
-        transport = GlooTransport(WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s))
+    async def connect(self, timeout_s: float = 10) -> StagedTransport:
+        section = WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s)
+        transport = StagedTransport(section, [GlooSender(section)])
         self.transports.append(transport)
         await transport.connect(self.server, 1)
         return transport
 
-    async def publish(self, transport: GlooTransport, sent: Snapshot) -> None:
+    async def publish(self, transport: StagedTransport, sent: Snapshot) -> None:
         await transport.publish(self.server, sent, Pause(self.server, False, True))
 
     def receive(self, sent: Snapshot) -> None:
         """As if a learner had got so far, and no further."""
         self.engine.start_weight_update()
-        self.engine.update_weights(sent.manifest.as_dict())
+        self.engine.update_weights({"shares": [sent.manifest.as_dict()]})
 
 
 def snapshot(version: int) -> Snapshot:
@@ -95,14 +97,14 @@ def snapshot(version: int) -> Snapshot:
 async def rig(module: Any, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Rig]:
     parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=parallel, model_config="model config")
-    rig = Rig(module.GlooEngine(None, config, torch.device("cpu"), "model"))
+    rig = Rig(module.StagedEngine(SimpleNamespace(backend="gloo"), config, torch.device("cpu"), "model"))
 
-    def build(engine: Any, weights: dict[str, torch.Tensor]) -> Any:
+    def build(engine: Any, shares: Sequence[Share]) -> Any:
         assert engine.model == "model"
-        copies = {name: tensor.clone() for name, tensor in weights.items()}
+        copies = {name: tensor.clone() for share in shares for piece in share.pieces for name, tensor in piece.items()}
         return SimpleNamespace(exchange=lambda: rig.loaded.append(copies))
 
-    monkeypatch.setattr(module.GlooEngine, "build", build)
+    monkeypatch.setattr(module.StagedEngine, "build", build)
     yield rig
     for transport in rig.transports:
         await transport.close()
@@ -141,7 +143,7 @@ async def test_damaged_weights_are_refused_at_both_ends_and_never_reach_the_mode
     with pytest.raises(TransferError, match="another digest"):
         await rig.publish(transport, damaged)
     assert rig.engine.staging(5)["stage"] == "failed"
-    with pytest.raises(RuntimeError, match="weights not swapped: TransferError: the digest of what arrived is not the"):
+    with pytest.raises(RuntimeError, match="weights not swapped: TransferError: what arrived has another digest than"):
         rig.engine.finish_weight_update()
     assert rig.loaded == []
 
@@ -174,18 +176,18 @@ async def test_a_new_connection_begins_while_the_reception_of_a_dead_one_still_w
 
 def test_calls_out_of_order_are_refused(rig: Rig) -> None:
     with pytest.raises(RuntimeError, match="call /init_weight_transfer_engine first"):
-        rig.engine.update_weights(snapshot(1).manifest.as_dict())
+        rig.engine.update_weights({"shares": [snapshot(1).manifest.as_dict()]})
     rig.engine.start_weight_update()
     with pytest.raises(RuntimeError, match="no weights were sent"):
         rig.engine.finish_weight_update()
     assert rig.loaded == []
 
 
-@pytest.mark.parametrize("info", [{}, {"names": [], "dtypes": [], "shapes": [], "packed": True}])
+@pytest.mark.parametrize("info", [{}, {"names": [], "dtypes": [], "shapes": []}, {"shares": [], "packed": True}])
 async def test_a_manifest_of_another_shape_is_refused(rig: Rig, info: dict[str, Any]) -> None:
     await rig.connect()
     rig.engine.start_weight_update()
-    with pytest.raises(ValueError, match="Invalid update_info for GlooEngine"):
+    with pytest.raises(ValueError, match="Invalid update_info for StagedEngine"):
         rig.engine.update_weights(info)
 
 

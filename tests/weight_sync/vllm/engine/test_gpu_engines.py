@@ -25,13 +25,14 @@ from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError, Transport, build_transport
 from weight_sync.transports.gpu import communicator, ipc
 from weight_sync.transports.registry import TRANSPORTS
+from weight_sync.weights.manifest import Manifest
 from weight_sync.weights.snapshot import Snapshot
 
 
 class Shadow:
-    def __init__(self, model: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> None:
+    def __init__(self, model: dict[str, torch.Tensor], arrivals: Any) -> None:
         self._model = model
-        self._new = {name: tensor.clone() for name, tensor in weights.items()}
+        self._new = {name: tensor.clone() for piece in arrivals for name, tensor in piece.items()}
 
     def exchange(self) -> None:
         self._model |= self._new
@@ -81,13 +82,14 @@ class Rig:
         self.world, self.memory, self.model = World(), SharedMemory(), dict[str, torch.Tensor]()
         module, _, cls = TRANSPORTS[name].engine.partition(":")
         shadow: Any = importlib.import_module("weight_sync.vllm.engine.shadow")
-        monkeypatch.setattr(shadow, "build", lambda model, config, weights: Shadow(model, weights))
+        monkeypatch.setattr(shadow, "build", lambda model, config, arrivals, whole: Shadow(model, arrivals))
         monkeypatch.setattr(communicator, "own_gpu", lambda device=None: self._gpu(own if device else learner))
         monkeypatch.setattr(ipc, "export_storage", self.memory.export)
         monkeypatch.setattr(ipc, "open_storage", self.memory.opened)
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel, model_config="model config")
-        engine = getattr(importlib.import_module(module), cls)(None, config, torch.device("cpu"), self.model)
+        backend = SimpleNamespace(backend=TRANSPORTS[name].backend or name)
+        engine = getattr(importlib.import_module(module), cls)(backend, config, torch.device("cpu"), self.model)
         self.server = InProcess(engine, TRANSPORTS[name].backend or name)
         self.transports: list[Transport] = []
 
@@ -134,27 +136,35 @@ async def test_the_model_is_touched_by_the_swap_alone_and_gets_what_was_sent(rig
         assert rig.server.label == str(version)
 
 
-async def test_staging_is_the_same_memory_at_every_update(rig: Rig, name: str) -> None:
+async def test_staging_is_two_buckets_in_the_same_memory_at_every_update(
+    rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: set[tuple[int, int]] = set()
+    views = Manifest.views
+
+    def watched(manifest: Manifest, flat: torch.Tensor) -> dict[str, torch.Tensor]:
+        taken.add((flat.data_ptr(), len(flat)))
+        return views(manifest, flat)
+
     transport = await rig.connect(name)
-    await rig.publish(transport, snapshot(1))
-    first = rig.server.engine.buffer(0 + snapshot(1).manifest.total_bytes()).data_ptr()
-    await rig.publish(transport, snapshot(2))
-    assert rig.server.engine.buffer(snapshot(1).manifest.total_bytes()).data_ptr() == first
+    sent = [Snapshot(version, [(f"w{i}", torch.randn(200)) for i in range(40)], probe()) for version in (1, 2)]
+    monkeypatch.setattr(Manifest, "views", watched)
+    for one in sent:
+        await rig.publish(transport, one)
+    assert len({address for address, _ in taken}) == 2
+    assert max(size for _, size in taken) <= 1024
+    assert sent[0].manifest.total_bytes() > 30 * 1024
     if name == "ipc":
         assert rig.memory.opened_times == 1, "each opening counts at the learner, which exports its memory once"
 
 
-async def test_bytes_that_arrive_damaged_never_reach_the_model(rig: Rig, name: str) -> None:
+async def test_bytes_that_arrive_damaged_never_reach_the_model(
+    rig: Rig, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     transport = await rig.connect(name)
     await rig.publish(transport, snapshot(1))
     rig.world.damaged = 1
-    update = rig.server.update
-
-    async def damaging(update_info: dict[str, Any]) -> None:
-        rig.memory.damage()
-        await update(update_info)
-
-    rig.server.update = damaging  # type: ignore[method-assign]
+    rig.memory.damage_next(monkeypatch)
     with pytest.raises(TransferError, match="checksum"):
         await rig.publish(transport, snapshot(2))
     assert rig.model["a"].tolist() == [1] * 1500
@@ -209,7 +219,7 @@ async def test_a_worker_that_fails_while_others_receive_ends_the_sending_at_once
     def fails(update_info: Any) -> dict[str, torch.Tensor]:
         raise ValueError("no room")
 
-    monkeypatch.setattr(rig.server.engine, "receive", fails)
+    monkeypatch.setattr(rig.server.engine._receivers[0], "receive", fails)
     async with asyncio.timeout(10):
         with pytest.raises(TransferError, match="no room"):
             await rig.publish(transport, snapshot(1))

@@ -13,6 +13,7 @@ from torch import nn
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
 from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
 from weight_sync.vllm.engine.fingerprints import compare, held
 from weight_sync.vllm.engine.shadow_modules import PackingError, TorchLinear
 
@@ -65,7 +66,7 @@ def weights(dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:
 
 def publish(served: Served, sent: dict[str, torch.Tensor], dtype: torch.dtype) -> Any:
     CONFIG.model_config.dtype = dtype
-    new = shadow.build(served, CONFIG, sent)
+    new = shadow.build(served, CONFIG, Arrivals.of(sent))
     assert isinstance(new, shadow.Shadow)
     new.exchange()
     return new.proven

@@ -10,8 +10,8 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
 
-from weight_sync.vllm.engine.shadow import Reading
-from weight_sync.vllm.engine.shadow_checks import check_rows, check_width
+from weight_sync.vllm.engine.arrivals import Arrivals, Reading
+from weight_sync.vllm.engine.shadow_checks import RowSums, check_width
 from weight_sync.vllm.engine.shadow_modules import Pair
 
 NAME = "model.embed_tokens"
@@ -21,11 +21,19 @@ def pair(held: torch.Tensor, live: Any = None) -> Pair:
     return Pair(NAME, live or object.__new__(VocabParallelEmbedding), SimpleNamespace(weight=held))
 
 
+def check_rows(pairs: list[Pair], weights: dict[str, torch.Tensor]) -> None:
+    rows = RowSums(pairs)
+    for name, tensor in weights.items():
+        rows.note(name, tensor)
+    rows.check_held()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_that_were_exchanged_on_the_way_into_the_shadow_are_refused_and_named(dtype: torch.dtype) -> None:
     sent = torch.randn(64, 8).to(dtype)
     padded = torch.cat([sent, torch.zeros(64, 8, dtype=dtype)])
-    check_rows([pair(sent.clone()), pair(padded)], {f"{NAME}.weight": sent})
+    check_rows([pair(sent.clone())], {f"{NAME}.weight": sent})
+    check_rows([pair(padded)], {f"{NAME}.weight": sent})
     padded[[7, 40]] = padded[[40, 7]]
     with pytest.raises(ValueError, match=rf"{NAME}: 2 rows are not those that arrived, among them row 7"):
         check_rows([pair(padded)], {f"{NAME}.weight": sent})
@@ -67,6 +75,6 @@ def test_a_model_of_another_width_or_vocabulary_is_refused_by_tensor_shapes_and_
 def test_the_tensor_at_which_a_loader_gave_up_is_named_with_both_shapes() -> None:
     layer = torch.nn.Linear(8, 4)
     record_metadata_for_reloading(layer)
-    reading = Reading({"fc.weight": torch.zeros(4, 9), "fc.bias": torch.zeros(4)})
+    reading = Reading(Arrivals.of({"fc.weight": torch.zeros(4, 9), "fc.bias": torch.zeros(4)}), [])
     next(iter(reading))
     assert reading.place([Pair("fc", layer, layer)]) == "fc.weight [4, 9] into [4, 8]"

@@ -30,6 +30,8 @@ logger = logging.getLogger(__name__)
 
 # Seconds for a rank's answer to a call that only it can delay.
 ANSWER_S = 60.0
+# Seconds for the end of this rank's connections.
+CLOSE_S = 10.0
 # The wait for a message, which may be as long as the run.
 FOR_EVER = timedelta(days=20)
 
@@ -237,7 +239,10 @@ class ShareFollower:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        try:
+            asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
 
     def fill(self, told: Mapping[str, Any], weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Copy this rank's share of a version, while rank 0 copies its own.
@@ -260,6 +265,14 @@ class ShareFollower:
         filled = Snapshot(version, weights, nothing, self._dtype, buffer, told["run"])
         with self._lock:
             self._snapshots[version] = filled
+
+    async def _close(self) -> None:
+        senders = [*self._senders.values()]
+        self._senders.clear()
+        for task in self._tasks.values():
+            task.cancel()
+        for sender in senders:
+            await sender.close()
 
     def _listen(self) -> None:
         while True:

@@ -34,7 +34,9 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
 from weight_sync.publisher import Publisher
-from weight_sync.ranks import FollowingRanks, ShareFollower, StoreChannel
+from weight_sync.ranks.channel import StoreChannel
+from weight_sync.ranks.follower import ShareFollower
+from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.weights import snapshot
 
 

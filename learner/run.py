@@ -54,7 +54,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     if place.rank > 0:
         follow(place)
         return
-    config = launch.with_world_size(config, place)
+    config = start.with_served_dtype(launch.with_world_size(config, place), torch.cuda.is_available())
     if config.learner.epochs is not None:
         raise ConfigError(
             f"learner.epochs = {config.learner.epochs:g}: this learner does not load the data set, and so cannot count "

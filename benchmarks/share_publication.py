@@ -30,7 +30,8 @@ import torch
 from protocol.config import WeightSyncSection
 from tests.kit import config as run_config
 from tests.kit.fake_vllm import FakeVllm, serving
-from weight_sync.ranks import FollowingRanks, ShareFollower
+from weight_sync.ranks.follower import ShareFollower
+from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import build_transport

@@ -35,7 +35,9 @@ from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
 from weight_sync.publisher import Publisher
-from weight_sync.ranks import FollowingRanks, ShareFollower, StoreChannel
+from weight_sync.ranks.channel import StoreChannel
+from weight_sync.ranks.follower import ShareFollower
+from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.weights import snapshot
 
 
@@ -104,8 +106,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 team = ranks.enter_context(launch.lead_team(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
-            if not team.sharded:
-                snapshot.expect(policy.named_weights(), policy.precision.servers)
+            by_shares = sends_shares(config, team)
+            if by_shares or not team.sharded:
+                snapshot.expect(trainer.share() if by_shares else policy.named_weights(), policy.precision.servers)
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
             weights = partial(wrapping.own_weights, policy) if team.sharded else trainer.weights
@@ -127,16 +130,23 @@ def follow(place: RankInfo) -> None:
     team, config = launch.join_team(place)
     trainer = build_trainer(config, None, team)
     channel = StoreChannel(team.connect_store(), team.connect_store(), team.rank, leads=False)
+    if sends_shares(config, team):
+        snapshot.expect(trainer.share(), trainer.policy.precision.servers)
     with ShareFollower(config, channel, team.rank, beside_rank_0=place.rank == place.local_rank) as follower:
         trainer.on_share = follower.fill
         trainer.take_part()
     launch.leave_group()
 
 
+def sends_shares(config: RunConfig, team: Team) -> bool:
+    """Return whether each rank sends its share of the weights, and not rank 0 everything."""
+    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
+    return team.count > 1 and config.weight_sync.transport not in ("nccl", "ipc")
+
+
 def following_ranks(config: RunConfig, team: Team) -> FollowingRanks | None:
     """Connect to the other ranks where each sends its share of the weights; None where rank 0 sends everything."""
-    # vLLM's own engine takes one sender, and a server shares a GPU with one rank.
-    if team.count == 1 or config.weight_sync.transport in ("nccl", "ipc"):
+    if not sends_shares(config, team):
         return None
     return FollowingRanks(
         [StoreChannel(team.connect_store(), team.connect_store(), rank, leads=True) for rank in range(1, team.count)]

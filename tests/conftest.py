@@ -64,7 +64,13 @@ LONG_FILES = (
 TESTS = Path(__file__).parent
 
 # Files with real vLLM servers of their own. All others in that folder share one, and so one copy of this process.
-OWN_SERVERS = ("e2e/test_up.py", "e2e/test_adapters.py", "e2e/test_engine.py", "e2e/test_http.py")
+OWN_SERVERS = (
+    "e2e/test_up.py",
+    "e2e/test_adapters.py",
+    "e2e/test_engine.py",
+    "e2e/test_http.py",
+    "e2e/test_parallel_servers.py",
+)
 
 
 def group_of(item: pytest.Item) -> str:

@@ -74,7 +74,8 @@ FOLDERS = {
     "weight_sync/vllm": {
         *("weight_sync/vllm/engine", "weight_sync/server", "weight_sync/transports", "weight_sync/transports/http"),
     },
-    "weight_sync": {"weight_sync/fleet", "weight_sync/transports", "weight_sync/weights"},
+    "weight_sync/ranks": {"weight_sync/transports", "weight_sync/weights"},
+    "weight_sync": {"weight_sync/fleet", "weight_sync/ranks", "weight_sync/transports", "weight_sync/weights"},
     "learner/algorithm": set(),
     "learner/ranks": set(),
     "learner/feed": {"learner/algorithm"},

@@ -26,7 +26,7 @@ from protocol.config import RunConfig
 from weight_sync.fleet.fleet import Fleet, FleetBroken
 from weight_sync.fleet.publications import PublishRecord, ServerMetrics
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.ranks import FollowingRanks
+from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.transports.base import Transport, build_transport, no_others
 from weight_sync.weights.snapshot import Probe
 
@@ -55,7 +55,7 @@ class Publisher:
 
     Attributes:
         by_shares: Whether each rank of the learner sends its share: `publish` then gets rank 0's, at the same time as
-            the other ranks fill theirs (`ranks.ShareFollower.fill`).
+            the other ranks fill theirs (`follower.ShareFollower.fill`).
         session: The learner's session at the queue, which alone may report a server as proven. Set it before the first
             publication.
         run_id: The run's id, by which servers and workers tell its weights from another run's. Set it before the first

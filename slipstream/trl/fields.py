@@ -172,7 +172,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "vllm_max_model_length", "GR", "`vllm.max_model_len`", "left out: 4096, or what twice the completions need"
         ),
-        _worked("vllm_tensor_parallel_size", "GR", "`vllm.args`", '`["--tensor-parallel-size", "2"]`; not tried'),
+        _worked("vllm_tensor_parallel_size", "GR", "`vllm.args`", '`["--tensor-parallel-size", "2"]`; tried on CPUs'),
         _set("weight_sync_steps", "A", "weight_sync.every"),
         _set("weight_sync_timeout", "A", "weight_sync.timeout_s", "for one server"),
     ),

@@ -122,9 +122,12 @@ class SmallRun:
 
         def holds_a_ticket(_: Status) -> bool:
             child.signal(signal.SIGSTOP)
-            time.sleep(0.2)  # what it had sent before arrives
-            now = self.status()
-            if now is not None and now.groups.tickets > 0:
+            for _ in range(4):  # what it had sent before arrives
+                time.sleep(0.25)
+                now = self.status()
+                if now is None or not now.groups.tickets:
+                    break
+            else:
                 return True
             child.signal(signal.SIGCONT)
             return False

@@ -195,7 +195,7 @@ class Server:
 
     async def score(self, sequences):
         reply = ProofMixin.slipstream_score(worker, sequences)
-        return [np.array(row, dtype=np.float32) for row in reply["logprobs"]]
+        return [np.array([row], dtype=np.float32) for row in reply["logprobs"]]
 
     async def layers(self, body):
         if not self.reads or self.proven is None:

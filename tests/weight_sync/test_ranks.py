@@ -20,7 +20,8 @@ from tests.kit.ports import free_port
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd, HttpEnd, NcclStagedEnd, StagedEnd
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.ranks import FollowingRanks, ShareFollower
+from weight_sync.ranks.follower import ShareFollower
+from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import StagedTransport, TransferError, build_transport

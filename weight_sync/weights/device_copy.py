@@ -64,6 +64,7 @@ class CudaCopies:
         threading.Thread(target=self.wait, name="snapshot-copies", daemon=True).start()
 
     def wait(self) -> None:
+        torch.cuda.set_device(self._device)  # a new thread has GPU 0, and would open it
         while True:
             with self._lock:
                 if not self._under_way:

@@ -45,7 +45,7 @@ def fresh(size: int, device: torch.device | None = None) -> torch.Tensor:
 class Memory(mmap.mmap):
     """Mapped memory, which lives as long as a tensor over it, and is pinned on request."""
 
-    _pinned_at = 0
+    _pinned: tuple[int, torch.device] | None = None
 
     def pin(self, address: int, device: torch.device) -> None:
         """Pin all of it for copies from and to `device`. Where that fails, copies are slower: a line in the log says
@@ -57,11 +57,13 @@ class Memory(mmap.mmap):
                 "%d bytes could not be pinned (CUDA error %d): copies to the GPU are slower", len(self), error
             )
         else:
-            self._pinned_at = address
+            self._pinned = address, device
 
     def __del__(self) -> None:
-        if self._pinned_at:
-            torch.cuda.cudart().cudaHostUnregister(self._pinned_at)  # type: ignore[no-untyped-call]
+        if self._pinned is not None:
+            address, device = self._pinned
+            with torch.cuda.device(device):
+                torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 def touch(flat: torch.Tensor) -> None:

@@ -188,7 +188,7 @@ class IpcSender(Sender):
             if self._memory is None or self._handle is None or len(self._memory) < size:
                 with stream.current():
                     self._memory = torch.empty(size, dtype=torch.uint8, device=gpu.device)
-                self._handle = export_storage(self._memory, gpu.uuid)
+                    self._handle = export_storage(self._memory, gpu.uuid)
             self._shared = SharedBuckets(self._memory, stream, self._section.timeout_s)
             self._shared.reset()
         except RuntimeError as error:

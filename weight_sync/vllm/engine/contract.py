@@ -18,6 +18,7 @@ class ParallelConfig(Protocol):
 
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    prefill_context_parallel_size: int
     data_parallel_size: int
     data_parallel_index: int
     enable_expert_parallel: bool

@@ -30,8 +30,10 @@ def reason_not_to(runner: ModelRunner, tokens: int) -> str | None:
     parallel = config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         return "its layers are spread over a pipeline"
-    if parallel.data_parallel_size > 1:
-        return "its engines step together (data parallel)"
+    if parallel.data_parallel_size > 1:  # vLLM says 1 to the engines of a dense model, which are independent
+        return "its experts are spread over engines, which must all step at once"
+    if parallel.prefill_context_parallel_size > 1:
+        return "its workers share the tokens of a prompt"
     if tokens > MAX_TOKENS:
         return f"{tokens} tokens are more than {MAX_TOKENS}"
     if runner.model_config.is_encoder_decoder:

@@ -144,7 +144,11 @@ class StagedEngine(WeightTransferEngine):
         self._check_over()
 
         def receiving(receiver: Receiver, update: dict[str, Any]) -> Callable[[], Share]:
-            return lambda: receiver.receive(update)
+            def receive() -> Share:
+                self._enter_device()
+                return receiver.receive(update)
+
+            return receive
 
         calls = [receiving(*pair) for pair in zip(receivers, update_info.shares, strict=True)]
         self._staging = Staging(calls, self.build)
@@ -201,6 +205,11 @@ class StagedEngine(WeightTransferEngine):
         for receiver in receivers:
             receiver.close()
 
+    def _enter_device(self) -> None:
+        """Give this thread the worker's GPU: a new thread has GPU 0, and would open it."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
     def _check_over(self) -> None:
         if self._staging is not None and self._staging.is_alive():
             raise RuntimeError("the reception of the last update has not ended")
@@ -211,6 +220,7 @@ class StagedEngine(WeightTransferEngine):
         if self.device.type != "cuda":
             yield lambda: None
             return
+        self._enter_device()
         if self._stream is None:
             make: Any = torch.cuda.Stream
             self._stream = make(self.device)

@@ -8,9 +8,9 @@ import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from learner.checkpoints import resuming
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
@@ -25,6 +25,25 @@ from protocol.messages import BeginSession, RunPosition
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
 # Set by a script: the argument of its train() that resumes the run.
 RESUME_VARIABLE = "SLIPSTREAM_RESUME"
+
+
+def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
+    """On a GPU, set `model.dtype` as the checkpoint's unless the run file sets it, as servers do that are started by
+    themselves. A learner that `slipstream` starts has it already."""
+    model = config.model
+    if not on_gpu or "dtype" in model.model_fields_set:
+        return config
+    try:
+        architecture = AutoConfig.from_pretrained(
+            model.path, revision=model.revision or "main", trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, ImportError):  # loading the model fails too, and says why
+        return config
+    parts = (architecture, architecture.get_text_config())
+    named = [str(getattr(part, "dtype", None)).removeprefix("torch.") for part in parts]
+    known = get_args(ModelSection.model_fields["dtype"].annotation)
+    dtype = next((name for name in named if name in known), model.dtype)
+    return config.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
 
 
 def starting_point(

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import Qwen3Config
 
-from learner import start
+from learner import run, start
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from protocol.config import LearnerSection, fingerprint
+from protocol.config import LearnerSection, RunConfig, fingerprint
 from protocol.messages import RunPosition
 from rollout_worker.chat.build import build_chat_format
 from tests.kit import WORKER, config
@@ -28,6 +30,35 @@ def test_i9_a_template_file_is_the_same_chat_format_on_both_ends(tmp_path: Path,
     file.write_text(text + " ")
     other = fingerprint.of(here, build_chat_format(here, []).tokenizer)
     assert "the chat format" in str(fingerprint.difference(learners, other))
+
+
+class Started(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("on_gpu", "named", "given", "taken"),
+    [
+        (True, "bfloat16", None, "bfloat16"),
+        (True, None, None, "float32"),
+        (True, "bfloat16", "float32", "float32"),
+        (False, "bfloat16", None, "float32"),
+    ],
+)
+def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, named: str | None, given: str | None, taken: str
+) -> None:
+    """`slipstream` decides for the processes that it starts; `accelerate launch -m learner` is none of them."""
+    Qwen3Config(dtype=named).save_pretrained(tmp_path)
+
+    def starting_point(config: RunConfig, *_: object) -> None:
+        raise Started(config.model.dtype)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(start, "starting_point", starting_point)
+    model = {"path": str(tmp_path), **({"dtype": given} if given else {})}
+    with pytest.raises(Started, match=taken):
+        run.run(config(model=model))
 
 
 def test_the_algorithm_is_named_with_what_is_set_beside_it() -> None:

@@ -152,6 +152,21 @@ async def test_a_rank_keeps_the_versions_that_may_still_be_sent_and_their_memory
         await rig.publish(sent)
 
 
+async def test_rank_0_waits_for_a_rank_that_is_slower_to_copy_its_share(rig: Rig) -> None:
+    weights = whole(1)
+    told = {"version": 1, "kept": rig.snapshots.make_room(), "run": "run"}
+    sent = rig.snapshots.fill(1, share(weights, 0).items(), probe(), None, "run")
+    first, second = rig.followers
+    first.fill(told, share(weights, 1).items())
+    publishing = asyncio.create_task(rig.publish(sent))
+    await asyncio.sleep(0.5)
+    assert not publishing.done()
+    second.fill(told, share(weights, 2).items())
+    async with asyncio.timeout(8):
+        await publishing
+    assert rig.end.loaded[-1]["w2"].tolist() == weights["w2"].tolist()
+
+
 async def test_an_error_of_one_rank_names_it_and_a_new_connection_works(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,9 @@ class ShareFollower:
         self._free: list[torch.Tensor] = []
         # Versions whose buffer a thread may still read after a transfer that was cut off.
         self._read: set[int] = set()
+        # The newest version that was filled, and what is set, and replaced, with each.
+        self._newest = -1
+        self._filled = asyncio.Event()
         self._loop = asyncio.new_event_loop()
 
     def __enter__(self) -> ShareFollower:
@@ -81,6 +84,12 @@ class ShareFollower:
         filled = Snapshot(version, weights, nothing, self._dtype, buffer, told["run"])
         with self._lock:
             self._snapshots[version] = filled
+            self._newest = version
+        self._loop.call_soon_threadsafe(self._tell_filled)
+
+    def _tell_filled(self) -> None:
+        filled, self._filled = self._filled, asyncio.Event()
+        filled.set()
 
     async def _close(self) -> None:
         senders = [*self._senders.values()]
@@ -137,11 +146,11 @@ class ShareFollower:
             case "check_met":
                 return await sender.check_met()
             case "offer":
-                return await sender.offer(self._snapshot(call))
+                return await sender.offer(await self._snapshot(call))
             case "send":
-                return await sender.send(self._snapshot(call))
+                return await sender.send(await self._snapshot(call))
             case "done":
-                whole, snapshot = call.arguments["whole"], self._snapshot(call)
+                whole, snapshot = call.arguments["whole"], await self._snapshot(call)
                 if not whole:
                     with self._lock:
                         self._read.add(snapshot.version)
@@ -154,12 +163,18 @@ class ShareFollower:
             raise TransferError("the transport is not connected")
         return sender
 
-    def _snapshot(self, call: Call) -> Snapshot:
-        with self._lock:
-            snapshot = self._snapshots.get(call.arguments["snapshot"])
-        if snapshot is None:
-            raise TransferError(f"version {call.arguments['snapshot']} was dropped before it was sent")
-        return snapshot
+    async def _snapshot(self, call: Call) -> Snapshot:
+        """Return this rank's share of the version, once it is filled: rank 0 may have been done earlier."""
+        version: int = call.arguments["snapshot"]
+        while True:
+            filled = self._filled
+            with self._lock:
+                snapshot, newest = self._snapshots.get(version), self._newest
+            if snapshot is not None:
+                return snapshot
+            if version <= newest:
+                raise TransferError(f"version {version} was dropped before it was sent")
+            await filled.wait()
 
     def _section_towards(self, url: str) -> WeightSyncSection:
         """Return the settings with this rank's own address, and a port that is not another rank's."""

@@ -100,7 +100,7 @@ class Manifest:
                 cuts[-1] = (*cuts[-1][:2], end)
             else:
                 cuts.append((i, start, end))
-        ends = [first for first, _, _ in cuts[1:]] + [len(self.names)]
+        ends = [first for first, _, _ in cuts[1:]] + [len(self.names)] * bool(cuts)
         return [
             Bucket(Manifest(self.names[i:last], self.dtypes[i:last], self.shapes[i:last]), start, end)
             for (i, start, end), last in zip(cuts, ends, strict=True)

@@ -180,6 +180,8 @@ class Snapshot:
                 assert self._name(given) == name, "weights must come in the order of their layout"
                 view.copy_(tensor.detach(), non_blocking=True)
             copies.to_host(on_device, self._flat[bucket.start : bucket.end])
+        for given, _ in weights:  # to their end, as other ranks may still need this one to make theirs
+            raise AssertionError(f"{given} is not in the layout of the weights")
         copies.end()
 
     @property

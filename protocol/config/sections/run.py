@@ -45,7 +45,7 @@ class ModelSection(Section):
         "float32",
         description="type of the servers' weights, and in which the learner computes: for float16 that is float32; "
         "learner.weights_dtype is that of its weights",
-        why="right everywhere; on a GPU `slipstream` takes the checkpoint's type, if the run file has none",
+        why="right everywhere; on a GPU it is the checkpoint's, if the run file has none",
     )
     tokenizer: str | None = setting(
         None,

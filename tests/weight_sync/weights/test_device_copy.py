@@ -115,6 +115,24 @@ def test_weights_that_are_made_one_by_one_are_held_one_at_a_time(device: Device)
     assert torch.equal(taken.manifest.views(taken.flat)["d"], weights()["d"])
 
 
+@pytest.mark.parametrize("names", ["abcd", ""])
+def test_weights_that_other_ranks_help_to_make_are_taken_to_their_end(device: Device, names: str) -> None:
+    """A rank whose share is complete, or empty, still has rows to send for those of others."""
+    share = {name: tensor for name, tensor in weights().items() if name in names}
+    ended: list[bool] = []
+
+    class Made:
+        def layout(self) -> dict[str, torch.Tensor]:
+            return share
+
+        def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            yield from share.items()
+            ended.append(True)
+
+    Snapshot(1, Made(), PROBE)
+    assert ended
+
+
 def test_pinned_memory_is_asked_for_the_device_that_holds_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[torch.device | None] = []
     monkeypatch.setattr(

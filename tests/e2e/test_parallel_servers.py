@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,7 +63,8 @@ def server(request: pytest.FixtureRequest, model_folder: Path, tmp_path: Path) -
     overrides = ["--model.path", str(folder), "--vllm.port", str(free_port()), "--vllm.args", json.dumps(flags)]
     config = load(EXAMPLE / "run.toml", [*overrides, "--vllm.max_num_seqs", "4", "--vllm.max_model_len", "256"])
     with processes(tmp_path) as started:
-        env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         started.start("vllm", *vllm_server.command(config, 0), env=env | (SECOND_RUNNER if second else {}))
         wait_until_healthy(config.vllm.urls[0], started)
         engines = 2 if "-dp" in flags else 1

@@ -149,8 +149,8 @@ def _check_addresses(config: RunConfig) -> list[Finding]:
     sync = config.weight_sync
     # An adapter is sent over the servers' own routes.
     if sync.adapter_only is not True:
-        port = sync.http_port if sync.transport == "http" else 0
-        check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")
+        for port in (sync.transport == "http" and config.http_ports) or [0]:
+            check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")
     return findings
 
 

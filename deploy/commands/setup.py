@@ -111,8 +111,8 @@ def _ports(config: RunConfig) -> Iterator[tuple[str, str]]:
     if not config.vllm.servers:
         ports = range(config.vllm.port, config.vllm.port + config.vllm.count)
         listeners |= {f"vllm.port {port}": port for port in ports}
-    if config.weight_sync.transport == "http" and (port := config.weight_sync.http_port):
-        listeners[f"weight_sync.http_port {port}"] = port
+    if config.weight_sync.transport == "http":
+        listeners |= {f"weight_sync.http_port {port}": port for port in config.http_ports}
     holders = _holders()
     for name, port in listeners.items():
         yield name, f"taken by {holders[port]}" if port in holders else "free"

@@ -253,20 +253,31 @@ class RunConfig(Section):
                 f"process that starts second would find it taken; change queue.port or vllm.port"
             )
 
+    @property
+    def http_ports(self) -> range:
+        """Ports on which the learner's ranks serve weights, one each; none where any free port will do."""
+        port = self.weight_sync.http_port
+        return range(port, port + self.learner.ranks) if port else range(0)
+
     def _check_http_port(self) -> None:
-        port, vllm = self.weight_sync.http_port, self.vllm
-        if not port:
+        ours, vllm = self.http_ports, self.vllm
+        if not ours:
             return
+        port = f"weight_sync.http_port = {ours.start}"
+        if len(ours) > 1:
+            port += f" with learner.ranks = {len(ours)}, each of which listens on a port of its own,"
+        if ours.stop > 65536:
+            raise ValueError(f"{port} needs ports up to {ours.stop - 1}, and the highest is 65535: lower it")
         taken = {"queue.port": range(self.queue.port, self.queue.port + 1)}
         if self.worker.agent_port:
             taken["worker.agent_port"] = range(self.worker.agent_port, self.worker.agent_port + 1)
         if not vllm.servers:
             taken["vllm.port"] = range(vllm.port, vllm.port + vllm.count)
         for setting, ports in taken.items():
-            if port in ports:
+            if max(ours.start, ports.start) < min(ours.stop, ports.stop):
                 others = f" and the {len(ports) - 1} that follow" if len(ports) > 1 else ""
                 raise ValueError(
-                    f"weight_sync.http_port = {port} is taken by {setting} = {ports.start}{others}: the process that "
+                    f"{port} is taken by {setting} = {ports.start}{others}: the process that "
                     f"starts second would find it in use; change one of them, or leave weight_sync.http_port at 0, "
                     f"for any that is free"
                 )

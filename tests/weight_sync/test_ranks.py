@@ -22,7 +22,7 @@ from tests.kit.ports import free_port
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd, HttpEnd, NcclStagedEnd, StagedEnd
 from weight_sync.fleet.snapshots import Snapshots
-from weight_sync.ranks.channel import StoreChannel
+from weight_sync.ranks.channel import Call, StoreChannel
 from weight_sync.ranks.follower import ShareFollower
 from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.server.control import ServerControl
@@ -206,6 +206,18 @@ async def test_a_cancelled_publication_ends_at_every_rank(rig: Rig) -> None:
             await asyncio.sleep(0.05)
         assert follower._tasks == {}
         assert follower._senders == {}
+
+
+async def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing(rig: Rig) -> None:
+    (follower, *_) = rig.followers
+
+    async def begin_and_cancel() -> None:
+        for name in ("offer", "cancel"):
+            follower._begin(Call(1000, name, 1, {"snapshot": 99}))
+        await asyncio.sleep(0.1)
+
+    await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(begin_and_cancel(), follower._loop))
+    assert follower._tasks == {}
 
 
 async def test_a_rank_that_is_gone_is_an_error_at_once(rig: Rig) -> None:

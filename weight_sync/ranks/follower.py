@@ -115,7 +115,8 @@ class ShareFollower:
             if (task := self._tasks.get(call.number)) is not None:
                 task.cancel()
             return
-        self._tasks[call.number] = self._loop.create_task(self._answer(call))
+        task = self._tasks[call.number] = self._loop.create_task(self._answer(call))
+        task.add_done_callback(lambda _: self._tasks.pop(call.number))  # one that is cancelled at once never runs
 
     async def _answer(self, call: Call) -> None:
         answer = Answer(call.number)
@@ -127,8 +128,6 @@ class ShareFollower:
             answer.error = str(error) or type(error).__name__
             if not isinstance(error, TransferError):
                 logger.exception("a share could not be sent")
-        finally:
-            del self._tasks[call.number]
         with suppress(RuntimeError):  # rank 0 has gone
             self._channel.send(msgspec.json.encode(answer))
 

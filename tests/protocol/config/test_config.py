@@ -365,6 +365,11 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
             "weight_sync.http_port = 8102 is taken by vllm.port = 8100 and the 2 that follow",
         ),
         (
+            "weight_sync.http_port = 8199\nlearner.ranks = 2",
+            "with learner.ranks = 2, each of which listens on a port of its own, is taken by queue.port = 8200",
+        ),
+        ("weight_sync.http_port = 65534\nlearner.ranks = 3", "needs ports up to 65536, and the highest is 65535"),
+        (
             "weight_sync.http_port = 9000\nworker.agent_port = 9000",
             "weight_sync.http_port = 9000 is taken by worker.agent_port = 9000",
         ),

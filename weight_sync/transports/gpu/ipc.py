@@ -280,5 +280,5 @@ class IpcReceiver:
                 right = torch.equal(checksum(place[: bucket.size]), place[bucket.size :][:SIZE])
             if not right:
                 raise TransferError(f"the checksum of bucket {number} is not the learner's")
-            yield bucket.manifest.views(place[: bucket.size])
+            yield bucket.tensors(place[: bucket.size])
             shared.tell(LOADED, number + 1)

@@ -180,6 +180,13 @@ def test_gpus_that_do_not_reach_each_other_switch_p2p_and_shm_off_and_that_is_sa
     assert devices.nccl_environment(devices.settled(config, device_plan.plan(machine(2), config, None), False)) == {}
 
 
+def test_peers_are_the_gpus_of_all_ranks_that_send(run_file: Path) -> None:
+    found = machine(4)
+    found[1] = Gpu("1", "a GPU", 80 * GIB, ("3",))
+    assert planned(run_file, found, "--vllm.count", "2").peers, "one rank, on GPU 0"
+    assert not planned(run_file, found, "--vllm.count", "2", "--learner.ranks", "2").peers
+
+
 @pytest.mark.parametrize(("forced", "expected"), [("on", False), ("off", True)])
 def test_peer_access_can_be_forced(run_file: Path, forced: str, expected: bool) -> None:
     config = load(run_file, ["--weight_sync.peer_access", forced])

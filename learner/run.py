@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from learner.model.build import load_policy
 from learner.model.policy import Scoring
 from learner.model.precision import find_rounding_warning
 from learner.model.reference import load_reference
-from learner.ranks import environment, launch
+from learner.ranks import environment, launch, wrapping
 from learner.ranks.environment import RankInfo
 from learner.ranks.stopping import SIGNALS, Stop, Stopped
 from learner.ranks.team import Team
@@ -110,7 +111,8 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 snapshot.expect(trainer.share() if by_shares else policy.named_weights(), policy.precision.servers)
             if policy.adapter is not None:
                 progress.say(f"lora.r = {config.lora.r}: {policy.adapter.trained:,} weights train, of an adapter")
-            if text := find_rounding_warning(policy.precision, trainer.weights, config.learner.learning_rate):
+            weights = partial(wrapping.own_weights, policy) if team.sharded else trainer.weights
+            if text := find_rounding_warning(policy.precision, weights, config.learner.learning_rate):
                 progress.warn(text)
         except Stopped:
             progress.say(f"stopped before it began; start it again with: {start.command()}", whole=True)

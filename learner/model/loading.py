@@ -157,8 +157,11 @@ def _take_long(module: Any, layer_type: str | None) -> None:
     above = parameters["original_max_position_embeddings"] + 1
     prefix = f"{layer_type}_" if layer_type else ""
     device = getattr(module, f"{prefix}inv_freq").device
-    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](module.config, device, seq_len=above, layer_type=layer_type)
-    module.register_buffer(f"{prefix}inv_freq", frequencies, persistent=False)
+    # Computed on the host, as transformers computes the others: a GPU may round otherwise.
+    frequencies, _ = ROPE_INIT_FUNCTIONS[LONGROPE](
+        module.config, torch.device("cpu"), seq_len=above, layer_type=layer_type
+    )
+    module.register_buffer(f"{prefix}inv_freq", frequencies.to(device), persistent=False)
 
 
 def compile_layers(model: torch.nn.Module) -> None:

@@ -129,6 +129,7 @@ class Outline:
         _initialise_buffers(self.network)
         for source in self._sources:
             self._fill(source, tensors)
+        self._files.close()
 
     @torch.no_grad()
     def _fill(self, source: _Source, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -217,6 +218,10 @@ class _Files:
         found: torch.Tensor = stored[:] if rows is None else stored[rows.start : rows.stop]
         self._left -= found.nbytes
         return found
+
+    def close(self) -> None:
+        """Give back the memory of the file that was read last."""
+        self._open = None
 
 
 def _initialise_buffers(network: Any) -> None:

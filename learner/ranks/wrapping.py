@@ -117,6 +117,13 @@ def own_rows(tensor: torch.Tensor) -> range | None:
     return rows_of(len(tensor), tensor.device_mesh.size(), tensor.device_mesh.get_local_rank())
 
 
+def own_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights that train as this rank holds them, its rows of those that are sharded."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            yield name, local(parameter.detach())
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of which each rank holds a part, on all ranks; all must ask for it, in one order."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

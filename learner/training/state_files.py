@@ -25,6 +25,9 @@ from learner.ranks.team import Team
 
 # Stands for a tensor that is in the files: its shape and type.
 _SHAPE, _TYPE = "shape of a sharded tensor", "dtype"
+# Bytes that are read before the files are opened anew: pages that were read count as memory while a file is mapped.
+BATCH_BYTES = 64 << 20
+
 # torch's names in the metadata of a file.
 _SHARDING, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
@@ -97,11 +100,22 @@ def _write(folder: Path, state: Any, team: Team) -> Any:
 
 def _read(folder: Path, state: Any, mesh: Any, device: torch.device) -> Any:
     """Replace stand-ins by what the files hold."""
-    wanted = {path: _room(found, mesh, device) for path, found in _stand_ins(state).items()}
-    if wanted:
-        with warnings.catch_warnings(action="ignore"):  # that it reads without the other ranks
-            load_distributed(dict(wanted), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    return _mapped(state, lambda path, value: wanted.get(path, value))
+    found: dict[str, torch.Tensor] = {}
+    batch: dict[str, torch.Tensor] = {}
+    for path, stand_in in _stand_ins(state).items():
+        found[path] = batch[path] = _room(stand_in, mesh, device)
+        if sum(wrapping.local(tensor).nbytes for tensor in batch.values()) >= BATCH_BYTES:
+            _load(folder, batch)
+            batch = {}
+    if batch:
+        _load(folder, batch)
+    return _mapped(state, lambda path, value: found.get(path, value))
+
+
+def _load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill tensors with what the files hold."""
+    with warnings.catch_warnings(action="ignore"):  # that it reads without the other ranks
+        load_distributed(dict(tensors), storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
 
 
 def _room(stand_in: Mapping[str, Any], mesh: Any, device: torch.device) -> torch.Tensor:

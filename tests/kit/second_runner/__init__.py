@@ -5,6 +5,7 @@ This folder's `sitecustomize` makes vLLM take it; Triton's interpreter runs its 
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent
@@ -12,5 +13,5 @@ _FOLDER = Path(__file__).parent
 ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",
     "TRITON_INTERPRET": "1",
-    "PYTHONPATH": f"{_FOLDER}:{_FOLDER.parents[2]}",
+    "PYTHONPATH": os.pathsep.join([str(_FOLDER), str(_FOLDER.parents[2]), os.environ.get("PYTHONPATH", "")]),
 }

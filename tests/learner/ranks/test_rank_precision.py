@@ -4,6 +4,7 @@ step is the one that a rank with whole masters makes."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.feed.packing import pack
+from learner.model.precision import find_rounding_warning
+from learner.ranks import wrapping
 from learner.run import build_trainer
 from learner.training.trainer import Trainer
 from protocol.config import RunConfig
@@ -97,6 +100,20 @@ def test_the_gradient_is_that_of_a_rank_with_whole_masters(mixed: Any, folder: P
     apart, cost = (distance(ours, theirs) for ours, theirs in ((gradient, whole), (whole, exact)))
     assert apart < cost
     assert distance(gradient, exact) < 1.2 * cost
+
+
+def warned(trainer: Trainer) -> str | None:
+    return find_rounding_warning(trainer.policy.precision, partial(wrapping.own_weights, trainer.policy), 1e-6)
+
+
+def test_rank_0_judges_the_rounding_of_steps_by_its_own_rows(folder: Path) -> None:
+    """Without the other ranks: nothing is gathered for a warning."""
+    settings = run_file(folder, "bfloat16", 2)
+    learner = settings.learner.model_copy(update={"weights_dtype": "model"})
+    with Ranks(settings.model_copy(update={"learner": learner})) as ranks:
+        said = ranks.call(warned)
+    assert said is not None
+    assert "a step changes" in said
 
 
 def distance(left: list[torch.Tensor], right: list[torch.Tensor]) -> float:

@@ -222,7 +222,7 @@ def learner_bytes(
         computing,
         _further_models(learner, whole * compute, trained * kept, bool(adapter)) // parts,
         (adapter if alone else whole) * published // learner.ranks,
-        0 if alone else _leaving(shape, config, published, beside),
+        0 if alone else _leaving(config, beside),
         learner.logits_mib << 20,
         activation_bytes(shape, tokens, checkpointing, stream, compute),
     )
@@ -268,24 +268,19 @@ def gib(count: float) -> str:
 
 
 def _arriving(shape: ModelShape, config: RunConfig, transport: str, published: int) -> int:
-    """Return the bytes of a server's buffers for what arrives. A tensor that is larger than a bucket travels whole."""
-    bucket = config.weight_sync.bucket_bytes
+    """Return the bytes of a server's buffers for what arrives, from all ranks together."""
     if transport == "ipc":  # it is loaded from where it lies
         return 0
-    if not TRANSPORTS[transport].stages:
-        return BUCKETS * max(bucket, shape.largest_tensor * published)
-    shares = config.learner.ranks  # from each, side by side
-    kept = max(bucket // shares, shape.largest_of_layer * published)
-    # The memory of embedding and output layer is let go; that of the last one to come is beside all new weights.
-    last = shape.embedding * published
-    return BUCKETS * shares * kept + (last if last > kept else 0)
+    # In place, tensors arrive whole.
+    largest = 0 if TRANSPORTS[transport].stages else shape.largest_tensor * published
+    return BUCKETS * max(config.weight_sync.bucket_bytes, largest)
 
 
-def _leaving(shape: ModelShape, config: RunConfig, published: int, beside: int) -> int:
+def _leaving(config: RunConfig, beside: int) -> int:
     """Return the bytes of a rank's buffers for what it sends to each server: by ipc two, to those `beside` it."""
-    largest = max(config.weight_sync.bucket_bytes, shape.largest_tensor * published)
+    bucket = config.weight_sync.bucket_bytes
     servers = len(config.vllm.servers) or config.vllm.count
-    return BUCKETS * beside * largest if beside else servers * largest
+    return BUCKETS * beside * bucket if beside else servers * bucket // config.learner.ranks
 
 
 def _stage(shape: ModelShape, parallel: Parallelism) -> tuple[int, int]:

@@ -77,12 +77,7 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Parameters of the largest tensor of a checkpoint."""
-        return max(self.embedding, self.largest_of_layer)
-
-    @property
-    def largest_of_layer(self) -> int:
-        """Parameters of the largest tensor of a layer."""
-        return self.hidden * max(self.inner, self.heads * self.head)
+        return max(self.embedding, self.hidden * max(self.inner, self.heads * self.head))
 
     def adapter(self, rank: int) -> int:
         """Return the parameters of an adapter on all linear layers; of a mixture, on those of attention."""

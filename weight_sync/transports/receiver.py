@@ -81,10 +81,8 @@ class DeviceBuffers:
         self._device = device
         self._buffers: list[torch.Tensor | None] = [None, None]
 
-    def take(self, number: int, size: int, keep: bool = True) -> torch.Tensor:
-        """Return a uint8 [size]: the same memory for all even, or all odd, numbers, or its own if not to `keep`."""
-        if not keep:
-            return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def take(self, number: int, size: int) -> torch.Tensor:
+        """Return a uint8 [size]: the same memory for all even, or all odd, numbers."""
         buffer = self._buffers[number % 2]
         if buffer is None or len(buffer) < size:
             self._buffers[number % 2] = None  # frees the old one first
@@ -94,7 +92,7 @@ class DeviceBuffers:
 
 def in_turn(
     buckets: Sequence[Bucket],
-    take: Callable[[int, int, bool], torch.Tensor],
+    take: Callable[[int, int], torch.Tensor],
     begin: Callable[[int, Bucket, torch.Tensor], Callable[[], None]],
     trailer: int = 0,
 ) -> Iterator[Weights]:
@@ -106,12 +104,8 @@ def in_turn(
         trailer: Bytes that follow each bucket.
     """
 
-    # Embedding and output layer are far larger than all else: their memory is wanted for what follows.
-    often = min(sorted(bucket.size for bucket in buckets)[-3:], default=0)
-
     def begun(number: int) -> tuple[torch.Tensor, Callable[[], None]]:
-        size = buckets[number].size
-        buffer = take(number, size + trailer, size <= often)
+        buffer = take(number, buckets[number].size + trailer)
         return buffer, begin(number, buckets[number], buffer)
 
     ahead = begun(0) if buckets else None

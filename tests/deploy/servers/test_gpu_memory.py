@@ -81,20 +81,16 @@ def test_a_server_holds_its_shard_of_the_live_and_of_the_next_weights(
     assert counted.weights == counted.new_weights == pytest.approx(2 * parameters, rel=1e-6)
 
 
-def test_buffers_hold_tensors_that_are_larger_than_a_bucket() -> None:
+def test_buffers_are_buckets_whatever_the_model() -> None:
     bucket = 64 * 1024**2
-    tiny = ModelShape(2, 64, 128, 2, 2, 32, 512)
     for ranks in (1, 4):
-        run = run_of(learner={"ranks": ranks})
-        assert gpu_memory.server_bytes(tiny, run, "nccl_staged").staging == 2 * bucket, "all ranks' together"
-        layer = 2 * DENSE.hidden * DENSE.inner
-        counted = gpu_memory.server_bytes(DENSE, run, "nccl_staged")
-        assert counted.staging == 2 * ranks * layer + 2 * DENSE.embedding, "each rank's, and one embedding"
-        assert gpu_memory.learner_bytes(DENSE, run, 64, True).staging == 2 * DENSE.embedding
-    several = run_of(vllm={"count": 3})
-    assert gpu_memory.learner_bytes(tiny, several, 64, True).staging == 3 * bucket
-    assert gpu_memory.learner_bytes(tiny, several, 64, True, beside=3).staging == 6 * bucket, "by ipc"
-    assert gpu_memory.server_bytes(DENSE, several, "ipc").staging == 0, "loaded from where it lies"
+        run = run_of(learner={"ranks": ranks}, vllm={"count": 3})
+        for shape in (DENSE, ModelShape(2, 64, 128, 2, 2, 32, 512)):
+            assert gpu_memory.server_bytes(shape, run, "nccl_staged").staging == 2 * bucket, "all ranks' together"
+            assert gpu_memory.learner_bytes(shape, run, 64, True).staging == 3 * bucket // ranks, "to each server"
+    assert gpu_memory.learner_bytes(DENSE, run, 64, True, beside=3).staging == 6 * bucket, "by ipc"
+    assert gpu_memory.server_bytes(DENSE, run, "ipc").staging == 0, "loaded from where it lies"
+    assert gpu_memory.server_bytes(DENSE, run, "nccl").staging == 2 * DENSE.largest_tensor * 2, "in place, whole"
 
 
 def test_what_a_server_does_not_hold_is_not_counted() -> None:

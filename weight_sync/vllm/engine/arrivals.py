@@ -6,6 +6,7 @@ filled again before that, so what a bucket brought is loaded when the bucket end
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -42,7 +43,7 @@ class Arrivals:
 
         Args:
             synchronise: Waits until what was launched on this thread's stream is done.
-            in_one: Names of tensors that are not handed on in parts.
+            in_one: `kind_of` tensors that are not handed on in parts, besides those of experts and all but matrices.
 
         Raises:
             ValueError: Two shares have the same tensor.
@@ -92,11 +93,15 @@ class Arrivals:
             return piece
         return {name: tensor if isinstance(tensor, Part) else tensor.clone() for name, tensor in piece.items()}
 
+    def _needs_all(self, name: str, tensor: Part) -> bool:
+        # vLLM's loaders of experts add and exchange dimensions.
+        return tensor.dim() != 2 or ".experts." in name or kind_of(name) in self._in_one
+
     def _put_together(self, pieces: Iterator[Weights]) -> Iterator[Weights]:
-        """Pass pieces on, with the tensors of `in_one` as soon as they are whole."""
+        """Pass pieces on, and tensors that a loader needs all of as soon as they are whole."""
         for piece in pieces:
             (name, tensor), *_ = [*piece.items(), ("", None)]
-            if not isinstance(tensor, Part) or name not in self._in_one:
+            if not isinstance(tensor, Part) or not self._needs_all(name, tensor):
                 yield piece
                 continue
             whole = torch.empty(tuple(tensor.shape), dtype=tensor.held.dtype, device=tensor.held.device)
@@ -109,6 +114,14 @@ class Arrivals:
                 whole.copy_(part)
                 arrived += len(part.held)
             yield {name: whole}
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name without the numbers of layers and experts."""
+    return _NUMBER.sub("*", name)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Reading:

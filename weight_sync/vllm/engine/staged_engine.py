@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from weight_sync.transports.receiver import Receiver, Share, Worker
 from weight_sync.transports.registry import TRANSPORTS, of_backend
 from weight_sync.vllm.engine import shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole
+from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
 from weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class StagedEngine(WeightTransferEngine):
         self._stream: Any = None
         # Set once no shadow of the model could be built: then all weights are kept until the pause.
         self._whole = False
-        # Names of tensors that a loader needs in one piece, however large.
+        # Kinds of tensors that a loader turned out to need in one piece, however large.
         self._in_one: set[str] = set()
         if self.device.type == "cpu":
             shadow_modules.install_torch_packing()
@@ -170,7 +170,7 @@ class StagedEngine(WeightTransferEngine):
                 self._whole = True
                 raise
             except NotInParts as error:  # the next update gives the loader all of it
-                self._in_one.add(error.name)
+                self._in_one.add(kind_of(error.name))
                 raise
             synchronise()  # the swap copies on another stream
             return built

@@ -17,6 +17,7 @@ from learner.checkpoints.checkpoint import Checkpoint
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
 from learner.model.adapter import Adapter
+from learner.ranks.liveness import RankLost
 from learner.ranks.stopping import Stop, Stopped
 from learner.report.progress import TerminalProgress
 from learner.report.records import StepRecord, StepTimes
@@ -111,6 +112,7 @@ class Loop:
 
     def _run_session(self) -> None:
         what = f"publishing version {self._position.version} to the vLLM servers"
+        self._trainer.team.on_lost(self._publisher.rank_lost)
         with self._progress.phase(what), self._client.waiting(self._position.session, f"loading: {what}"):
             self._publish()
             self._finish_publication()
@@ -119,7 +121,12 @@ class Loop:
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail
-            self._trainer.team.on_lost(feeder.fail)
+
+            def lost(error: RankLost) -> None:
+                self._publisher.rank_lost(error)
+                feeder.fail(error)
+
+            self._trainer.team.on_lost(lost)
             self._train(feeder)
         with self._progress.phase(f"publishing version {self._position.version}"):
             if self._published != self._position.version:

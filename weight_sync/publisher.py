@@ -79,6 +79,7 @@ class Publisher:
             ranks: The other ranks, if each sends its share of the weights.
         """
         self.by_shares = ranks is not None
+        self._ranks = ranks
         self.session: int | None = None
         self.run_id = ""
         self.on_failure: Callable[[BaseException], None] = lambda error: None
@@ -107,6 +108,15 @@ class Publisher:
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=10)
+            if self._ranks is not None:
+                self._ranks.close()
+
+    def rank_lost(self, error: BaseException) -> None:
+        """Note that another rank is gone: its answers are given up, and the next `publish` or `wait` raises `error`.
+        May be called on any thread."""
+        self._failure = error
+        if self._ranks is not None:
+            self._ranks.give_up(str(error))
 
     @property
     def records(self) -> list[PublishRecord]:

@@ -27,7 +27,7 @@ from deploy.servers.model_shape import ModelShape
 from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections.base import toml_value
-from protocol.config.sections.servers import flag_value, served_bits
+from protocol.config.sections.servers import flag_value, served_bits, size_of
 from weight_sync.transports.registry import choice
 
 # The processes that a machine is planned for: a whole run, a server that joins one, a learner whose servers run
@@ -140,6 +140,12 @@ def plan(found: Sequence[Gpu], config: RunConfig, shape: ModelShape | None, part
 
 
 def _planned(found: Sequence[Gpu], config: RunConfig, shape: ModelShape | None, part: Part) -> DevicePlan:
+    tensor = Parallelism.of(config.vllm.args).tensor
+    if shape is not None and part != "learner" and shape.heads % tensor:
+        raise ConfigError(
+            f"vllm.args: --tensor-parallel-size {tensor}: the model has {shape.heads} attention heads, which vLLM "
+            f"deals out evenly; take a size that divides them"
+        )
     seats = _seats(found, config, part)
     transport = _transport(config, part, seats.beside) if seats.servers else config.weight_sync.transport
     named = {gpu.entry: gpu for gpu in found}
@@ -295,7 +301,7 @@ def _server(
     cache = int(room - fixed)
     arguments = config.vllm.args
     if given := flag_value(arguments, "--kv-cache-memory-bytes"):
-        cache = gpu_memory.size_of(given) or cache
+        cache = size_of(given) or cache
     elif given := flag_value(arguments, "--gpu-memory-utilization"):
         cache = int(float(given) * total) - least.weights - least.engine
     if cache < least.cache or fixed + cache > room + 1:

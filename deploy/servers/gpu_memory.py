@@ -6,7 +6,6 @@ formula in the function that makes it; none was measured on a GPU.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Self
@@ -14,7 +13,7 @@ from typing import Self
 from deploy.servers.model_shape import BYTES, ModelShape
 from protocol.config import LearnerSection, RunConfig
 from protocol.config.adapter_checks import is_adapter_published_alone
-from protocol.config.sections.servers import flag_value, served_bits
+from protocol.config.sections.servers import flag_value, served_bits, size_of
 from weight_sync.transports.registry import TRANSPORTS
 
 GIB = 1024**3
@@ -252,16 +251,6 @@ def activation_bytes(shape: ModelShape, tokens: int, checkpointing: bool, stream
     return tokens * (kept + layer + 16 * shape.hidden)
 
 
-def size_of(text: str) -> int | None:
-    """Read a number as vLLM's flags take it: 256, 4k = 4,000, 4K = 4,096, 1.5g; None if it is none."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgGtT]?)", text.strip())
-    if found is None:
-        return None
-    number, unit = found.groups()
-    power = " kmgt".index(unit.lower() or " ")
-    return int(float(number) * (1024 if unit.isupper() else 1000) ** power)
-
-
 def gib(count: float) -> str:
     """Show bytes in GiB."""
     return f"{count / GIB:.1f} GiB"
@@ -298,7 +287,7 @@ def _engine(shape: ModelShape, config: RunConfig, parallel: Parallelism) -> int:
     A step holds about four tensors of the hidden channels and two of the feed-forward block for each token; sampling
     holds three float32 values for each sequence and word.
     """
-    tokens = int(flag_value(config.vllm.args, "--max-num-batched-tokens") or BATCHED_TOKENS)
+    tokens = size_of(flag_value(config.vllm.args, "--max-num-batched-tokens") or "") or BATCHED_TOKENS
     size = BYTES[config.served_dtype]
     inner = _up(shape.inner * max(1, shape.chosen), parallel.tensor)
     logits = 12 * config.vllm.max_num_seqs * shape.vocabulary

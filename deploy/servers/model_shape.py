@@ -89,12 +89,13 @@ class ModelShape:
 
 
 def shape_of(architecture: Mapping[str, Any]) -> ModelShape | None:
-    """Read the shape from a model's config.json; None for an architecture that is not the usual decoder."""
-    text = architecture.get("text_config", architecture)
+    """Read the shape from a model's config.json; None for an architecture that is not the usual decoder, such as one
+    whose layers differ in size."""
+    text = architecture.get("text_config") or architecture
     try:
         hidden, heads = text["hidden_size"], text["num_attention_heads"]
         experts = text.get("num_experts") or text.get("num_local_experts") or 0
-        return ModelShape(
+        shape = ModelShape(
             layers=text["num_hidden_layers"],
             hidden=hidden,
             inner=(experts and text.get("moe_intermediate_size")) or text["intermediate_size"],
@@ -106,8 +107,11 @@ def shape_of(architecture: Mapping[str, Any]) -> ModelShape | None:
             experts=experts,
             chosen=text.get("num_experts_per_tok") or 1 if experts else 0,
         )
-    except KeyError:
+    except (KeyError, TypeError):
         return None
+    sizes = [shape.layers, shape.hidden, shape.inner, shape.heads, shape.key_heads, shape.head, shape.vocabulary]
+    usual = all(isinstance(size, int) for size in [*sizes, shape.experts, shape.chosen]) and min(sizes) > 0
+    return shape if usual else None
 
 
 def architecture_of(model: ModelSection) -> Mapping[str, Any] | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
@@ -114,12 +115,9 @@ def _check_trainer(path: Path) -> None:
 
 def _check_model(path: Path) -> None:
     json.loads((path / "config.json").read_bytes())
-    parts = set(path.glob("*.safetensors"))
-    for index in path.glob("*.safetensors.index.json"):
-        parts |= {path / name for name in json.loads(index.read_bytes())["weight_map"].values()}
-    if not parts:
-        raise FileNotFoundError(f"no *.safetensors in {path}")
-    _check_weights(parts)
+    whole, index = path / SAFE_WEIGHTS_NAME, path / SAFE_WEIGHTS_INDEX_NAME
+    names = [] if whole.exists() else json.loads(index.read_bytes())["weight_map"].values()
+    _check_weights({path / name for name in names} or {whole})
 
 
 def _check_adapter(path: Path) -> None:

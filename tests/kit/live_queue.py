@@ -163,6 +163,8 @@ class LivePublisher:
 
     def wait(self) -> None: ...
 
+    def rank_lost(self, error: BaseException) -> None: ...
+
 
 @contextmanager
 def live_queue(config: RunConfig, make: Make = of_row) -> Iterator[LiveQueue]:

@@ -78,6 +78,8 @@ class FakePublisher:
     def wait(self) -> None:
         self.queue.log.append("proven")
 
+    def rank_lost(self, error: BaseException) -> None: ...
+
 
 def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunConfig:
     settings = {"steps": 4, "learning_rate": 1e-3, "checkpoint_every": 2, **learner}

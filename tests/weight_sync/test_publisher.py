@@ -530,6 +530,17 @@ def test_a_transport_that_fails_ends_the_publication_with_its_error(world: World
             publishing.wait()
 
 
+def test_a_rank_that_is_gone_ends_the_wait_for_the_first_publication(world: World) -> None:
+    world.transports.send = held = Held()
+    with world.publisher() as publisher:
+        publisher.publish(0, [("w", torch.zeros(4))], probe())
+        assert held.began.wait(10)
+        publisher.rank_lost(RuntimeError("rank 1 was ended"))
+        with pytest.raises(RuntimeError, match="rank 1 was ended"):
+            publisher.wait()
+        held.release()
+
+
 def test_a_server_that_never_comes_up_does_not_hold_the_first_publication_and_comes_late(world: World) -> None:
     assert world.queue is not None
     with socket.create_server(("127.0.0.1", 0)) as reserved:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import queue
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed
 
 from protocol.config import RunConfig, WeightSyncSection
 from tests.kit import config as run_config
@@ -20,6 +22,7 @@ from tests.kit.ports import free_port
 from tests.kit.sync import probe
 from tests.weight_sync.receivers import GlooEnd, HttpEnd, NcclStagedEnd, StagedEnd
 from weight_sync.fleet.snapshots import Snapshots
+from weight_sync.ranks.channel import StoreChannel
 from weight_sync.ranks.follower import ShareFollower
 from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.server.control import ServerControl
@@ -28,6 +31,8 @@ from weight_sync.transports.base import StagedTransport, TransferError, build_tr
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.nccl_receiver import Manifest
 from weight_sync.weights.snapshot import Probe, Snapshot
+
+dist: Any = torch.distributed
 
 RANKS = 3
 ENDS: dict[str, type[StagedEnd]] = {"gloo": GlooEnd, "http": HttpEnd, "nccl_staged": NcclStagedEnd}
@@ -51,6 +56,8 @@ class Line:
     def cut(self) -> None:
         self._received.put(None)
 
+    close = cut
+
 
 def line() -> tuple[Line, Line]:
     ways: tuple[queue.Queue[bytes | None], ...] = (queue.Queue(), queue.Queue())
@@ -64,6 +71,7 @@ class Rig:
     transport: StagedTransport
     followers: list[ShareFollower]
     leads: list[Line]
+    ranks: FollowingRanks
     snapshots: Snapshots = field(default_factory=Snapshots)
 
     def fill(self, version: int, value: float | None = None) -> Snapshot:
@@ -110,7 +118,7 @@ async def connected(name: str, monkeypatch: pytest.MonkeyPatch, **settings: Any)
             follower.__enter__()
         async with serving(fake) as url, ServerControl(url, 10) as control:
             await transport.connect(control, 2)
-            yield Rig(end, control, transport, followers, leads)
+            yield Rig(end, control, transport, followers, leads, ranks)
             await transport.close()
             end.close()
     finally:
@@ -216,6 +224,35 @@ async def test_a_rank_that_is_gone_is_an_error_at_once(rig: Rig) -> None:
     async with asyncio.timeout(8):
         with pytest.raises(TransferError, match="rank 1 of the learner cannot be reached"):
             await publish_again_and_again()
+
+
+async def test_nothing_waits_for_a_rank_that_is_known_to_be_gone(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent = rig.fill(1)
+    # Its process has died, which rank 0's end of the channel does not notice.
+    monkeypatch.setattr(rig.followers[0], "_begin", lambda call: None)
+    publishing = asyncio.create_task(rig.publish(sent))
+    await asyncio.sleep(0.3)
+    async with asyncio.timeout(8):
+        rig.ranks.give_up("rank 1 of the learner was ended")
+        with pytest.raises(TransferError, match="rank 1 of the learner was ended"):
+            await publishing
+        await rig.transport.close()
+
+
+def test_closed_channels_end_the_threads_that_wait_for_messages() -> None:
+    # A thread that waits in torch's store while the process ends would abort it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    lead, theirs = (StoreChannel(store.clone(), store.clone(), 1, leads) for leads in (True, False))
+    ranks = FollowingRanks([lead])
+    follower = ShareFollower(run_config(), theirs, 1)
+
+    def waiting() -> set[str]:
+        return {thread.name for thread in threading.enumerate()} & {"share-1", "share-calls"}
+
+    with follower:
+        assert waiting() == {"share-1", "share-calls"}
+    ranks.close()
+    assert waiting() == set()
 
 
 async def test_shares_that_overlap_are_refused_by_the_tensor_s_name(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -14,12 +15,16 @@ FOR_EVER = timedelta(days=20)
 
 
 class Channel(Protocol):
-    """Carries messages between rank 0 and one other rank, in order. Each end sends and receives on one thread."""
+    """Carries messages between rank 0 and one other rank, in order. Each end receives on one thread."""
 
     def send(self, message: bytes) -> None: ...
 
     def receive(self) -> bytes:
-        """Wait for the next message. Raises RuntimeError once the other end is gone."""
+        """Wait for the next message. Raises RuntimeError once this end is closed. On a rank other than 0, also once
+        rank 0 is gone; that another rank is gone does not end rank 0's wait."""
+
+    def close(self) -> None:
+        """End the wait of this end's `receive`. A thread that waited in torch while its process ends would abort it."""
 
 
 class StoreChannel:
@@ -36,7 +41,9 @@ class StoreChannel:
         self._sending, self._receiving = sending, receiving
         to_rank, to_lead = (f"share/{rank}/to", f"share/{rank}/from")
         self._out, self._in = (to_rank, to_lead) if leads else (to_lead, to_rank)
-        self._sent, self._received = itertools.count(), itertools.count()
+        self._sent = itertools.count()
+        self._awaited = -1
+        self._closed = False
         self._lock = threading.Lock()
 
     def send(self, message: bytes) -> None:
@@ -44,11 +51,21 @@ class StoreChannel:
             self._sending.set(f"{self._out}/{next(self._sent)}", message)
 
     def receive(self) -> bytes:
-        key = f"{self._in}/{next(self._received)}"
+        self._awaited += 1
+        if self._closed:
+            raise RuntimeError("the channel was closed")
+        key = f"{self._in}/{self._awaited}"
         self._receiving.wait([key], FOR_EVER)
+        if self._closed:
+            raise RuntimeError("the channel was closed")
         message: bytes = self._receiving.get(key)
         self._receiving.delete_key(key)
         return message
+
+    def close(self) -> None:
+        self._closed = True
+        with self._lock, suppress(RuntimeError):  # rank 0 is gone, which ends the wait too
+            self._sending.set(f"{self._in}/{self._awaited}", b"")
 
 
 class Call(msgspec.Struct):

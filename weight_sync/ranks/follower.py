@@ -54,10 +54,13 @@ class ShareFollower:
 
     def __enter__(self) -> ShareFollower:
         threading.Thread(target=self._loop.run_forever, name="share-senders", daemon=True).start()
-        threading.Thread(target=self._listen, name="share-calls", daemon=True).start()
+        self._listening = threading.Thread(target=self._listen, name="share-calls", daemon=True)
+        self._listening.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._channel.close()
+        self._listening.join(CLOSE_S)
         try:
             asyncio.run_coroutine_threadsafe(self._close(), self._loop).result(CLOSE_S)
         finally:
@@ -103,7 +106,7 @@ class ShareFollower:
         while True:
             try:
                 call = msgspec.json.decode(self._channel.receive(), type=Call)
-            except RuntimeError:  # rank 0 has gone, and this process ends
+            except RuntimeError:  # this process ends, perhaps as rank 0 has gone
                 return
             self._loop.call_soon_threadsafe(self._begin, call)
 

@@ -21,9 +21,12 @@ logger = logging.getLogger(__name__)
 # Seconds for a rank's answer to a call that only it can delay.
 ANSWER_S = 60.0
 
+# Seconds for the end of a thread that listens.
+CLOSE_S = 5.0
+
 
 class FollowingRanks:
-    """The other ranks, as rank 0 calls them. `close` ends its threads with the store's connections."""
+    """The other ranks, as rank 0 calls them. `close` ends its threads."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         """Begin to listen. `channels`: to rank 1, 2 and so on."""
@@ -31,8 +34,25 @@ class FollowingRanks:
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._numbers, self._links = itertools.count(1), itertools.count(1)
         self._failed: str | None = None
-        for rank, channel in enumerate(channels, start=1):
-            threading.Thread(target=self._listen, args=(rank, channel), name=f"share-{rank}", daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._listen, args=(rank, channel), name=f"share-{rank}", daemon=True)
+            for rank, channel in enumerate(channels, start=1)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def give_up(self, why: str) -> None:
+        """End all calls, and those that come, as a rank is gone: nothing else ends a wait for its answer."""
+        self._failed = why
+        for number in [*self._calls]:
+            self._settle(Answer(number, error=why))
+
+    def close(self) -> None:
+        """Stop listening. Calls that still wait fail."""
+        for channel in self._channels:
+            channel.close()
+        for thread in self._threads:
+            thread.join(CLOSE_S)
 
     @property
     def count(self) -> int:
@@ -73,9 +93,7 @@ class FollowingRanks:
             try:
                 answer = msgspec.json.decode(channel.receive(), type=Answer)
             except RuntimeError as error:
-                self._failed = f"rank {rank} of the learner cannot be reached: {error}"
-                for number in [*self._calls]:
-                    self._settle(Answer(number, error=self._failed))
+                self.give_up(f"rank {rank} of the learner cannot be reached: {error}")
                 return
             if answer.error is not None:
                 answer.error = f"rank {rank} of the learner: {answer.error}"

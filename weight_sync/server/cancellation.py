@@ -49,7 +49,12 @@ async def gather_two(first: Coroutine[Any, Any, S], second: Coroutine[Any, Any, 
     return one.result(), other.result()
 
 
-async def on_thread(work: Callable[..., T], *arguments: Any, cancelled: Callable[[], None] | None = None) -> T:
+async def on_thread(
+    work: Callable[..., T],
+    *arguments: Any,
+    cancelled: Callable[[], None] | None = None,
+    discard: Callable[[T], None] | None = None,
+) -> T:
     """Run `work(*arguments)` on a daemon thread of its own and return its result.
 
     With `asyncio.to_thread` a transfer that hangs would keep a thread of the loop's pool from the transfers to other
@@ -57,12 +62,15 @@ async def on_thread(work: Callable[..., T], *arguments: Any, cancelled: Callable
 
     Args:
         cancelled: Called when this task is cancelled, to have `work` end.
+        discard: Called on the loop with a result that nobody gets, as this task was cancelled, whenever it comes.
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
     def deliver(result: T | None, error: BaseException | None) -> None:
         if done.done():
+            if discard is not None and error is None:
+                discard(result)  # type: ignore[arg-type]
             return
         if error is not None:
             done.set_exception(error)
@@ -84,9 +92,10 @@ async def on_thread(work: Callable[..., T], *arguments: Any, cancelled: Callable
     except asyncio.CancelledError:
         if cancelled is not None:
             cancelled()
-        await asyncio.wait([done], timeout=GRACE_S)
-        if done.done() and not done.cancelled():
-            done.exception()  # Retrieve the error: only the cancellation counts.
-        else:
-            done.cancel()
+        try:
+            await asyncio.wait([done], timeout=GRACE_S)
+        finally:
+            # An error is retrieved and forgotten: only the cancellation counts.
+            if not done.cancel() and done.exception() is None and discard is not None:
+                discard(done.result())
         raise

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Literal
 
 from pydantic import field_validator
@@ -227,8 +229,24 @@ def probe_tolerance(model_dtype: str, args: Sequence[str]) -> float:
     return QUANTISED[method] if method in QUANTISED else TOLERANCES[served_dtype(model_dtype, args)]
 
 
+# Flags of vLLM that the plan of the GPUs counts with: whole numbers, and sizes as `size_of` reads them.
+_COUNTS = (
+    ("--tensor-parallel-size", "-tp"),
+    ("--pipeline-parallel-size", "-pp"),
+    ("--data-parallel-size", "-dp"),
+    ("--prefill-context-parallel-size", "-pcp"),
+)
+_SIZES = ("--max-num-batched-tokens", "--kv-cache-memory-bytes")
+
+
 def check_server_args(args: Sequence[str]) -> None:
-    """Check that servers can load the learner's weights. Raises ValueError."""
+    """Check the flags that Slipstream reads, and that servers can load the learner's weights. Raises ValueError."""
+    for names in _COUNTS:
+        _check_number(args, names, "a whole number above 0", lambda text: int(text) > 0)
+    for name in _SIZES:
+        _check_number(args, (name,), "a number above 0, such as 8192, 8k or 1.5g", lambda text: bool(size_of(text)))
+    share = ("--gpu-memory-utilization",)
+    _check_number(args, share, "a share above 0 and at most 1", lambda text: 0 < float(text) <= 1)
     method = served_quantisation(args)
     if method is not None and method not in QUANTISED:
         raise ValueError(
@@ -236,6 +254,27 @@ def check_server_args(args: Sequence[str]) -> None:
             f"take those that the learner sends, and the first publication would fail. Take one that vLLM quantises by "
             f"itself: {', '.join(QUANTISED)}"
         )
+
+
+def _check_number(args: Sequence[str], names: Sequence[str], wanted: str, fits: Callable[[str], bool]) -> None:
+    if not has_flag(args, *names):
+        return
+    given = flag_value(args, *names)
+    with suppress(ValueError):
+        if given is not None and fits(given):
+            return
+    raise ValueError(f"vllm.args has {names[0]} {'without a value' if given is None else given}: give it {wanted}")
+
+
+def size_of(text: str) -> int | None:
+    """Read a number as vLLM's flags take it: 256, 4k = 4,000, 4K = 4,096, 1.5g; None if it is none."""
+    found = re.fullmatch(r"(\d+)([KMGT]?)|(\d+(?:\.\d+)?)([kmgt])", text.strip())
+    if found is None:
+        return None
+    whole, binary, number, decimal = found.groups()
+    if whole is not None:
+        return int(whole) << 10 * " KMGT".index(binary or " ")
+    return int(float(number) * 10 ** (3 * " kmgt".index(decimal)))
 
 
 def flag_value(args: Sequence[str], *names: str) -> str | None:

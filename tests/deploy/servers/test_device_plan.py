@@ -119,3 +119,11 @@ def test_a_remedy_that_is_named_is_one() -> None:
         device_plan.plan(found, run_of(model={"path": "model", "dtype": "bfloat16"}), shape)
     remedied = run_of(model={"path": "model", "dtype": "bfloat16"}, learner={"ranks": 3, "shard_weights": True})
     assert device_plan.plan(found, remedied, shape).servers
+
+
+def test_tensor_parallelism_divides_the_heads() -> None:
+    machine = [Gpu(str(number), "H100", 80 * gpu_memory.GIB) for number in range(4)]
+    shape = ModelShape(28, 1024, 3072, 16, 8, 128, 151936)
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 3: the model has 16 attention heads.*take a size"):
+        device_plan.plan(machine, run_of(vllm={"args": ["-tp", "3"]}), shape)
+    device_plan.plan(machine, run_of(vllm={"args": ["-tp", "2"]}), shape)

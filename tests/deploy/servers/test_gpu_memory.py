@@ -11,6 +11,7 @@ from deploy.servers.gpu_memory import Parallelism
 from deploy.servers.model_shape import ModelShape, shape_of
 from protocol.config import LearnerSection, RunConfig
 from protocol.config.sections.learner import SHARDED
+from protocol.config.sections.servers import size_of
 
 DENSE = ModelShape(64, 5120, 25600, 64, 8, 128, 151936)
 MIXTURE = ModelShape(48, 2048, 768, 32, 4, 128, 151936, experts=128, chosen=8)
@@ -31,6 +32,9 @@ def test_shapes_have_the_parameters_that_their_makers_publish() -> None:
     assert shape_of({**mixture, **heads, "num_experts": 128, "num_experts_per_tok": 8}) == MIXTURE
     assert shape_of({"text_config": {**mixture, **heads}}) == ModelShape(48, 2048, 6144, 32, 4, 128, 151936)
     assert shape_of({"model_type": "rwkv"}) is None
+    for name, value in (("intermediate_size", [8192, 16384]), ("num_attention_heads", [8, 16]), ("vocab_size", None)):
+        assert shape_of({**mixture, **heads, name: value}) is None, "its layers differ"
+    assert shape_of({**mixture, **heads, "text_config": None}) is not None
 
 
 SPELLINGS = [
@@ -59,7 +63,31 @@ def test_parallelism_is_read_as_vllm_reads_it() -> None:
     assert Parallelism(2, 3, 4, 1).gpus == 24
     for text in ("256", "1k", "1K", "25.6k", "3G", "2g"):
         theirs = parser.parse_args(["--kv-cache-memory-bytes", text])
-        assert gpu_memory.size_of(text) == theirs.kv_cache_memory_bytes
+        assert size_of(text) == theirs.kv_cache_memory_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--tensor-parallel-size", value] for value in ("two", "0", "-1", "2.0", "")),
+        ["-tp"],
+        ["-dp=0"],
+        ["--pipeline_parallel_size=x"],
+        ["-pcp", "0"],
+        *(["--gpu-memory-utilization", value] for value in ("90%", "nan", "1.5", "0")),
+        *(["--kv-cache-memory-bytes", value] for value in ("1e12", "1Gi", "1.5G", "-5")),
+        ["--max-num-batched-tokens", "many"],
+    ],
+)
+def test_numbers_that_a_plan_cannot_count_with_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(ValueError, match=r"vllm.args has --\S+ .*: give it a"):
+        run_of(*arguments)
+
+
+def test_sizes_are_counted_as_vllm_reads_them() -> None:
+    asked = [run_of("--max-num-batched-tokens", size) for size in ("8k", "8000")]
+    one, other = (gpu_memory.server_bytes(DENSE, each, "nccl_staged") for each in asked)
+    assert one == other
 
 
 @pytest.mark.parametrize(

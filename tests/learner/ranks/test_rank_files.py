@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints import resuming
@@ -177,14 +178,15 @@ def test_ranks_without_a_shared_folder_send_rank_0_what_it_writes_and_get_what_i
         same(ranks.call(held), second)
 
 
-def test_a_checkpoint_that_lacks_a_ranks_file_is_not_taken(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", [f"trainer/{state_files.file_names(2)[1]}", f"model/{SAFE_WEIGHTS_INDEX_NAME}"])
+def test_a_checkpoint_that_lacks_one_of_its_files_is_not_taken(tmp_path: Path, file: str) -> None:
     two = run_file(tmp_path, "Llama", 2)
     with Ranks(two) as ranks:
         ranks.call(save, two, 1)
         ranks.call(save, two, 2)
     found = checkpoints.latest(two.run_dir)
     assert found is not None
-    (found.path / "trainer" / state_files.file_names(2)[1]).unlink()
+    (found.path / file).unlink()
     chosen = resuming.choose(two.run_dir)
     assert chosen is not None
     assert chosen.info.step == 1

@@ -55,6 +55,31 @@ async def test_a_cancellation_waits_for_a_thread_for_a_moment_only(monkeypatch: 
     release.set()
 
 
+@pytest.mark.parametrize("grace_s", [0.05, 10.0], ids=["too late", "in time"])
+async def test_a_result_that_a_cancelled_caller_does_not_get_is_discarded(
+    monkeypatch: pytest.MonkeyPatch, grace_s: float
+) -> None:
+    monkeypatch.setattr(cancellation, "GRACE_S", grace_s)
+    began, release = threading.Event(), threading.Event()
+    discarded: asyncio.Queue[str] = asyncio.Queue()
+
+    def open_late() -> str:
+        began.set()
+        release.wait(10)
+        return "open"
+
+    task = asyncio.create_task(on_thread(open_late, discard=discarded.put_nowait))
+    assert await asyncio.to_thread(began.wait, 5)
+    task.cancel()
+    await asyncio.sleep(0.2)
+    assert task.done() == (grace_s < 1)
+    release.set()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    async with asyncio.timeout(5):
+        assert await discarded.get() == "open"
+
+
 async def test_the_first_error_of_several_cancels_the_rest_and_comes_bare() -> None:
     waiting = asyncio.Event()
     cancelled: list[str] = []

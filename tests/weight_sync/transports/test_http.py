@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from weight_sync.server.pause import Pause
 from weight_sync.transports.base import StagedTransport, TransferError
 from weight_sync.transports.http import chunks, offers
 from weight_sync.transports.http.blob_server import BlobServer
+from weight_sync.transports.http.chunks import ChunkList
 from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 from weight_sync.transports.http.staging import record_of
 from weight_sync.vllm.chunk_route import serve_chunks
@@ -155,6 +157,28 @@ async def test_what_is_served_is_no_more_once_it_has_arrived() -> None:
         url = r.receivers[0].updates[-1][0]["sources"][-1]
         assert url.startswith(r.depot.url)
         assert url.rpartition("/")[2] not in r.depot._blobs
+
+
+async def test_a_version_that_is_given_up_while_it_is_hashed_is_not_served_for_ever(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    began, release, of = threading.Event(), threading.Event(), ChunkList.of
+
+    def slow(*arguments: Any) -> ChunkList:
+        began.set()
+        release.wait(10)
+        return of(*arguments)
+
+    async with connected() as r:
+        monkeypatch.setattr(ChunkList, "of", slow)
+        publishing = asyncio.create_task(r.publish(snapshot(1)))
+        assert await asyncio.to_thread(began.wait, 5)
+        publishing.cancel()
+        await asyncio.sleep(0.1)
+        release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert r.depot.offers._open == {}
 
 
 async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> None:

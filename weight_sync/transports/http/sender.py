@@ -74,7 +74,7 @@ class HttpSender(Sender):
             raise TransferError("the transport is not connected")
         offers = blob_server.offers
         chunk_bytes = min(self._section.bucket_bytes, offers.chunk_bytes)
-        self._offer = offer = await on_thread(offers.open, snapshot, chunk_bytes)
+        self._offer = offer = await on_thread(offers.open, snapshot, chunk_bytes, discard=offers.close)
         self._held.callback(offers.close, offer)
         found = await on_thread(self._base.find_path, offers.history, snapshot) if self._section.delta else None
         if found is None:

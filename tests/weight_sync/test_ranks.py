@@ -30,6 +30,8 @@ from weight_sync.server.pause import Pause
 from weight_sync.transports.base import StagedTransport, TransferError, build_transport
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.nccl_receiver import Manifest
+from weight_sync.transports.receiver import Share
+from weight_sync.vllm.engine.staged_engine import Staging
 from weight_sync.weights.snapshot import Probe, Snapshot
 
 dist: Any = torch.distributed
@@ -253,6 +255,24 @@ def test_closed_channels_end_the_threads_that_wait_for_messages() -> None:
         assert waiting() == {"share-1", "share-calls"}
     ranks.close()
     assert waiting() == set()
+
+
+def test_a_server_can_end_while_the_shares_of_ranks_that_hang_do_not_come() -> None:
+    came, both = threading.Event(), threading.Barrier(3)
+
+    def never() -> Share:
+        receiving.append(threading.current_thread())
+        both.wait(10)
+        came.wait(20)
+        raise AssertionError
+
+    receiving: list[threading.Thread] = []
+    staging = Staging([never, never], len)
+    staging.start()
+    both.wait(10)
+    assert [thread.daemon for thread in [staging, *receiving]] == [True] * 3
+    came.set()
+    staging.join(10)
 
 
 async def test_shares_that_overlap_are_refused_by_the_tensor_s_name(

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
@@ -72,8 +72,9 @@ class Staging(threading.Thread):
     def _received(self) -> list[Share]:
         if len(self._receive) == 1:
             return [self._receive[0]()]
-        with ThreadPoolExecutor(len(self._receive), "weight-share") as threads:
-            return [share.result() for share in [threads.submit(receive) for receive in self._receive]]
+        shares = [_begun(receive) for receive in self._receive]
+        wait(shares)
+        return [share.result() for share in shares]
 
     def _place(self) -> tuple[str, str | None]:
         return ("building" if "receiving" in self._seconds else "receiving"), self._error
@@ -81,6 +82,20 @@ class Staging(threading.Thread):
     def report(self) -> dict[str, Any]:
         """Return `stage`, `error` and `seconds` by stage."""
         return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}
+
+
+def _begun(receive: Callable[[], Share]) -> Future[Share]:
+    """Call `receive` on a daemon thread: the process must not wait for a rank that hangs before it can end."""
+    share: Future[Share] = Future()
+
+    def run() -> None:
+        try:
+            share.set_result(receive())
+        except BaseException as error:
+            share.set_exception(error)
+
+    threading.Thread(target=run, name="weight-share", daemon=True).start()
+    return share
 
 
 class StagedEngine(WeightTransferEngine):

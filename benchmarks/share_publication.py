@@ -58,6 +58,9 @@ class Pipe:
         except (EOFError, OSError) as error:
             raise RuntimeError(str(error)) from error
 
+    def close(self) -> None:
+        self._end.close()
+
 
 def share(millions: int, rank: int, ranks: int) -> dict[str, torch.Tensor]:
     rows = millions * 1_000_000 // TENSORS // 1000

@@ -156,7 +156,7 @@ def _planned(found: Sequence[Gpu], config: RunConfig, shape: ModelShape | None, 
         learner,
         tuple(servers),
         transport,
-        not (seats.learner and at_servers & set(named[seats.learner[0]].cut_off)),
+        not any(at_servers & set(named[entry].cut_off) for entry in seats.learner),
         tuple(entry for entry in named if entry not in used),
         chosen,
     )

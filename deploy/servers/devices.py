@@ -17,7 +17,7 @@ from typing import Any
 
 from deploy.servers import device_plan, probes
 from deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
-from deploy.servers.model_shape import checkpoint_dtype, model_shape
+from deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
 from deploy.servers.probes import Gpu
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections.base import toml_value
@@ -102,6 +102,8 @@ def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
 
 def _of_checkpoint(found: list[Gpu], config: RunConfig) -> tuple[RunConfig, dict[tuple[str, str], Any]]:
     """Set `model.dtype` as the checkpoint's on a GPU, unless the run file sets it. Returns what was set as well."""
+    if found:
+        fetch_architecture(config.model)
     dtype = checkpoint_dtype(config.model) if found and "dtype" not in config.model.model_fields_set else None
     chosen: dict[tuple[str, str], Any] = {("model", "dtype"): dtype} if dtype else {}
     return with_settings(config, chosen), chosen

@@ -18,7 +18,7 @@ from weight_sync.transports.registry import TRANSPORTS
 
 GIB = 1024**3
 
-# Buffers of `weight_sync.bucket_bytes` at each end of a transport: one is filled while the other is sent or read.
+# Buffers of a bucket at each end of a transport: one is filled while the other is sent or read.
 BUCKETS = 2
 
 # CUDA's context, NCCL's buffers and captured graphs of a vLLM server; context and NCCL of a rank of the learner.
@@ -164,16 +164,13 @@ def server_bytes(shape: ModelShape, config: RunConfig, transport: str) -> Server
     layers, ends = _stage(shape, parallel)
     weights = int(layers * (bits / 8 if bits else kept) + ends * kept)
     staged = TRANSPORTS[transport].stages
-    bucket = config.weight_sync.bucket_bytes
-    if not staged:  # whole tensors arrive, in place
-        bucket = max(bucket, shape.largest_tensor * published)
     alone = _published_alone(config)
     if alone:
         weights += (min(config.queue.max_staleness, 6) + 3) * shape.adapter(config.lora.r) * kept // parallel.tensor
     return ServerBytes(
         weights,
         weights if staged and not alone else 0,
-        0 if alone else BUCKETS * bucket,
+        0 if alone else _arriving(shape, config, transport, published),
         _engine(shape, config, parallel),
         config.vllm.max_model_len * token_bytes(shape, config),
     )
@@ -224,7 +221,7 @@ def learner_bytes(
         computing,
         _further_models(learner, whole * compute, trained * kept, bool(adapter)) // parts,
         (adapter if alone else whole) * published // learner.ranks,
-        0 if alone else BUCKETS * config.weight_sync.bucket_bytes * max(1, beside),
+        0 if alone else _leaving(config, beside),
         learner.logits_mib << 20,
         activation_bytes(shape, tokens, checkpointing, stream, compute),
     )
@@ -257,6 +254,22 @@ def activation_bytes(shape: ModelShape, tokens: int, checkpointing: bool, stream
 def gib(count: float) -> str:
     """Show bytes in GiB."""
     return f"{count / GIB:.1f} GiB"
+
+
+def _arriving(shape: ModelShape, config: RunConfig, transport: str, published: int) -> int:
+    """Return the bytes of a server's buffers for what arrives, from all ranks together."""
+    if transport == "ipc":  # it is loaded from where it lies
+        return 0
+    # In place, tensors arrive whole.
+    largest = 0 if TRANSPORTS[transport].stages else shape.largest_tensor * published
+    return BUCKETS * max(config.weight_sync.bucket_bytes, largest)
+
+
+def _leaving(config: RunConfig, beside: int) -> int:
+    """Return the bytes of a rank's buffers for what it sends to each server: by ipc two, to those `beside` it."""
+    bucket = config.weight_sync.bucket_bytes
+    servers = len(config.vllm.servers) or config.vllm.count
+    return BUCKETS * beside * bucket if beside else servers * bucket // config.learner.ranks
 
 
 def _stage(shape: ModelShape, parallel: Parallelism) -> tuple[int, int]:

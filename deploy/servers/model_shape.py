@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -76,7 +77,7 @@ class ModelShape:
     @property
     def largest_tensor(self) -> int:
         """Parameters of the largest tensor of a checkpoint."""
-        return max(self.embedding, self.hidden * self.inner)
+        return max(self.embedding, self.hidden * max(self.inner, self.heads * self.head))
 
     def adapter(self, rank: int) -> int:
         """Return the parameters of an adapter on all linear layers; of a mixture, on those of attention."""
@@ -130,6 +131,15 @@ def architecture_of(model: ModelSection) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return architecture if isinstance(architecture, dict) else None
+
+
+def fetch_architecture(model: ModelSection) -> None:
+    """Download a hub model's config.json if it is not here yet. A failure shows again when the model is loaded."""
+    from huggingface_hub import hf_hub_download
+
+    if not Path(model.path).exists() and architecture_of(model) is None:
+        with suppress(OSError, ValueError):
+            hf_hub_download(model.path, "config.json", revision=model.revision)
 
 
 def model_shape(model: ModelSection) -> ModelShape | None:

@@ -23,6 +23,7 @@ from weight_sync.transports.receiver import Receiver, Share, Worker
 from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.vllm.engine.staged_engine import Staging
 from weight_sync.weights.manifest import Manifest
+from weight_sync.weights.parts import Part, joined
 from weight_sync.weights.snapshot import Snapshot
 
 
@@ -195,7 +196,14 @@ class StagedEnd(ReceivingEnd):
 
 def _copied(shares: Sequence[Share]) -> dict[str, torch.Tensor]:
     """As a shadow is built: the memory is received into again."""
-    return {name: tensor.clone() for share in shares for piece in share.pieces for name, tensor in piece.items()}
+    copies: dict[str, torch.Tensor] = {}
+    for share in shares:
+        copies |= dict(joined(_cloned(piece) for piece in share.pieces))
+    return copies
+
+
+def _cloned(piece: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor if isinstance(tensor, Part) else tensor.clone() for name, tensor in piece.items()}
 
 
 class GlooEnd(StagedEnd):

@@ -162,6 +162,13 @@ async def test_a_rank_keeps_the_versions_that_may_still_be_sent_and_their_memory
         await rig.publish(sent)
 
 
+async def test_all_shares_together_travel_in_buckets_of_the_setting(rig: Rig) -> None:
+    senders: list[Any] = [rig.transport.senders[0]]
+    for follower in rig.followers:
+        senders += follower._senders.values()
+    assert [sender._section.bucket_bytes for sender in senders] == [1024 // RANKS] * RANKS
+
+
 async def test_rank_0_waits_for_a_rank_that_is_slower_to_copy_its_share(rig: Rig) -> None:
     weights = whole(1)
     told = {"version": 1, "kept": rig.snapshots.make_room(), "run": "run"}

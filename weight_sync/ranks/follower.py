@@ -17,7 +17,7 @@ import torch
 
 from protocol.config import RunConfig, WeightSyncSection
 from weight_sync.ranks.channel import Answer, Call, Channel
-from weight_sync.transports.base import Sender, TransferError, build_sender, local_host_towards
+from weight_sync.transports.base import Sender, TransferError, build_sender, local_host_towards, of_share
 from weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,8 @@ class ShareFollower:
         match call.name:
             case "open":
                 url, workers = call.arguments["server_url"], call.arguments["workers"]
-                sender = build_sender(self._section_towards(url), call.arguments["transport"])
+                section = of_share(self._section_towards(url), call.arguments["shares"])
+                sender = build_sender(section, call.arguments["transport"])
                 self._senders[call.link] = sender
                 return await sender.open(url, workers)
             case "close":

@@ -54,10 +54,15 @@ class FollowingRanks:
         for thread in self._threads:
             thread.join(CLOSE_S)
 
+    @property
+    def count(self) -> int:
+        """Ranks of the learner, this one included."""
+        return 1 + len(self._channels)
+
     def senders(self, transport: str) -> list[RemoteSender]:
         """Make the other ranks' ends of a connection to one server."""
         link = next(self._links)
-        return [RemoteSender(self, rank, link, transport) for rank in range(1, len(self._channels) + 1)]
+        return [RemoteSender(self, rank, link, transport) for rank in range(1, self.count)]
 
     async def call(self, rank: int, name: str, link: int, timeout_s: float | None = ANSWER_S, **arguments: Any) -> Any:
         """Call a rank's sender and return its result. Raises `TransferError` with the rank's error."""
@@ -119,7 +124,7 @@ class RemoteSender(Sender):
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         found: dict[str, Any] = await self._call(
-            "open", transport=self._transport, server_url=server_url, workers=workers
+            "open", transport=self._transport, server_url=server_url, workers=workers, shares=self._ranks.count
         )
         return found
 

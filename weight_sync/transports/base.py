@@ -270,9 +270,15 @@ def build_transport(section: WeightSyncSection, others: OtherSenders = no_others
     if name == "auto":
         return AutoTransport(section, others)
     if TRANSPORTS[name].stages:
-        return StagedTransport(section, [build_sender(section, name), *others(name)])
+        remote = others(name)
+        return StagedTransport(section, [build_sender(of_share(section, 1 + len(remote)), name), *remote])
     transport: Transport = _learners_end(name)(section)
     return transport
+
+
+def of_share(section: WeightSyncSection, shares: int) -> WeightSyncSection:
+    """Return the settings of one of several ranks that send at once: all have buckets of `bucket_bytes` together."""
+    return section.model_copy(update={"bucket_bytes": max(1, section.bucket_bytes // shares)})
 
 
 def build_sender(section: WeightSyncSection, name: str) -> Sender:

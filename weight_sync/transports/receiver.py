@@ -37,8 +37,8 @@ class Share:
 
     Attributes:
         manifest: Layout of the whole share.
-        pieces: Its tensors in parts, each of which blocks until it is there and verified. Its memory is good until the
-            next one is asked for.
+        pieces: Its tensors by and by; each step blocks until some are there and verified. A large one comes as several
+            `Part`s. Their memory is good until the next step.
         kept: Whether the memory is good until the next update.
     """
 
@@ -114,7 +114,7 @@ def in_turn(
         buffer, wait = ahead
         ahead = begun(number + 1) if number + 1 < len(buckets) else None
         wait()
-        yield bucket.manifest.views(buffer[: bucket.size])
+        yield bucket.tensors(buffer[: bucket.size])
 
 
 class HostShares:

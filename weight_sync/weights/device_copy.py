@@ -32,13 +32,19 @@ class DeviceCopies(Protocol):
         """Wait until all copies are done."""
 
 
+# One for all snapshots: torch has 32 for each device, and gives the next ones out again while NCCL or FSDP use them.
+_streams: dict[torch.device, Any] = {}
+
+
 class CudaCopies:
     """See `DeviceCopies`."""
 
     def __init__(self, device: torch.device) -> None:
         make: Any = torch.cuda.Stream
         self._device = device
-        self._stream = make(device)
+        if device not in _streams:
+            _streams[device] = make(device)
+        self._stream = _streams[device]
         self._under_way: list[tuple[torch.Tensor, Any]] = []
         self._lock = threading.Lock()
 

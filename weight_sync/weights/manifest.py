@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from weight_sync.weights.parts import Part
+
 ALIGNMENT = 64
 
 # torch.compile, FSDP, activation checkpointing, and peft around a layer: anywhere in a name.
@@ -93,18 +95,39 @@ class Manifest:
         return runs
 
     def buckets(self, max_bytes: int) -> list[Bucket]:
-        """Cut the buffer between tensors into buckets of at most `max_bytes`. A larger tensor has its own."""
-        cuts: list[tuple[int, int, int]] = []  # first tensor, first byte, byte past the end
+        """Cut the buffer into buckets of at most `max_bytes`: between tensors, and between rows of larger ones. A row
+        that is larger has its own."""
+        made: list[Bucket] = []
+        cuts: list[tuple[int, int, int, int]] = []  # first tensor, the one past the last, first byte, byte past the end
+
+        def close() -> None:
+            for first, last, start, end in cuts:
+                part = Manifest(self.names[first:last], self.dtypes[first:last], self.shapes[first:last])
+                made.append(Bucket(part, start, end))
+            cuts.clear()
+
         for i, start, end in self._places():
-            if cuts and end - cuts[-1][1] <= max_bytes:
-                cuts[-1] = (*cuts[-1][:2], end)
+            if end - start > max_bytes and self.shapes[i]:
+                close()
+                made += self._rows(i, start, max_bytes)
+            elif cuts and end - cuts[0][2] <= max_bytes:
+                cuts[0] = (cuts[0][0], i + 1, cuts[0][2], end)
             else:
-                cuts.append((i, start, end))
-        ends = [first for first, _, _ in cuts[1:]] + [len(self.names)] * bool(cuts)
-        return [
-            Bucket(Manifest(self.names[i:last], self.dtypes[i:last], self.shapes[i:last]), start, end)
-            for (i, start, end), last in zip(cuts, ends, strict=True)
-        ]
+                close()
+                cuts.append((i, i + 1, start, end))
+        close()
+        return made
+
+    def _rows(self, i: int, start: int, max_bytes: int) -> Iterator[Bucket]:
+        """Cut one tensor between its rows."""
+        count, *rest = self.shapes[i]
+        row_bytes = _dtype(self.dtypes[i]).itemsize * math.prod(rest)
+        each = max(1, max_bytes // row_bytes)
+        for first in range(0, count, each):
+            rows = min(each, count - first)
+            part = Manifest([self.names[i]], [self.dtypes[i]], [[rows, *rest]])
+            begins = start + first * row_bytes
+            yield Bucket(part, begins, begins + rows * row_bytes, first, self.shapes[i])
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Yield index, first byte and byte past the end of each tensor."""
@@ -117,22 +140,33 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring tensors that travel together.
+    """Neighbouring tensors that travel together, or rows of a single one.
 
     Attributes:
         manifest: Their layout within the bucket.
         start: Their first byte in the whole flat buffer.
         end: The byte past their last one.
+        first: Number of the first row.
+        shape: Shape of the tensor that the rows belong to; None where tensors are whole.
     """
 
     manifest: Manifest
     start: int
     end: int
+    first: int = 0
+    shape: list[int] | None = None
 
     @property
     def size(self) -> int:
         """Bytes of the bucket."""
         return self.end - self.start
+
+    def tensors(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
+        """Return each tensor by name, as a view of `buffer`: uint8 [size]; rows of one as a `Part`."""
+        views = self.manifest.views(buffer)
+        if self.shape is None:
+            return views
+        return {name: Part.of(rows, self.first, self.shape) for name, rows in views.items()}
 
 
 def _sent_as(own: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

@@ -173,12 +173,15 @@ class Snapshot:
             _expect(size, device)
 
     def _copy_from_device(self, copies: device_copy.DeviceCopies, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        tensor = torch.empty(0)
         for bucket in self.manifest.buckets(device_copy.BUCKET_BYTES):
             on_device = copies.empty(bucket.size)
             for name, view in bucket.manifest.views(on_device).items():
-                given, tensor = next(weights)
-                assert self._name(given) == name, "weights must come in the order of their layout"
-                view.copy_(tensor.detach(), non_blocking=True)
+                if not bucket.first:
+                    given, tensor = next(weights)
+                    assert self._name(given) == name, "weights must come in the order of their layout"
+                rows = tensor if bucket.shape is None else tensor[bucket.first : bucket.first + len(view)]
+                view.copy_(rows.detach(), non_blocking=True)
             copies.to_host(on_device, self._flat[bucket.start : bucket.end])
         for given, _ in weights:  # to their end, as other ranks may still need this one to make theirs
             raise AssertionError(f"{given} is not in the layout of the weights")

@@ -75,7 +75,8 @@ class WeightSyncSection(Section):
     )
     bucket_bytes: Bytes = setting(
         64 * 1024**2,
-        description="bytes sent at one time; on a GPU, each end of a transport holds at most two such buffers",
+        description="bytes sent at one time, by all ranks together; on a GPU, each end of a transport holds up to two "
+        "such buffers",
         why="large enough that calls cost nothing, small enough to be staged",
     )
     http_port: int = setting(

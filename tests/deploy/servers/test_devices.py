@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 
 from deploy.run import processes
@@ -151,6 +152,25 @@ def test_the_run_file_follows_the_checkpoint_and_the_plan_and_that_is_said_in_on
     assert said == []
 
 
+@pytest.mark.parametrize("part", ["run", "server"])
+def test_the_first_start_with_a_hub_s_model_takes_its_type_too(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: Part
+) -> None:
+    """A server that joins is the first process on its machine to ask for the model."""
+    kept = tmp_path / "config.json"
+
+    def download(name: str, file: str, revision: str | None = None) -> None:
+        assert (name, file, revision) == ("maker/model", "config.json", None)
+        kept.write_text('{"dtype": "bfloat16"}', encoding="utf-8")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    cached = lambda *_, **__: str(kept) if kept.exists() else None  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", cached)
+    monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
+    config = load(run_file, ["--model.path", "maker/model"])
+    assert devices.settle(config, cpu=False, say=lambda line: None, part=part)[1].model.dtype == "bfloat16"
+
+
 def test_a_learner_by_itself_takes_its_gpus_only_where_servers_are_elsewhere(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +197,13 @@ def test_gpus_that_do_not_reach_each_other_switch_p2p_and_shm_off_and_that_is_sa
     assert devices.nccl_environment(settled) == off
     assert vllm_server.environment(settled).items() >= off.items()
     assert devices.nccl_environment(devices.settled(config, device_plan.plan(machine(2), config, None), False)) == {}
+
+
+def test_peers_are_the_gpus_of_all_ranks_that_send(run_file: Path) -> None:
+    found = machine(4)
+    found[1] = Gpu("1", "a GPU", 80 * GIB, ("3",))
+    assert planned(run_file, found, "--vllm.count", "2").peers, "one rank, on GPU 0"
+    assert not planned(run_file, found, "--vllm.count", "2", "--learner.ranks", "2").peers
 
 
 @pytest.mark.parametrize(("forced", "expected"), [("on", False), ("off", True)])

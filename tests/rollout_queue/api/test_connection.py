@@ -177,8 +177,9 @@ async def test_half_open_connections_make_room_for_new_ones() -> None:
         assert b" 200 " in await talk(port, STATUS)
         assert await healthz(port) < 0.5
         async with asyncio.timeout(PATIENCE_S):
-            ended = [await reader.read() for reader, _ in open_[:70]]
-        assert ended == [b""] * 70
+            for reader, _ in open_[:70]:
+                with contextlib.suppress(ConnectionResetError):  # it was ended before it had read the request
+                    assert await reader.read() == b""
         for _, writer in open_:
             writer.close()
 

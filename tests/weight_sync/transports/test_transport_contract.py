@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import get_args
 
 import pytest
@@ -21,6 +21,7 @@ from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import TransferError, Transport, build_transport
 from weight_sync.transports.gpu import communicator, ipc
+from weight_sync.transports.gpu.communicator import Gpu, Stream
 from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.weights.snapshot import Snapshot
 
@@ -94,6 +95,29 @@ async def test_each_version_arrives_whole_and_is_labelled_and_served(name: str) 
             assert pause.seconds > 0
         assert len(r.receiver.loaded) == 2
         assert r.fake.calls.count("/init_weight_transfer_engine") == 1
+        await transport.close()
+
+
+@pytest.mark.parametrize("name", ["nccl", "nccl_staged", "ipc"])
+async def test_no_publication_takes_a_further_stream(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32, and gives the next ones out again while others use them."""
+    made = list[Stream]()
+
+    def counted(of: Gpu) -> Gpu:
+        def stream() -> Stream:
+            made.append(of.stream())
+            return made[-1]
+
+        return replace(of, stream=stream)
+
+    async with rig(name) as r:
+        own = r.receiver.gpu
+        monkeypatch.setattr(communicator, "own_gpu", lambda device=None: counted(own(device)))
+        transport = await r.connected()
+        await r.publish(transport, snapshot(1))
+        first = len(made)
+        await r.publish(transport, snapshot(2))
+        assert len(made) == first > 0
         await transport.close()
 
 

@@ -133,6 +133,16 @@ def test_weights_that_other_ranks_help_to_make_are_taken_to_their_end(device: De
     assert ended
 
 
+def test_all_snapshots_of_a_gpu_share_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32, and gives the next ones out again while NCCL uses them."""
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", made.append)
+    monkeypatch.setattr(device_copy, "_streams", {})
+    for _ in range(3):
+        device_copy.copies_from(torch.device("cuda", 1))
+    assert made == [torch.device("cuda", 1)]
+
+
 def test_pinned_memory_is_asked_for_the_device_that_holds_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     wanted: list[torch.device | None] = []
     monkeypatch.setattr(

@@ -146,6 +146,7 @@ class IpcSender(Sender):
     def __init__(self, section: WeightSyncSection) -> None:
         self._section = section
         self._gpu: Gpu | None = None
+        self._stream: Stream | None = None
         self._memory: torch.Tensor | None = None
         self._handle: Handle | None = None
         self._shared: SharedBuckets | None = None
@@ -183,7 +184,7 @@ class IpcSender(Sender):
     def _share_memory(self, gpu: Gpu, snapshot: Snapshot) -> Handle:
         buckets = snapshot.manifest.buckets(self._section.bucket_bytes)
         size = SharedBuckets.size_for(max((bucket.size for bucket in buckets), default=0))
-        stream = gpu.stream()
+        stream = self._stream = self._stream or gpu.stream()
         try:
             if self._memory is None or self._handle is None or len(self._memory) < size:
                 with stream.current():
@@ -280,5 +281,5 @@ class IpcReceiver:
                 right = torch.equal(checksum(place[: bucket.size]), place[bucket.size :][:SIZE])
             if not right:
                 raise TransferError(f"the checksum of bucket {number} is not the learner's")
-            yield bucket.manifest.views(place[: bucket.size])
+            yield bucket.tensors(place[: bucket.size])
             shared.tell(LOADED, number + 1)

@@ -13,7 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -76,6 +76,9 @@ class NcclInitInfo:
 class NcclReceiver:
     """See `Receiver`. Begins to join the group at once, and receives one snapshot at a time."""
 
+    # The newest thread that joins, by the worker's rank.
+    _joins: ClassVar[dict[int, threading.Thread]] = {}
+
     def __init__(self, info: dict[str, Any], worker: Worker) -> None:
         """Begin to join. Raises `TransferError` if the learner is on the same GPU, which NCCL cannot do."""
         self._info = joined = NcclInitInfo(**info)
@@ -88,8 +91,11 @@ class NcclReceiver:
         self._group = Communicator(gpu, joined.timeout_s)
         self._buffers = DeviceBuffers(gpu.device)
         self._error: str | None = None
-        # The engine's loop, which calls this, must not stand still until the learner has come.
-        self._joining = threading.Thread(target=self._join, args=(worker.rank,), name="nccl-join", daemon=True)
+        # The engine's loop, which calls this, must not stand still until the learner has come. All workers join the
+        # ranks' groups in one order: NCCL may wait for the device in one group while another waits for a peer.
+        arguments = (NcclReceiver._joins.get(worker.rank), worker.rank)
+        self._joining = threading.Thread(target=self._join, args=arguments, name="nccl-join", daemon=True)
+        NcclReceiver._joins[worker.rank] = self._joining
         self._joining.start()
 
     def receive(self, update: dict[str, Any]) -> Share:
@@ -128,8 +134,10 @@ class NcclReceiver:
         """Leave the group. A running reception raises. May be called again."""
         self._group.abort()
 
-    def _join(self, rank: int) -> None:
+    def _join(self, before: threading.Thread | None, rank: int) -> None:
         try:
+            if before is not None:
+                before.join(self._info.timeout_s)
             unique_id = base64.b64decode(self._info.nccl_unique_id_b64)
             self._group.meet(unique_id, self._info.world_size, rank)
         except Exception as error:  # `receive` raises it.

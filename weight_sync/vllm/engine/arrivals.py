@@ -6,7 +6,8 @@ filled again before that, so what a bucket brought is loaded when the bucket end
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
@@ -17,6 +18,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from weight_sync.transports.receiver import Share, Weights
 from weight_sync.vllm.engine.shadow_modules import Pair
 from weight_sync.weights.manifest import Manifest
+from weight_sync.weights.parts import Part, joined
 
 
 class MustBeWhole(Exception):
@@ -31,11 +33,17 @@ class Arrivals:
         kept: Whether all memory is good until the next update.
     """
 
-    def __init__(self, shares: Sequence[Share], synchronise: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self,
+        shares: Sequence[Share],
+        synchronise: Callable[[], None] = lambda: None,
+        in_one: Collection[str] = (),
+    ) -> None:
         """Take shares over.
 
         Args:
             synchronise: Waits until what was launched on this thread's stream is done.
+            in_one: `kind_of` tensors that are not handed on in parts, besides those of experts and all but matrices.
 
         Raises:
             ValueError: Two shares have the same tensor.
@@ -43,6 +51,7 @@ class Arrivals:
         self.kept = all(share.kept for share in shares)
         self.synchronise = synchronise
         self._shares = shares
+        self._in_one = in_one
         self._seen: Weights = {}
         self.stand_ins: Weights = {}
         for share in shares:
@@ -59,7 +68,7 @@ class Arrivals:
     def __iter__(self) -> Iterator[Weights]:
         """Yield parts of the weights, from all shares in turn. The memory of a part is good until the next one is asked
         for, and what was launched on it is done by then."""
-        running = [iter(share.pieces) for share in self._shares]
+        running = [self._put_together(share.pieces) for share in self._shares]
         while running:
             for pieces in list(running):
                 piece = next(pieces, None)
@@ -73,8 +82,46 @@ class Arrivals:
 
     def whole(self) -> Weights:
         """Return all weights, copied where their memory is filled again. What has been read must be `kept`."""
-        rest = {name: tensor if self.kept else tensor.clone() for piece in self for name, tensor in piece.items()}
-        return self._seen | rest
+        whole = dict(self._seen)
+        for name, tensor in joined(self._own(piece) for piece in self):
+            whole[name] = tensor
+        return whole
+
+    def _own(self, piece: Weights) -> Weights:
+        """Copy what is whole, unless it is kept; parts are copied when they are joined."""
+        if self.kept:
+            return piece
+        return {name: tensor if isinstance(tensor, Part) else tensor.clone() for name, tensor in piece.items()}
+
+    def _needs_all(self, name: str, tensor: Part) -> bool:
+        # vLLM's loaders of experts add and exchange dimensions.
+        return tensor.dim() != 2 or ".experts." in name or kind_of(name) in self._in_one
+
+    def _put_together(self, pieces: Iterator[Weights]) -> Iterator[Weights]:
+        """Pass pieces on, and tensors that a loader needs all of as soon as they are whole."""
+        for piece in pieces:
+            (name, tensor), *_ = [*piece.items(), ("", None)]
+            if not isinstance(tensor, Part) or not self._needs_all(name, tensor):
+                yield piece
+                continue
+            whole = torch.empty(tuple(tensor.shape), dtype=tensor.held.dtype, device=tensor.held.device)
+            whole.copy_(tensor)
+            arrived = len(tensor.held)
+            while arrived < len(whole):
+                self.synchronise()
+                (part,) = next(pieces).values()
+                assert isinstance(part, Part)
+                whole.copy_(part)
+                arrived += len(part.held)
+            yield {name: whole}
+
+
+def kind_of(name: str) -> str:
+    """Return a tensor's name without the numbers of layers and experts."""
+    return _NUMBER.sub("*", name)
+
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
 class Reading:
@@ -93,12 +140,15 @@ class Reading:
         self._pairs = [pair for pair in pairs if not is_deferred_attention_layer(pair.shadow)]
         self._passing = passing
         self._at: str | None = None
+        # Rows that have come of tensors that are not whole yet.
+        self._rows: dict[str, int] = {}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         pieces = iter(self._arrivals)
         while (piece := self._next(pieces)) is not None:
             for name, tensor in piece.items():
                 self._at = name
+                self._count(name, tensor)
                 if self._passing is not None:
                     self._passing(name, tensor)
                 yield name, tensor
@@ -111,6 +161,17 @@ class Reading:
         except Exception as error:
             self.broke = error
             raise
+
+    def _count(self, name: str, tensor: torch.Tensor) -> None:
+        if isinstance(tensor, Part):
+            self._rows[name] = self._rows.get(name, 0) + len(tensor.held)
+            if self._rows[name] == len(tensor):
+                del self._rows[name]
+
+    @property
+    def at(self) -> str:
+        """Name of the tensor that was read last, "" before the first."""
+        return self._at or ""
 
     def _load_what_waits(self) -> None:
         """Load what vLLM has kept for layers that are not complete."""
@@ -126,7 +187,8 @@ class Reading:
             names = {name for name, _ in info.loaded_weights}
             info.loaded_weights.clear()
             # A padded vocabulary never counts as complete.
-            if isinstance(layer, VocabParallelEmbedding) and names == layer._parameters.keys():
+            whole = names == layer._parameters.keys() and not self._rows
+            if isinstance(layer, VocabParallelEmbedding) and whole:
                 _layerwise_process(layer, info)
 
     def place(self, pairs: list[Pair]) -> str:

@@ -44,6 +44,7 @@ from weight_sync.vllm.engine.shadow_modules import (
     let_go,
     pair_modules,
 )
+from weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
 
@@ -148,6 +149,8 @@ def _load(pairs: list[Pair], reading: Reading, sent_tensors: Weights, whole: boo
     sizes = [pair.info.load_numel_total for pair in pairs]
     try:
         shadow.load_weights(reading)
+    except NotInParts as error:
+        raise NotInParts(error.what, reading.at) from None
     except PackingError as error:
         raise PackingError(f"{reading.place(pairs)} was loaded, but not packed: {error}") from error
     except (AssertionError, KeyError, RuntimeError) as error:

@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 
 from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.shadow_modules import Pair
+from weight_sync.weights.parts import Part
 
 SHADOWED = {"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod"}
 
@@ -81,8 +82,15 @@ class RowSums:
 
     def note(self, name: str, tensor: torch.Tensor) -> None:
         """Note a tensor that is about to be loaded."""
-        if name in self._held and tensor.ndim == 2:
+        if name not in self._held or tensor.ndim != 2:
+            return
+        if not isinstance(tensor, Part):
             self._sent[name] = tensor.shape, row_sums(tensor)
+            return
+        if name not in self._sent:
+            sums = torch.zeros(len(tensor), dtype=torch.int64, device=tensor.held.device)
+            self._sent[name] = tensor.shape, sums
+        self._sent[name][1][tensor.first : tensor.first + len(tensor.held)] = row_sums(tensor.held)
 
     def check_held(self) -> None:
         """Compare what the shadows hold. Raises ValueError if some rows differ."""

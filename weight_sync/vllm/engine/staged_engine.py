@@ -23,7 +23,8 @@ from vllm.distributed.weight_transfer.base import WeightTransferEngine
 from weight_sync.transports.receiver import Receiver, Share, Worker
 from weight_sync.transports.registry import TRANSPORTS, of_backend
 from weight_sync.vllm.engine import shadow_modules
-from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole
+from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
+from weight_sync.weights.parts import NotInParts
 
 logger = logging.getLogger(__name__)
 
@@ -117,6 +118,8 @@ class StagedEngine(WeightTransferEngine):
         self._stream: Any = None
         # Set once no shadow of the model could be built: then all weights are kept until the pause.
         self._whole = False
+        # Kinds of tensors that a loader turned out to need in one piece, however large.
+        self._in_one: set[str] = set()
         if self.device.type == "cpu":
             shadow_modules.install_torch_packing()
 
@@ -175,11 +178,14 @@ class StagedEngine(WeightTransferEngine):
         from weight_sync.vllm.engine.shadow import build
 
         with self._beside_generation() as synchronise:
-            arrivals = Arrivals(shares, synchronise)
+            arrivals = Arrivals(shares, synchronise, self._in_one)
             try:
                 built = build(self.model, self.vllm_config, arrivals, self._whole)
             except MustBeWhole:
                 self._whole = True
+                raise
+            except NotInParts as error:  # the next update gives the loader all of it
+                self._in_one.add(kind_of(error.name))
                 raise
             synchronise()  # the swap copies on another stream
             return built

@@ -32,7 +32,7 @@ from weight_sync.weights.snapshot import Snapshot
 class Shadow:
     def __init__(self, model: dict[str, torch.Tensor], arrivals: Any) -> None:
         self._model = model
-        self._new = {name: tensor.clone() for piece in arrivals for name, tensor in piece.items()}
+        self._new = arrivals.whole()
 
     def exchange(self) -> None:
         self._model |= self._new

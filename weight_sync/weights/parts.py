@@ -10,6 +10,9 @@ import torch
 # What may be asked of a tensor without its content.
 _FACTS = {"size", "dim", "numel", "nelement", "element_size", "is_floating_point", "stride", "__len__", "__hash__"}
 
+# Attributes of a tensor that are tensors.
+_VIEWS = {"T", "H", "mT", "mH", "real", "imag"}
+
 
 class NotInParts(Exception):
     """A loader does more with a tensor than to narrow and copy it.
@@ -65,6 +68,8 @@ class Part(torch.Tensor):
                     return part
                 if name == "detach" or func == torch.Tensor.data.__get__:  # type: ignore[attr-defined]
                     return part
+            if name == "__get__" and getattr(func.__self__, "__name__", "") in _VIEWS:
+                name = func.__self__.__name__
             if name in _FACTS or name == "__get__":
                 return func(*args, **named)
         raise NotInParts(name)

@@ -51,7 +51,9 @@ def test_what_a_loader_cuts_out_of_parts_is_what_it_cuts_out_of_the_whole(
     assert torch.equal(loaded, whole[start : start + length, first : first + width])
 
 
-@pytest.mark.parametrize("work", [lambda part: part + 1, lambda part: part.t(), lambda part: part[2], torch.clone])
+@pytest.mark.parametrize(
+    "work", [lambda part: part + 1, lambda part: part.t(), lambda part: part.T, lambda part: part[2], torch.clone]
+)
 def test_a_loader_that_does_more_is_told_so(work: object) -> None:
     part = Part.of(torch.zeros(2, 3), 0, [4, 3])
     with pytest.raises(NotInParts, match="needs all of it"):

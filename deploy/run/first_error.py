@@ -12,6 +12,9 @@ _BELOW_ERROR = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WA
 
 _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b:|^slipstream: ")
 
+# What argparse says last, after a usage whose flags may be called anything.
+_USAGE, _WRONG_USAGE = "usage: ", re.compile(r"^\S+: error: ")
+
 # vLLM's prefix of each line of a logged traceback: process, level, time and place.
 _VLLM_PREFIX = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
 
@@ -38,7 +41,13 @@ def first_error(lines: Sequence[str]) -> str | None:
 
 
 def _first_error(lines: Sequence[str]) -> str | None:
+    in_usage = False
     for place, line in enumerate(lines):
+        if _WRONG_USAGE.match(line):
+            return line.strip()
+        in_usage = line.startswith(_USAGE) or (in_usage and line[:1].isspace())
+        if in_usage:
+            continue
         if _bare(line) == _TRACEBACK:
             return _end_of_traceback(lines[place:]) or line.strip()
         if _ERROR.search(line) and not _BELOW_ERROR.match(line):

@@ -35,6 +35,12 @@ pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig
   Value error, User-specified max_model_len (99999) is greater than the derived max_model_len
     For further information visit https://errors.pydantic.dev/2.14/v/value_error
 """
+WRONG_FLAG = """\
+INFO 11-23 10:01:02 [__init__.py:216] Automatically detected platform cpu.
+usage: api_server.py [-h] [--headless] [--api-server-count API_SERVER_COUNT]
+                     [--log-level {CRITICAL,ERROR,WARNING,INFO,DEBUG}]
+api_server.py: error: unrecognized arguments: --tensor-paralel-size
+"""
 # The engine was killed: every request fails by it, and more of that than is read of a log's end.
 DEAD_ENGINE = """\
 (APIServer pid=7) ERROR 11-22 16:00:01 [serving.py:412]     async for res in result_generator:
@@ -71,6 +77,7 @@ RuntimeError: what followed
             "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig Value error, "
             "User-specified max_model_len (99999) is greater than the derived max_model_len",
         ),
+        (WRONG_FLAG, "api_server.py: error: unrecognized arguments: --tensor-paralel-size"),
         (CHAINED, "KeyError: 'the root'"),
         (DEAD_ENGINE + LAST_WORD, "its EngineCore process ended (signal 9)"),
         (DEAD_ENGINE + OWN_WORD + LAST_WORD, "torch.OutOfMemoryError: no room for 3 GiB"),

@@ -111,7 +111,7 @@ class _DoesNotFit(Exception):
 
 
 class _Seats(NamedTuple):
-    """Who gets which GPU. `beside`: whether servers share the learner's first GPU."""
+    """Seats of learner and servers. `beside`: whether servers share the learner's first GPU."""
 
     learner: tuple[str, ...]
     servers: list[tuple[str, ...]]

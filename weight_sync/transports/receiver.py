@@ -1,4 +1,4 @@
-"""What receives weights at one of vLLM's workers. Needs no vLLM.
+"""Receives weights at one of vLLM's workers. Needs no vLLM.
 
 Each rank of the learner sends its share of the weights over a connection of its own, and a worker has a `Receiver` for
 each. What arrives is loaded piece by piece: while one bucket is loaded, the next one is under way.

@@ -85,22 +85,32 @@ class Part(torch.Tensor):
         return Part.of(self.held[low - self.first : high - self.first], low - start, shape)
 
 
+class Joiner:
+    """Puts parts together, in memory of their own."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, tuple[torch.Tensor, int]] = {}
+
+    def add(self, name: str, part: Part) -> torch.Tensor | None:
+        """Copy a part to its place. Returns the tensor once it is whole."""
+        whole, rows = self._waiting.pop(name, (None, 0))
+        if whole is None:
+            whole = torch.empty(tuple(part.shape), dtype=part.held.dtype, device=part.held.device)
+        whole.copy_(part)
+        if (rows := rows + len(part.held)) == len(whole):
+            return whole
+        self._waiting[name] = whole, rows
+        return None
+
+
 def joined(pieces: Iterable[Mapping[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield names and whole tensors; those that come in parts in memory of their own."""
-    waiting: dict[str, tuple[torch.Tensor, int]] = {}
+    joiner = Joiner()
     for piece in pieces:
         for name, tensor in piece.items():
-            if not isinstance(tensor, Part):
-                yield name, tensor
-                continue
-            whole, rows = waiting.pop(name, (None, 0))
-            if whole is None:
-                whole = torch.empty(tuple(tensor.shape), dtype=tensor.held.dtype, device=tensor.held.device)
-            whole.copy_(tensor)
-            if (rows := rows + len(tensor.held)) == len(whole):
+            whole = joiner.add(name, tensor) if isinstance(tensor, Part) else tensor
+            if whole is not None:
                 yield name, whole
-            else:
-                waiting[name] = whole, rows
 
 
 def _slices(index: Any, shape: torch.Size) -> list[tuple[int, int]] | None:

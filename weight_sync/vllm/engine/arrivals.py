@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload.meta import materialize_layer
 from weight_sync.transports.receiver import Share, Weights
 from weight_sync.vllm.engine.shadow_modules import Pair
 from weight_sync.weights.manifest import Manifest
-from weight_sync.weights.parts import Part, joined
+from weight_sync.weights.parts import Joiner, Part, joined
 
 
 class MustBeWhole(Exception):
@@ -99,21 +99,15 @@ class Arrivals:
 
     def _put_together(self, pieces: Iterator[Weights]) -> Iterator[Weights]:
         """Pass pieces on, and tensors that a loader needs all of as soon as they are whole."""
+        joiner = Joiner()
         for piece in pieces:
             (name, tensor), *_ = [*piece.items(), ("", None)]
             if not isinstance(tensor, Part) or not self._needs_all(name, tensor):
                 yield piece
-                continue
-            whole = torch.empty(tuple(tensor.shape), dtype=tensor.held.dtype, device=tensor.held.device)
-            whole.copy_(tensor)
-            arrived = len(tensor.held)
-            while arrived < len(whole):
+            elif (whole := joiner.add(name, tensor)) is not None:
+                yield {name: whole}
+            else:
                 self.synchronise()
-                (part,) = next(pieces).values()
-                assert isinstance(part, Part)
-                whole.copy_(part)
-                arrived += len(part.held)
-            yield {name: whole}
 
 
 def kind_of(name: str) -> str:

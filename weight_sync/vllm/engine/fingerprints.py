@@ -133,14 +133,23 @@ def _bits(tensor: torch.Tensor) -> str:
 
 def _bits_on_device(tensor: torch.Tensor) -> str:
     """Sum the words, each times an odd number from its position, modulo 2**64; nothing is copied to the host."""
-    flat = tensor.reshape(-1)
-    words = flat.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+    words = words_of(tensor.reshape(-1))
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     for start in range(0, len(words), CHUNK):
         part = words[start : start + CHUNK].to(torch.int64)
-        places = torch.arange(start, start + len(part), device=tensor.device) * _GOLDEN
-        total += (part * (places ^ (places >> 29) | 1)).sum()
+        total += (part * odd_numbers(start, len(part), tensor.device)).sum()
     return f"{int(total) % 2**64:016x}"
+
+
+def words_of(tensor: torch.Tensor) -> torch.Tensor:
+    """View the elements of a contiguous tensor as integers of their width."""
+    return tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
+
+
+def odd_numbers(first: int, count: int, device: torch.device) -> torch.Tensor:
+    """Return an odd number for each of `count` positions: int64, by which words are weighted in a sum."""
+    places = torch.arange(first, first + count, device=device) * _GOLDEN
+    return places ^ (places >> 29) | 1
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor | None]]:

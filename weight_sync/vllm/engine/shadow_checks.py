@@ -10,6 +10,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from weight_sync.transports.receiver import Weights
+from weight_sync.vllm.engine.fingerprints import odd_numbers, words_of
 from weight_sync.vllm.engine.shadow_modules import Pair
 from weight_sync.weights.parts import Part
 
@@ -114,9 +115,7 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 [rows].
     """
-    bits = tensor.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()])
-    places = torch.arange(tensor.shape[1], device=tensor.device) * _GOLDEN
-    weights = places ^ (places >> 29) | 1
+    bits, weights = words_of(tensor), odd_numbers(0, tensor.shape[1], tensor.device)
     starts = range(0, len(bits), _ROWS)
     sums = [(bits[start : start + _ROWS].to(torch.int64) * weights).sum(dim=1) for start in starts]
     return torch.cat([torch.zeros(0, dtype=torch.int64, device=tensor.device), *sums])
@@ -124,4 +123,3 @@ def row_sums(tensor: torch.Tensor) -> torch.Tensor:
 
 # Rows that are summed at once.
 _ROWS = 512
-_GOLDEN = 0x9E3779B97F4A7C15 - 2**64  # as a signed 64-bit number

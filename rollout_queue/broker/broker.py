@@ -29,11 +29,11 @@ from protocol.versions import new_run_id
 from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
-from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState
+from rollout_queue.ledger.records import Decision, Refusal, StoreContents, TicketState
 from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
 
@@ -256,24 +256,23 @@ class Broker:
                 logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
-        draining = [record for record in self.fleet.records if record.server.state is ServerState.DRAINING]
         return [
-            record.server.name
-            for record in draining
-            if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
-            or not (self.observations.on_server(record.server.name, self.now) or self.to_be_judged(record))
+            name
+            for name in self.ledger.drains
+            if self.ledger.drains.is_over(name, self.now)
+            or not (self.observations.on_server(name, self.now) or self.to_be_judged(name))
         ]
 
-    def to_be_judged(self, record: ServerRecord) -> bool:
+    def to_be_judged(self, server: str) -> bool:
         """Tell whether a newer version than the proven one may be on its way to a draining server."""
+        if (record := self.fleet.record(server)) is None:
+            return False
         newer = record.proven is not None and record.proven < self.ledger.run.version
         return record.awaits_verdict and newer and self.learner_lives
 
     def _drain_due(self) -> float:
         """Return when the first server's time to drain is over; infinity if none drains."""
-        draining = [server.changed_at for server in self.fleet.servers if server.state is ServerState.DRAINING]
-        left = [began + self.config.vllm.drain_timeout_s - self.clock.wall() for began in draining]
-        return self.now + min(1.0, *left) if left else math.inf
+        return min(self.now + 1.0, self.ledger.drains.soonest()) if self.ledger.drains else math.inf
 
     def grant(self) -> Grant:
         """Ask admission how many tickets may be issued now."""

@@ -81,9 +81,7 @@ def _awaited(broker: Broker, server: Server) -> str | None:
         return None
     if server.state is ServerState.DRAINING:
         workers = broker.observations.on_server(server.name, broker.now)
-        if not workers and any(
-            of.server.name == server.name and broker.to_be_judged(of) for of in broker.fleet.records
-        ):
+        if not workers and broker.to_be_judged(server.name):
             return "the learner to verify the version that is on its way to it"
         return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
     return _AWAITED[server.state]
@@ -122,9 +120,7 @@ def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
             since_s = max(0.0, broker.clock.wall() - server.changed_at)
             awaited = _awaited(broker, server)
             waits.append(Wait(f"server {server.name}", f"{awaited}: {server.state}{reason}", since_s))
-    unproven = {broker.fleet.unproven(record.group) for record in ledger.tickets(TicketState.READY)} - {None}
-    if unproven:
-        names = ", ".join(sorted(str(name) for name in unproven))
+    if names := ", ".join(ledger.ready.awaited(broker.fleet)):
         waits.append(Wait("groups in the queue", f"the proof of the weights that {names} sampled them with", 0.0))
     for evaluation in evaluations:
         if evaluation.waits_for is not None:

@@ -58,6 +58,14 @@ class GroupFacts(msgspec.Struct, frozen=True):
         )
         return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
 
+    @property
+    def newest(self) -> dict[str, int]:
+        """The newest version by which each of its servers sampled it."""
+        found: dict[str, int] = {}
+        for sampled in self.servers:
+            found[sampled.server] = max(sampled.newest, found.get(sampled.server, sampled.newest))
+        return found
+
     def sampled_within(self, first: int, end: int) -> bool:
         """Tell whether some token has a version in `[first, end)`."""
         return any(sampled.oldest < end and sampled.newest >= first for sampled in self.servers if first < end)

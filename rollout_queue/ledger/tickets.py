@@ -21,7 +21,7 @@ _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERP
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
     """Issue `count` training tickets to a worker: first rows to issue again, lowest index first, then new rows."""
     version, serial = ledger.run.version, ledger.issued
-    again = [ledger.to_reissue[index] for index in sorted(ledger.to_reissue)[:count]]
+    again = ledger.next_to_reissue(count)
     records = [
         TicketRecord(
             index=ended.index,

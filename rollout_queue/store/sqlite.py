@@ -76,6 +76,7 @@ class SqliteStore:
             StoreError: It cannot be used now, as while another program has it locked.
         """
         self._path = str(path)
+        self.blocks = self._path != MEMORY
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
                 opened.enter_context(_only_queue(Path(path)))
@@ -157,7 +158,9 @@ class SqliteStore:
 
     def size(self) -> StoreSize:
         if self._path == MEMORY:
-            pages = self._db.execute("PRAGMA page_count").fetchone()[0] * self._db.execute("PRAGMA page_size").fetchone()[0]
+            pages = (
+                self._db.execute("PRAGMA page_count").fetchone()[0] * self._db.execute("PRAGMA page_size").fetchone()[0]
+            )
             return StoreSize(pages)
         log = Path(f"{self._path}-wal")
         log_bytes = log.stat().st_size if log.exists() else 0

@@ -50,7 +50,7 @@ def lease(ledger: Ledger, fleet: ServerRegistry, lease_id: str, max_groups: int,
     at_hand = [*held, *undelivered(ledger, lease_id, have)]
     chosen, met = ledger.ready.choose(fleet, max_groups, {record.id for record in held})
     tainted = {record.id: record for record in at_hand if fleet.distrusted(record.group, record.serial) is not None}
-    chosen += [record for record in held if record.id not in tainted]
+    chosen += [record for record in held if record.id not in tainted and fleet.unproven(record.group) is None]
     dropped = tickets.drop([*met, *tainted.values()], reasons.UNVERIFIED_SERVER)
     return Decision((*(record.to(TicketState.LEASED, lease_id=lease_id) for record in chosen), *dropped))
 

@@ -133,9 +133,10 @@ class GroupsOfManyServers(RuleBasedStateMachine):
                     dropped.append(record.id)
                 elif self.fleet.unproven(record.group) is None:
                     fresh.append(record.id)
-        again = {record.id for record in self.ready if record.id in have}
+        held = [record for record in self.ready if record.id in have]
+        again = {record.id for record in held if self.fleet.unproven(record.group) is None}
         tainted = {record.id for record in (*self.ready, *at_hand[:lost_ones]) if self.is_tainted(record)}
-        named = again | {record.id for record in at_hand[:lost_ones]}
+        named = {record.id for record in held} | {record.id for record in at_hand[:lost_ones]}
         decision = leases.lease(self.ledger, self.fleet, lease_id, count, have)
         leased = [record.id for record in decision.tickets if record.state is TicketState.LEASED]
         assert leased[: len(fresh)] == fresh, "those with the oldest tokens, in their order"
@@ -192,5 +193,5 @@ class GroupsOfManyServers(RuleBasedStateMachine):
 
 TestReadyGroups = GroupsOfManyServers.TestCase
 TestReadyGroups.settings = settings(
-    max_examples=150, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=250, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -169,7 +169,7 @@ def with_field(value: bytes) -> bytes:
         ("too_many", with_field(b"\xdd\x00\x00\x40\x00" + b"\x80" * 2**14)),
         ("decode", with_field(b"\xc0")),
         ("too_many", codec.encode({"rollouts": [{"segments": [{"token_ids": [[]] * 2**19}]}]})),
-        ("decode", with_field(b"\xdd\xff\xff\xff\xff")),
+        ("too_many", with_field(b"\xdd\xff\xff\xff\xff")),
         ("decode", with_field(b"\xc6\xff\xff\xff\xff")),
     ],
 )

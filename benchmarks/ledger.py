@@ -30,8 +30,6 @@ from collections.abc import Callable
 from statistics import median
 from typing import NamedTuple, TypeVar
 
-from protocol import codec
-from protocol.config import RunConfig
 from protocol.messages import BeginSession, LeaseAck, Server, ServerState
 from rollout_queue.ledger import evaluations, leases, servers, tickets
 from rollout_queue.ledger.ledger import Ledger
@@ -72,16 +70,17 @@ CASES = (
 
 
 class Bench:
-    """A ledger of one size, and the times of its operations."""
+    """A ledger of one size, and what each round of its operations cost: their times in nanoseconds."""
 
-    def __init__(self, settings: RunConfig, sizes: Sizes) -> None:
+    def __init__(self, sizes: Sizes) -> None:
         self.sizes, self.random, self.now = sizes, random.Random(0), 0.0
-        self.times_ns: defaultdict[str, list[int]] = defaultdict(list)
+        self.costs: defaultdict[str, list[int]] = defaultdict(list)
         contents = StoreContents(
             run=RunState(pruned_below=sizes.issued),
             next_index=sizes.issued,
             counts={TicketState.FORGOTTEN: sizes.issued},
         )
+        settings = config(queue={"ticket_attempts": 10**9, "capacity_bytes": 10**12})
         self.ledger, self.fleet = Ledger(settings, contents, self.now), ServerRegistry()
         self.commit(leases.begin(self.ledger, BeginSession(0, 0, 10**9, resume=bool(sizes.issued)), []))
         for number in range(sizes.servers):
@@ -99,10 +98,10 @@ class Bench:
             self.fleet.apply(server)
         return decision
 
-    def timed(self, name: str, operation: Callable[[], T]) -> T:
+    def measured(self, name: str, operation: Callable[[], T]) -> T:
         start = time.perf_counter_ns()
         result = operation()
-        self.times_ns[name].append(time.perf_counter_ns() - start)
+        self.costs[name].append(time.perf_counter_ns() - start)
         return result
 
     def put(self, number: int, state: ServerState, version: int) -> None:
@@ -140,43 +139,43 @@ class Bench:
         fleet = self.fleet
         assert fleet.served_version is not None
         assert fleet.all_serve(["vllm-0"])
-        assert getattr(fleet, "encoded", None) or codec.encode_json(fleet.servers)
+        assert fleet.encoded
 
     def round(self, number: int) -> None:
         """Do each operation, and leave the sizes as they were."""
         self.now += 0.001
-        (first,) = self.timed("issue", lambda: self.issue("w0"))
+        (first,) = self.measured("issue", lambda: self.issue("w0"))
         held = (first, *self.issue("w0", LEASE - 1))
-        self.timed("heartbeat", lambda: self.renew(held))
-        self.timed("expire", self.expire)
-        self.timed("fleet", self.read_fleet)
+        self.measured("heartbeat", lambda: self.renew(held))
+        self.measured("expire", self.expire)
+        self.measured("fleet", self.read_fleet)
         (lost,) = self.issue("w0")
-        failed = self.timed("fail", lambda: self.commit(tickets.fail(self.ledger, lost, "failed:server", True)))
-        self.timed("with_ends", lambda: evaluations.with_ends(self.ledger, self.fleet, failed, 0.0))
-        self.timed("submit", lambda: self.submit(first))
+        failed = self.measured("fail", lambda: self.commit(tickets.fail(self.ledger, lost, "failed:server", True)))
+        self.measured("with_ends", lambda: evaluations.with_ends(self.ledger, self.fleet, failed, 0.0))
+        self.measured("submit", lambda: self.submit(first))
         for record in held[1:]:
             self.submit(record)
-        leased = self.timed(
+        leased = self.measured(
             "lease", lambda: self.commit(leases.lease(self.ledger, self.fleet, f"l{number}", LEASE))
         ).tickets
         assert len(leased) == LEASE
-        self.timed("ack", lambda: self.ack([record.id for record in leased]))
-        self.timed("publish", lambda: self.put(0, ServerState.SERVING, VERSION + 1 + number))
+        self.measured("ack", lambda: self.ack([record.id for record in leased]))
+        self.measured("publish", lambda: self.put(0, ServerState.SERVING, VERSION + 1 + number))
 
     def quarantine(self) -> None:
-        self.timed("quarantine", lambda: self.put(0, ServerState.QUARANTINED, VERSION))
+        self.measured("quarantine", lambda: self.put(0, ServerState.QUARANTINED, VERSION))
 
 
 def measure(sizes: Sizes, rounds: int) -> dict[str, float]:
     """Return the median time of each operation, microseconds."""
-    bench = Bench(config(queue={"ticket_attempts": 10**9, "capacity_bytes": 10**12}), sizes)
+    bench = Bench(sizes)
     gc.collect()
     gc.disable()
     for number in range(rounds):
         bench.round(number)
     bench.quarantine()
     gc.enable()
-    return {name: round(median(times) / 1000, 1) for name, times in bench.times_ns.items()}
+    return {name: round(median(times) / 1000, 1) for name, times in bench.costs.items()}
 
 
 def main() -> None:

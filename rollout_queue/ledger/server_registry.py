@@ -60,6 +60,7 @@ class ServerRegistry:
     def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
         self._records: dict[str, ServerRecord] = {}
         self._in_fleet: dict[str, ServerRecord] = {}
+        self._servers: dict[str, Server] = {}
         self._serving: dict[str, int] = {}  # version by name
         self._served_version: int | None = None
         self._encoded: bytes | None = None
@@ -70,7 +71,7 @@ class ServerRegistry:
 
     @property
     def servers(self) -> list[Server]:
-        return [record.server for record in self._in_fleet.values()]
+        return list(self._servers.values())
 
     @property
     def encoded(self) -> bytes:
@@ -85,8 +86,7 @@ class ServerRegistry:
         return list(self._in_fleet.values())
 
     def get(self, name: str) -> Server | None:
-        record = self._in_fleet.get(name)
-        return record.server if record is not None else None
+        return self._servers.get(name)
 
     def record(self, name: str) -> ServerRecord | None:
         """Return the record of a server that is or was in the fleet."""
@@ -171,10 +171,10 @@ class ServerRegistry:
         before = self.get(name)
         self._records[name] = record
         if record.removed:
-            self._in_fleet.pop(name, None)
-            self._encoded_servers.pop(name, None)
+            for of_fleet in (self._in_fleet, self._servers, self._encoded_servers):
+                of_fleet.pop(name, None)
         else:
-            self._in_fleet[name] = record
+            self._in_fleet[name], self._servers[name] = record, server
             self._encoded_servers[name] = codec.encode_json(server)
         if server.state is ServerState.SERVING and not record.removed:
             self._serving[name] = server.version or 0

@@ -75,14 +75,14 @@ class ReadyGroups:
         while position > 0 and len(chosen) < count:
             position -= 1
             record = self._records[self._order[position][-1]]
-            passed_over = record.id in besides
-            if not passed_over and fleet.distrusted(record.group, record.serial) is not None:
-                tainted.append(record)
-            elif not passed_over and fleet.unproven(record.group) is not None:
-                self._set_aside(record, fleet)
-                continue
-            elif not passed_over:
-                chosen.append(record)
+            if record.id not in besides:
+                if fleet.distrusted(record.group, record.serial) is not None:
+                    tainted.append(record)
+                elif fleet.unproven(record.group) is None:
+                    chosen.append(record)
+                else:
+                    self._set_aside(record, fleet)
+                    continue
             stay.append(self._order[position])
         self._order[position:] = reversed(stay)
         return chosen, tainted

@@ -187,6 +187,15 @@ class EvaluationMachine(SabotagedQueue):
             for ticket in self.out[left:]:
                 self.hand_in(ticket, [1.0])
 
+    @precondition(lambda self: not self.ledger.run.finished)
+    @rule()
+    def learner_is_killed_before_it_proves_what_sampled_rows(self) -> None:
+        self.all_goes_well(group_size=1, published=True, left=2)
+        self.step()
+        for ticket in self.out:
+            self.hand_in(ticket, [1.0])
+        self.learner_killed_and_resumed(0)
+
     @rule()
     def a_row_never_works(self) -> None:
         """It is given back as often as it is issued."""

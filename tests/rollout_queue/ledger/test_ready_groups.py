@@ -29,6 +29,12 @@ NAMES = ["a", "b", "c"]
 CONFIG = config(queue={"max_staleness": 9, "lease_timeout_s": 120.0})
 
 
+def _ranges(count: int) -> st.SearchStrategy[list[dict[str, tuple[int, int]]]]:
+    """Up to `count` groups: the first version that each server sampled, and how many more."""
+    of_one = st.dictionaries(st.sampled_from(NAMES), st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1)
+    return st.lists(of_one, min_size=1, max_size=count)
+
+
 class GroupsOfManyServers(RuleBasedStateMachine):
     """Groups of several servers come, servers change, and a learner leases, loses, returns and trains groups."""
 
@@ -60,13 +66,7 @@ class GroupsOfManyServers(RuleBasedStateMachine):
 
     # Groups.
 
-    @rule(
-        ranges=st.lists(
-            st.dictionaries(st.sampled_from(NAMES), st.tuples(st.integers(0, 6), st.integers(0, 2)), min_size=1),
-            min_size=1,
-            max_size=6,
-        )
-    )
+    @rule(ranges=_ranges(6))
     def groups_come(self, ranges: list[dict[str, tuple[int, int]]]) -> None:
         decision = tickets.issue(self.ledger, "w", len(ranges))
         self.apply(decision)
@@ -105,6 +105,17 @@ class GroupsOfManyServers(RuleBasedStateMachine):
         self.server_changes(name, ServerState.JOINING, 0)
         self.server_changes(name, ServerState.SYNCING, 0)
         self.server_changes(name, ServerState.SERVING if good else ServerState.QUARANTINED, version)
+
+    @rule(ranges=_ranges(6), count=st.integers(1, 4), versions=st.lists(st.integers(2, 8), max_size=3), data=st.data())
+    def proofs_come_late(
+        self, ranges: list[dict[str, tuple[int, int]]], count: int, versions: list[int], data: st.DataObject
+    ) -> None:
+        """Groups are set aside and come back, one server after the other."""
+        self.groups_come(ranges)
+        self.lease("k", count, 0, data)
+        for name, version in zip(NAMES, versions, strict=False):
+            self.server_changes(name, ServerState.SERVING, version)
+            self.lease("k", count, 0, data)
 
     @rule(name=st.sampled_from(NAMES))
     def server_drains(self, name: str) -> None:

@@ -18,7 +18,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.addresses import normal_url
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
@@ -42,7 +42,7 @@ from rollout_queue.store.changes import Changes, Payload
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-_ALIVE_S = 1.0
+_ALIVE_S = 0.5
 
 
 class Broker:
@@ -66,7 +66,7 @@ class Broker:
         self.ready = False
         self.closing = False
         self.active_url: str | None = None
-        self.failure: StoreError | None = None
+        self.failure: StoreError | ConfigError | None = None
         self.lock = asyncio.Lock()
         self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
@@ -124,6 +124,9 @@ class Broker:
             self._register_servers()
         except Refusal:
             return  # `failure` says why
+        except ConfigError as error:
+            self._fail(error)
+            return
         finally:
             settled.set()
         async with asyncio.TaskGroup() as tasks:
@@ -365,7 +368,7 @@ class Broker:
                 await self.expire()
                 await self.remove_drained()
 
-    def _fail(self, error: StoreError) -> None:
+    def _fail(self, error: StoreError | ConfigError) -> None:
         self.failure = error
         self.close_waits()
         self.on_failure()

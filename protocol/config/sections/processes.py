@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import socket
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
-from protocol.config.sections.base import Bytes, Count, Host, Port, Seconds, Section, is_number, own_url, setting
+from protocol.config.sections.base import (
+    WILDCARDS,
+    Bytes,
+    Count,
+    Host,
+    Port,
+    Seconds,
+    Section,
+    is_number,
+    own_url,
+    setting,
+    url_of,
+)
+from protocol.queue_urls import split_urls
+
+
+def _checked_urls(value: str) -> str:
+    """Return the URLs, tidied; "auto" as it is. Raises `ValueError` for something else."""
+    return value if value == "auto" else ",".join(split_urls(value))
+
+
+QueueUrl = Annotated[str, AfterValidator(_checked_urls)]
 
 
 class QueueSection(Section):
@@ -17,6 +40,12 @@ class QueueSection(Section):
     )
     port: Port = setting(
         8200, description="port that the queue listens on", why="free on most machines, and not vLLM's"
+    )
+    url: QueueUrl = setting(
+        "auto",
+        description="URL of the queue for all others; several, separated by commas, for queues that share one "
+        "PostgreSQL database, of which the active one is asked; auto is made of queue.host and queue.port",
+        why="one machine needs none, and `--queue URL` names it elsewhere",
     )
     token: str | None = setting(
         None,
@@ -103,8 +132,24 @@ class QueueSection(Section):
         return value
 
     @property
-    def url(self) -> str:
+    def address(self) -> str:
+        """`url` with "auto" resolved."""
+        return self.local_url if self.url == "auto" else self.url
+
+    @property
+    def local_url(self) -> str:
+        """URL by which this machine reaches the queue that listens here."""
         return own_url(self.host, self.port)
+
+    @property
+    def own_address(self) -> str:
+        """URL by which others know this queue, as far as its settings say."""
+        if self.url != "auto":
+            for url in split_urls(self.url):
+                if urlsplit(url).port == self.port:
+                    return url
+        host = socket.gethostname() if self.host in WILDCARDS else self.host
+        return url_of(host, self.port)
 
 
 class WorkerSection(Section):

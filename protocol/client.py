@@ -127,7 +127,21 @@ class Unreachable(QueueError):
 
 
 class _Transient(Exception):
-    """A failure that may pass: no connection, a time-out or a 5xx."""
+    """A failure that may pass: no connection, a time-out or a 5xx. `retry_after_s`: when the queue wants to be asked
+    again."""
+
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+_growing_pause_s = wait_random_exponential(multiplier=0.2, max=5.0)
+
+
+def _pause_s(call: RetryCallState) -> float:
+    error = call.outcome.exception() if call.outcome is not None else None
+    asked_s = error.retry_after_s if isinstance(error, _Transient) else None
+    return max(_growing_pause_s(call), min(asked_s or 0.0, _MAX_PAUSE_S))
 
 
 class QueueClient:
@@ -328,7 +342,7 @@ class QueueClient:
         data, headers = _body(message)
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
-            wait=wait_random_exponential(multiplier=0.2, max=5.0),
+            wait=_pause_s,
             stop=stop_after_delay(self.patience_s + wait_s),
             before_sleep=self._say_absent,
         )
@@ -374,7 +388,9 @@ class QueueClient:
             ) as response:
                 body = await response.read()
                 if response.status >= 500 and response.status not in _NO_QUEUES:
-                    raise _Transient(f"{asked}: HTTP {response.status}")
+                    why = _problem(response.status, body)
+                    text = f": {why.message}" if reasons.is_ours(why.reason) else ""
+                    raise _Transient(f"{asked}: HTTP {response.status}{text}", _retry_after(response))
                 if response.status >= 400:
                     problem = _problem(response.status, body)
                     if problem.reason == reasons.GAVE_UP:

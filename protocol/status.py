@@ -144,6 +144,25 @@ class Rates(msgspec.Struct):
     steps: float = 0.0
 
 
+class ConnectionStatus(msgspec.Struct):
+    """Connections to the queue.
+
+    Attributes:
+        open: Open connections by kind: `worker`, `control` (learner, servers, people, metrics), `health`, `new` ones
+            that made no request yet, and `closing` ones. `limits`: how many there may be.
+        max_workers: How many workers the queue takes.
+        refused: Requests of workers that were refused for lack of room (BUSY), the first `refused_since_s` seconds ago
+            and the newest `refused_s_ago`. Counted anew after an hour without one.
+    """
+
+    open: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    max_workers: int = 0
+    refused: int = 0
+    refused_since_s: float | None = None
+    refused_s_ago: float | None = None
+
+
 class LearnerStatus(msgspec.Struct):
     """The learner in the status. `wait_share`: share of the newest steps' time that it waited for groups.
 
@@ -300,6 +319,7 @@ class Status(msgspec.Struct):
     notices: list[Notice] = []
     gave_up: str | None = None
     evaluations: list[Evaluation] = []
+    connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
 
 
 def episodes_at(status: Status) -> dict[str, int]:

@@ -62,6 +62,7 @@ def assemble(broker: Broker) -> Status:
         notices=seen.notices.list(now),
         gave_up=broker.early_failures.gave_up,
         evaluations=evaluations[-_MAX_EVALUATIONS:],
+        connections=seen.connections.status(now),
     )
 
 

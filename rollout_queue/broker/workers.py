@@ -228,6 +228,11 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
     """Admit a worker and return its warnings, or refuse it (FINGERPRINT, SESSION_AWAITED) and free its tickets."""
     seen, notices = broker.observations, broker.observations.notices
+    try:
+        broker.registry.check_room(worker_id, broker.now)
+    except Refusal:
+        seen.connections.refuse(broker.now)
+        raise
     async with broker.lock:
         run = broker.ledger.run
         try:
@@ -242,7 +247,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             await broker.commit(tickets.give_back(broker.ledger, worker_id))
             raise
         await broker.commit(admitted.decision)
-        broker.registry.add(worker_id, run.session)
+        broker.registry.add(worker_id, run.session, broker.now)
     seen.session_came(worker_id)
     if admitted.data_changed is not None:
         notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)

@@ -17,6 +17,8 @@ from protocol.messages import LearnerReport, ServerState, WorkerReport
 from protocol.status import LearnerStatus, WorkerStatus
 from rollout_queue.ledger.admission import StepFacts
 from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
+from rollout_queue.observe.connections import ConnectionCounts
+from rollout_queue.observe.histograms import Histograms
 from rollout_queue.observe.notices import Notices, Rewards, Variance
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, Waits
@@ -30,7 +32,6 @@ LOADING = "loading"
 _WORKER_KEPT_S = 3600.0
 # A few heartbeats. After that a worker is taken to have gone, and its waits are forgotten.
 _WAIT_KEPT_S = 60.0
-_MAX_WORKERS = 1024
 _MAX_FAILURES = 64
 _MAX_FAILURE_CHARACTERS = 80
 _MAX_REWARDS = 16_384
@@ -61,11 +62,22 @@ class Observations:
         now: The broker's clock, seconds; also in all methods.
         groups_per_step: Groups per optimiser step.
         start_s: Maximum time that learner and servers take to start, seconds.
+        max_workers: How many workers the queue takes.
         run_file: Named in commands that notices recommend.
     """
 
-    def __init__(self, now: float, groups_per_step: int, start_s: float, run_file: Path = Path("run.toml")) -> None:
+    def __init__(
+        self,
+        now: float,
+        groups_per_step: int,
+        start_s: float,
+        max_workers: int,
+        run_file: Path = Path("run.toml"),
+    ) -> None:
         self.started = now
+        self.histograms = Histograms()
+        self.connections = ConnectionCounts(max_workers)
+        self._max_workers = max_workers
         self.progress = StepProgress(now, start_s)
         self.notices = Notices()
         self.variance = Variance(groups_per_step, run_file)
@@ -196,7 +208,7 @@ class Observations:
         self._workers.pop(report.worker_id, None)
         self._workers[report.worker_id] = _Heard(report, now)
         oldest = next(iter(self._workers))
-        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > _MAX_WORKERS:
+        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > self._max_workers:
             del self._workers[oldest]
             oldest = next(iter(self._workers))
 

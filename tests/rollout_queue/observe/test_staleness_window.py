@@ -70,7 +70,7 @@ def test_i7_the_wait_of_a_worker_that_went_away_is_forgotten() -> None:
 
 def test_i7_episodes_that_wait_for_a_server_are_among_the_waits_beside_what_their_worker_waits_for() -> None:
     """The registry still calls the servers serving: nothing else tells that they do not answer."""
-    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
+    seen = Observations(0.0, groups_per_step=4, start_s=60.0, max_workers=8)
     seen.waits.begin("w0", "the depth limit", now=10.0)
     seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=32), now=10.0)
     seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=30), now=15.0)
@@ -87,7 +87,7 @@ def test_i7_episodes_that_wait_for_a_server_are_among_the_waits_beside_what_thei
 
 def test_a_worker_that_says_no_more_has_no_open_episodes() -> None:
     """It was stopped; the tickets of its episodes are others' by then."""
-    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
+    seen = Observations(0.0, groups_per_step=4, start_s=60.0, max_workers=8)
     seen.worker_reports(WorkerReport("w0", [], episodes_in_flight=9, episodes_generating=7, episodes_done=3), now=10.0)
     (heard,), (gone,) = seen.workers(20.0), seen.workers(90.0)
     assert (heard.episodes_in_flight, heard.episodes_generating, heard.episodes_done) == (9, 7, 3)

@@ -243,6 +243,7 @@ HTTP_STATUS: Mapping[str, int] = {
     reasons.BUSY: 503,
     reasons.STORE_FAILED: 503,
     reasons.NOT_READY: 503,
+    reasons.STANDS_BY: 503,
 }
 
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
@@ -14,37 +14,68 @@ from typing import Protocol
 import msgspec
 
 from protocol.client import QueueError
-from rollout_queue.ledger.records import Decision, RunState, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, TicketState
+from rollout_queue.store.changes import Changes, Payload
+
+# Seconds after which an active queue that has committed nothing is taken for dead. It commits at least each second.
+MAX_SILENCE_S = 5.0
 
 
 class StoreError(QueueError):
     """The store failed; the text names the file and the remedy. The queue stops, so that it cannot diverge from it."""
 
 
+class Superseded(StoreError):
+    """Another queue has become the active one on this store: nothing of the commit was stored, and nothing will be."""
+
+
+class StoreSize(msgspec.Struct, frozen=True):
+    """Bytes of a store on disk: the whole, and the part that is its write-ahead log."""
+
+    bytes: int
+    log_bytes: int = 0
+
+
 class Store(Protocol):
     """Keeps the records of tickets, run, servers and evaluations, and payloads: groups as submitted, in bytes.
 
-    Every method may raise `StoreError`.
+    One queue at a time is active on a store. Every start as the active one raises the store's epoch, and every commit
+    checks it, so that an earlier owner that was taken for dead stores nothing more.
+
+    Every method may raise `StoreError`. A store that others may restart or reach over a network rides out a lost
+    connection by itself, for a bounded time.
+
+    Attributes:
+        blocks: Whether its calls wait for a disk or a network, and so are made in a thread.
     """
+
+    blocks: bool
+
+    def acquire(self) -> str | None:
+        """Try to become the active queue. Returns None once it is, else the URL of the queue that is active.
+
+        An owner that has committed nothing for `MAX_SILENCE_S`, not even empty changes, is taken for dead.
+        """
+        ...
 
     def load(self) -> StoreContents:
         """Return everything that the queue keeps in memory; `StoreContents()` for a new store."""
         ...
 
-    def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
-        """Store a decision and new payloads by ticket id, all or nothing.
+    def commit(self, changes: Changes) -> None:
+        """Store changes, all or nothing. Empty ones only show that this queue is alive.
 
-        Records replace those before them. The payload of a ticket is deleted when its state leaves `HOLDS_PAYLOAD`.
-        Training tickets with an index below `run.pruned_below` are kept as sums only. Of each row of an evaluation only
-        the newest ticket is kept, and none once the evaluation ends or is forgotten. A durable store keeps everything
-        committed when the process is killed.
+        Records replace those before them. Tickets below `changes.prune_below` are kept as sums only. A durable store
+        keeps everything committed when the process is killed. If the connection breaks in a commit, the store finds
+        out whether it took effect, and repeats it if not.
 
         Raises:
+            Superseded: Another queue is the active one. Nothing was stored.
             OverflowError: A number is beyond what the store can hold. Nothing was stored.
         """
         ...
 
-    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
+    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
         """Return the payloads of these tickets by id. Deleted ones are left out."""
         ...
 
@@ -60,8 +91,12 @@ class Store(Protocol):
         """Return the lowest index among the tickets of `forgotten_after`; None if there are none."""
         ...
 
+    def size(self) -> StoreSize:
+        """Return how large the store is."""
+        ...
+
     def close(self) -> None:
-        """Close the store. Nothing may be called afterwards."""
+        """Close the store, and let another queue become the active one. Nothing may be called afterwards."""
         ...
 
 

@@ -66,6 +66,10 @@ MIGRATIONS: tuple[Migration, ...] = (
             ) AS BLOB) FROM (SELECT CAST(record AS TEXT) AS old))""",
         ),
     ),
+    Migration(
+        "a checksum is kept of each group that comes from now on",
+        ("ALTER TABLE payloads ADD COLUMN checksum INT",),
+    ),
 )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,9 +16,7 @@ import msgspec
 
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import (
-    HOLDS_PAYLOAD,
     LIVE,
-    Decision,
     EvalRecord,
     GroupFacts,
     RunState,
@@ -28,7 +26,8 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import LedgerRow, StoreError, hold_lock_file
+from rollout_queue.store.base import LedgerRow, StoreError, StoreSize, hold_lock_file
+from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
 
 T = TypeVar("T")
@@ -77,6 +76,7 @@ class SqliteStore:
             StoreError: It cannot be used now, as while another program has it locked.
         """
         self._path = str(path)
+        self.blocks = self._path != MEMORY
         with contextlib.ExitStack() as opened:
             if self._path != MEMORY:
                 opened.enter_context(_only_queue(Path(path)))
@@ -127,32 +127,44 @@ class SqliteStore:
                 ),
             )
 
-    def commit(self, decision: Decision, payloads: Mapping[str, bytes]) -> None:
-        trains = decision.trains
-        ended = [(record.id,) for record in trains if record.state not in HOLDS_PAYLOAD and record.was_accepted]
+    def acquire(self) -> str | None:
+        return None
+
+    def commit(self, changes: Changes) -> None:
         with self._guard():
             self._db.execute("BEGIN IMMEDIATE")
-            self._db.executemany(_UPSERT, [_row(record) for record in trains])
-            self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?)", payloads.items())
-            self._db.executemany("DELETE FROM payloads WHERE id = ?", ended)
-            if decision.run is not None:
-                self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?)", (msgspec.json.encode(decision.run),))
+            self._db.executemany(_UPSERT, map(_row, changes.tickets.values()))
+            bodies = ((name, payload.body, payload.checksum) for name, payload in changes.payloads.items())
+            self._db.executemany("INSERT OR REPLACE INTO payloads VALUES (?, ?, ?)", bodies)
+            self._db.executemany("DELETE FROM payloads WHERE id = ?", ((name,) for name in changes.let_go))
+            if changes.run is not None:
+                self._db.execute("INSERT OR REPLACE INTO run VALUES (1, ?)", (msgspec.json.encode(changes.run),))
+            if changes.prune_below is not None:
                 for statement in _PRUNE:
-                    self._db.execute(statement, (decision.run.pruned_below,))
-            for record in decision.servers:
-                row = (record.server.name, msgspec.json.encode(record))
-                self._db.execute("INSERT OR REPLACE INTO servers VALUES (?, ?)", row)
-            self._put_evaluations(decision)
+                    self._db.execute(statement, (changes.prune_below,))
+            servers = ((name, msgspec.json.encode(record)) for name, record in changes.servers.items())
+            self._db.executemany("INSERT OR REPLACE INTO servers VALUES (?, ?)", servers)
+            self._put_evaluations(changes)
             self._db.execute("COMMIT")
 
-    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, bytes]:
+    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
         with self._guard():
             found = {}
             for ticket_id in ticket_ids:
-                row = self._db.execute("SELECT body FROM payloads WHERE id = ?", (ticket_id,)).fetchone()
+                row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (ticket_id,)).fetchone()
                 if row:
-                    found[ticket_id] = row[0]
+                    found[ticket_id] = Payload(*row)
             return found
+
+    def size(self) -> StoreSize:
+        if self._path == MEMORY:
+            pages = (
+                self._db.execute("PRAGMA page_count").fetchone()[0] * self._db.execute("PRAGMA page_size").fetchone()[0]
+            )
+            return StoreSize(pages)
+        log = Path(f"{self._path}-wal")
+        log_bytes = log.stat().st_size if log.exists() else 0
+        return StoreSize(Path(self._path).stat().st_size + log_bytes, log_bytes)
 
     def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
         with self._guard():
@@ -172,24 +184,14 @@ class SqliteStore:
     def close(self) -> None:
         self._opened.close()
 
-    def _put_evaluations(self, decision: Decision) -> None:
+    def _put_evaluations(self, changes: Changes) -> None:
         """Store changes of evaluations. Of each row only the newest ticket is kept, and none once it has ended."""
-        ended = [(record.number,) for record in decision.evaluations if record.result is not None]
-        gone = [(number,) for number in decision.forgotten]
-        self._db.executemany(
-            "INSERT OR REPLACE INTO evaluations VALUES (?, ?)",
-            [(record.number, msgspec.json.encode(record)) for record in decision.evaluations],
-        )
-        self._db.executemany(
-            "INSERT OR REPLACE INTO evaluation_tickets VALUES (?, ?, ?)",
-            [
-                (record.evaluation, record.index, msgspec.json.encode(record))
-                for record in decision.tickets
-                if record.evaluation is not None
-            ],
-        )
-        self._db.executemany("DELETE FROM evaluation_tickets WHERE evaluation = ?", [*ended, *gone])
-        self._db.executemany("DELETE FROM evaluations WHERE number = ?", gone)
+        records = ((number, msgspec.json.encode(record)) for number, record in changes.evaluations.items())
+        self._db.executemany("INSERT OR REPLACE INTO evaluations VALUES (?, ?)", records)
+        rows = ((*key, msgspec.json.encode(record)) for key, record in changes.evaluation_tickets.items())
+        self._db.executemany("INSERT OR REPLACE INTO evaluation_tickets VALUES (?, ?, ?)", rows)
+        self._db.executemany("DELETE FROM evaluation_tickets WHERE evaluation = ?", ((n,) for n in changes.ended))
+        self._db.executemany("DELETE FROM evaluations WHERE number = ?", ((n,) for n in changes.forgotten))
 
     def _decoded(self, query: str, kind: type[T]) -> list[T]:
         return [msgspec.json.decode(row[0], type=kind) for row in self._db.execute(query)]

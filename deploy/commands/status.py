@@ -158,7 +158,7 @@ def _workers(status: Status) -> Table:
 
 def _open(status: Status) -> str:
     """Count the open episodes of all workers by what they are doing."""
-    at = episodes_at(status)
+    at = episodes_at(status.workers)
     places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
     full = max((w.full_share for w in status.workers), default=0.0)
     why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _MIN_SHOWN_SHARE else ""

@@ -88,7 +88,7 @@ class Broker:
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
-        self.writer = Writer(store, self._fail, lambda seconds, decisions: None)
+        self.writer = Writer(store, self._fail, self.observations.histograms.commit_s)
 
     @property
     def now(self) -> float:
@@ -171,7 +171,7 @@ class Broker:
         while True:
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.observations.loop_lag_s = loop.time() - due
+            self.observations.histograms.loop_lag(max(0.0, loop.time() - due))
             _ = self.now
 
     async def _show_alive(self) -> None:
@@ -302,11 +302,12 @@ class Broker:
 
     def _drained(self) -> list[str]:
         draining = [record for record in self.fleet.records if record.server.state is ServerState.DRAINING]
+        workers = self.observations.workers
         return [
             record.server.name
             for record in draining
             if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
-            or not (self.observations.on_server(record.server.name, self.now) or self.to_be_judged(record))
+            or not (workers.count_on_server(record.server.name, self.now) or self.to_be_judged(record))
         ]
 
     def to_be_judged(self, record: ServerRecord) -> bool:

@@ -58,7 +58,7 @@ async def draw_tickets(
     with broker.line.place(worker, request.serving) as place:
         while True:
             _check_may_draw(broker, worker)
-            broker.observations.worker_seen(worker, broker.now)
+            broker.observations.workers.seen(worker, broker.now)
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
@@ -76,7 +76,9 @@ async def draw_tickets(
             broker.admission.observe_refusal(grant)
             waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
             if broker.closing or not await place.wait(deadline - broker.now):
+                broker.observations.histograms.poll_s(broker.now - began)
                 return None
+    broker.observations.histograms.poll_s(broker.now - began)
     await commit
     return _ticket_reply(broker, decision.tickets)
 
@@ -214,7 +216,7 @@ def _issue(broker: Broker, place: Place, wanted: int) -> Decision:
     if not ledger.evaluations.open:
         count = min(wanted, permits)
         return tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
-    capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
+    capacity = broker.observations.workers.capacity_of(worker_id) or config.worker.episodes
     asking = evaluations.asking(config, ledger.run, worker_id, wanted, capacity)
     evaluated = evaluations.issue(ledger, broker.fleet.served_version, asking)
     episodes = evaluations.episodes_of(ledger, evaluated.tickets)

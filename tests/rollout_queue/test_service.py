@@ -603,12 +603,12 @@ async def test_what_is_kept_of_workers_is_bounded() -> None:
         reports = [WorkerReport(f"w{number}", [], failures=failures, notices=notices) for number in range(2)]
         for report in reports:
             await client.heartbeat(report)
-        kept = queue.broker.observations.workers(0.0)
+        kept = (await client.status()).workers
         assert [(len(worker.failures), max(map(len, worker.failures))) for worker in kept] == [(64, 80)] * 2
         assert min(kept[0].failures.values()) == 936, "the most frequent ones"
         for number in range(100):
             queue.broker.observations.worker_reports(WorkerReport(f"v{number}", []), queue.time.now)
-            queue.broker.observations.worker_seen(f"u{number}", queue.time.now)
+            queue.broker.observations.workers.seen(f"u{number}", queue.time.now)
         assert len((await client.status()).workers) == 64
 
 

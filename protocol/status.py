@@ -153,7 +153,7 @@ class ConnectionStatus(msgspec.Struct):
             that made no request yet, and `closing` ones. `limits`: how many there may be.
         max_workers: How many workers the queue takes.
         refused: Requests of workers that were refused for lack of room (BUSY), the first `refused_since_s` seconds ago
-            and the newest `refused_s_ago`. Counted anew after an hour without one.
+            and the newest `refused_s_ago`. Counted anew after an hour without one; `refused_ever`: since the start.
     """
 
     open: dict[str, int] = {}
@@ -162,6 +162,7 @@ class ConnectionStatus(msgspec.Struct):
     refused: int = 0
     refused_since_s: float | None = None
     refused_s_ago: float | None = None
+    refused_ever: int = 0
 
 
 class LearnerStatus(msgspec.Struct):

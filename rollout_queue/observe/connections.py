@@ -24,7 +24,7 @@ class ConnectionCounts:
         self.open: Counter[str] = Counter()
         self.limits: dict[str, int] = {}
         self._max_workers = max_workers
-        self._refused = 0
+        self._refused = self._refused_ever = 0
         self._first_at = self._newest_at = 0.0
 
     def refuse(self, now: float) -> None:
@@ -32,6 +32,7 @@ class ConnectionCounts:
         if not self._refused or now - self._newest_at > _KEPT_S:
             self._refused, self._first_at = 0, now
         self._refused += 1
+        self._refused_ever += 1
         self._newest_at = now
 
     def status(self, now: float) -> ConnectionStatus:
@@ -39,6 +40,7 @@ class ConnectionCounts:
             open={kind: self.open[kind] for kind in sorted({*self.open, *self.limits})},
             limits=dict(self.limits),
             max_workers=self._max_workers,
+            refused_ever=self._refused_ever,
         )
         if self._refused and now - self._newest_at <= _KEPT_S:
             found.refused = self._refused

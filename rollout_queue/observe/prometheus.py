@@ -130,6 +130,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("slipstream_tickets", "tickets, by outcome", outcomes, "outcome")
     yield _counter("slipstream_drops", "tickets dropped, by reason", status.drops, "reason")
     yield _counter("slipstream_rejections", "groups refused, by reason", status.rejections, "reason")
+    yield _counter("slipstream_busy", "requests of workers refused for lack of room", status.connections.refused_ever)
     yield _counter("slipstream_tokens_sampled", "sampled tokens of accepted groups", status.tokens_sampled)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 import uvicorn
+from prometheus_client import generate_latest
 
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient
@@ -558,6 +559,16 @@ async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read(
     put = post(b"", "/v1/groups/9.0", Content_Length="60000000").replace(b"POST", b"PUT", 1)
     async with door() as port:
         assert b" 410 " in await talk(port, put)
+
+
+async def test_a_groups_put_is_observed_with_its_bytes() -> None:
+    async with counted_door() as (port, seen):
+        put = post(b"x" * 60, "/v1/groups/9.0").replace(b"POST", b"PUT", 1)
+        assert b" 410 " in await talk(port, put)
+        assert b" 422 " in await talk(port, post())
+        observed = generate_latest(seen.histograms.registry).decode()
+    assert "slipstream_put_bytes_sum 60.0" in observed
+    assert "slipstream_put_seconds_count 1.0" in observed
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:

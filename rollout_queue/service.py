@@ -87,6 +87,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 backlog=_BACKLOG,
                 access_log=False,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=_IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=_GRACE_S,

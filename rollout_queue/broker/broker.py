@@ -76,17 +76,21 @@ class Broker:
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
-        self.registry = WorkerRegistry()
+        self.registry = WorkerRegistry(config.queue.max_workers)
         self.early_failures = EarlyFailureCheck(config)
         # Notices name it in commands. Without `slipstream up` only the user knows its real name.
         run_file = config.run_file if config.run_file.is_file() else Path("run.toml")
         self.observations = Observations(
-            self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
+            self.now,
+            config.learner.groups_per_step,
+            config.vllm.start_timeout_s,
+            config.queue.max_workers,
+            run_file,
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
-        self.writer = Writer(store, self._fail, lambda seconds, decisions: None)
+        self.writer = Writer(store, self._fail, self.observations.histograms.commit_s)
 
     @property
     def now(self) -> float:
@@ -172,7 +176,7 @@ class Broker:
         while True:
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.observations.loop_lag_s = loop.time() - due
+            self.observations.histograms.loop_lag(max(0.0, loop.time() - due))
             _ = self.now
 
     async def _show_alive(self) -> None:
@@ -305,11 +309,12 @@ class Broker:
                 logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
+        workers = self.observations.workers
         return [
             name
             for name in self.ledger.drains
             if self.ledger.drains.is_over(name, self.now)
-            or not (self.observations.on_server(name, self.now) or self.to_be_judged(name))
+            or not (workers.count_on_server(name, self.now) or self.to_be_judged(name))
         ]
 
     def to_be_judged(self, server: str) -> bool:

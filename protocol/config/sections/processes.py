@@ -69,6 +69,16 @@ class QueueSection(Section):
         description="maximum bytes of groups that the queue holds",
         why="fits the memory and disk of a small machine",
     )
+    max_workers: int = setting(
+        2048,
+        ge=1,
+        le=100_000,
+        description="maximum number of workers, with 4 connections of each; needs 6 file descriptors a worker and 672 "
+        "more, and is lowered to what the process may open; the learner, servers and operators have connections of "
+        "their own",
+        why="far more than one learner's fleet, since a worker runs hundreds of episodes; a bound of memory and "
+        "descriptors, not a throttle",
+    )
     max_group_bytes: Bytes = setting(
         64 * 1024**2, description="largest group that the queue accepts", why="16 rollouts of 400,000 tokens"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 # Why the queue refuses a request.
 STORE_FAILED = "store_failed"
 NOT_READY = "not_ready"
+STANDS_BY = "stands_by"
 UNAUTHORIZED = "unauthorized"
 WRONG_ROLE = "wrong_role"
 UNDECODABLE = "decode"
@@ -61,6 +62,7 @@ UNVERIFIED_SERVER = "unverified_server"
 
 # Why a ticket ends untrained or is issued again; also RUN_FINISHED, and what `failed` and `rejected` return.
 EXPIRED = "expired"
+DAMAGED = "damaged"
 OUTLIVED = "outlived"
 ROLLED_BACK = "rolled_back"
 OVERAGE = "overage"

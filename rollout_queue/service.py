@@ -47,9 +47,9 @@ def serve(config: RunConfig) -> None:
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))
         except SystemExit as error:  # uvicorn's way to say that the app did not start
-            raise StoreError(broker.failure or "the queue did not start: see the lines above") from error
+            raise broker.failure or StoreError("the queue did not start: see the lines above") from error
     if broker.failure is not None:
-        raise StoreError(broker.failure)
+        raise broker.failure
 
 
 class _Server(uvicorn.Server):

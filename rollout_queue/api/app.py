@@ -17,7 +17,8 @@ from rollout_queue.api import learner_routes, requests, worker_routes
 from rollout_queue.api.access import NoWebPages, RoleTokens, names_of_this_machine
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
 from rollout_queue.broker import status
-from rollout_queue.broker.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger.records import Refusal
 from rollout_queue.observe import prometheus
 from rollout_queue.store.base import Store

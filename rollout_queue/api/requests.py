@@ -242,6 +242,7 @@ HTTP_STATUS: Mapping[str, int] = {
     reasons.FULL: 429,
     reasons.STORE_FAILED: 503,
     reasons.NOT_READY: 503,
+    reasons.STANDS_BY: 503,
 }
 
 

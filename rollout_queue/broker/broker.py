@@ -1,7 +1,8 @@
 """The queue without HTTP: ledger, servers and admission in memory, kept in step with the store.
 
-Every change goes one way, one at a time: take the lock, decide, commit to the store, apply to memory. Once a commit
-fails the broker answers nothing more, so that memory and store never differ.
+Every change goes one way: decide, apply to memory, and answer once the store has it. Between a decision and its
+application nothing else happens, so decisions need no lock, save those that read the store first. Once a commit fails
+the broker answers nothing more, so that nobody is told what the store has not.
 """
 
 from __future__ import annotations
@@ -9,13 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 import msgspec
 
@@ -26,69 +23,36 @@ from protocol.messages import RunPosition, Server, ServerState
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
+from rollout_queue.broker.clock import TICK_S, Clock
 from rollout_queue.broker.recorder import Recorder, heads
+from rollout_queue.broker.waiting import TicketLine, WakeUp
+from rollout_queue.broker.writer import Commit, Writer
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
 from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState
+from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState, check_range
 from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.changes import Changes, Payload
 
 logger = logging.getLogger(__name__)
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-MAX_WAIT_S = 60.0  # longest wait of one long-poll
-_FREES_ROOM = frozenset({TicketState.DROPPED, TicketState.REISSUED, TicketState.TRAINED, TicketState.EVALUATED})
-
-
-class WakeUp:
-    """Wakes everyone who listens, and loses no wake-up.
-
-    Call `listen` before looking at the state, then `wait` for its event: a change between the look and the wait has
-    set that event already.
-    """
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-
-    def listen(self) -> asyncio.Event:
-        return self._event
-
-    def notify(self) -> None:
-        self._event.set()
-        self._event = asyncio.Event()
-
-
-async def wait(event: asyncio.Event, timeout_s: float) -> bool:
-    """Wait for an event. Returns whether it came within `timeout_s` seconds."""
-    try:
-        async with asyncio.timeout(max(0.0, timeout_s)):
-            await event.wait()
-    except TimeoutError:
-        return False
-    return True
-
-
-@dataclass(frozen=True)
-class Clock:
-    """The queue's clocks, seconds: `monotonic` for deadlines, `wall` for times that people read."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    wall: Callable[[], float] = time.time
+# A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
+_ALIVE_S = 1.0
 
 
 class Broker:
     """Holds the queue's state and commits its changes. Use it within `running`.
 
     Attributes:
-        lock: Held from a decision until it is applied.
-        judging: Held while a group is validated: one at a time, since several threads of Python would keep the loop
-            waiting.
+        lock: Held from a look at the ledger until its decision is applied, by those that read the store in between;
+            everyone else waits for it, and holds it over no wait.
+        judging: Held while a large group is validated: one at a time, since several threads of Python would keep the
+            loop waiting.
+        active_url: URL of the queue that is active while this one stands by; None if this one is.
         failure: Why the store failed; None while it works.
         on_failure: Called once if the store fails.
         closing: Whether long-polls are answered at once, since the service ends.
@@ -100,12 +64,13 @@ class Broker:
         self.clock = clock
         self.ready = False
         self.closing = False
-        self.failure: str | None = None
+        self.active_url: str | None = None
+        self.failure: StoreError | None = None
         self.lock = asyncio.Lock()
         self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
-        self.room_came = WakeUp()
         self.evaluations_ended = WakeUp()
+        self.line = TicketLine(lambda: self.grant().count)
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
@@ -119,7 +84,7 @@ class Broker:
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
+        self.writer = Writer(store, self._fail, lambda seconds, decisions: None)
 
     @property
     def now(self) -> float:
@@ -127,63 +92,111 @@ class Broker:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """Load the store, watch the deadlines, and close the store at the end."""
+        """Serve as the active queue of the store, or stand by until the one that is active has gone.
+
+        The store is closed at the end. What keeps the queue from starting is in `failure`.
+        """
+        settled = asyncio.Event()
         try:
-            contents = await self.call(self.store.load)
-            if not contents.run.id:
-                contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
-                await self.call(self.store.commit, Decision((), contents.run), {})
-            learner = self.config.learner
-            if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
-                # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is
-                # up before the learner must not end.
-                contents.run = msgspec.structs.replace(contents.run, finished=False)
-            self.ledger = Ledger(self.config, contents, self.now)
-            self.fleet = ServerRegistry(contents.servers)
-            self.early_failures.begin(self.ledger.ever_accepted)
-            self.ready = True
-            for name, given in self.config.server_names.items():
-                url = normal_url(given)
-                if not self.fleet.has_had(name, url):
-                    async with self.lock:
-                        known = self.fleet.get(name)
-                        if known is not None and known.state is ServerState.DRAINING:
-                            # It has another address, which the run file names no more. It would keep the name taken.
-                            await self.commit(servers.remove(self.fleet, self.ledger, [name]))
-                        await self.commit(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
             async with asyncio.TaskGroup() as tasks:
-                watch = tasks.create_task(self._expire_when_due())
+                work = tasks.create_task(self._run(settled))
+                await settled.wait()
                 yield
                 self.ready = False
-                watch.cancel()
+                with suppress(Refusal):
+                    await self.writer.flushed()
+                work.cancel()
         finally:
-            self._thread.submit(self.store.close)
-            if self.recorder is not None:
-                self._thread.submit(self.recorder.close)
-            self._thread.shutdown()
+            self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
+
+    async def _run(self, settled: asyncio.Event) -> None:
+        """Become the active queue, load the store, and keep it until cancelled or until the store fails."""
+        try:
+            while (active := await self.writer.call(self.store.acquire)) is not None:
+                self._note_standby(active)
+                settled.set()
+                await asyncio.sleep(_ALIVE_S)
+            await self._load()
+            self._note_standby(None)
+            self.ready = True
+            self._register_servers()
+        except Refusal:
+            return  # `failure` says why
+        finally:
+            settled.set()
+        async with asyncio.TaskGroup() as tasks:
+            for task in (self.writer.run(), self._expire_when_due(), self._tick(), self._show_alive()):
+                tasks.create_task(task)
+
+    def _note_standby(self, active: str | None) -> None:
+        if active is not None and active != self.active_url:
+            logger.info("standing by for the queue at %s", active)
+        elif active is None and self.active_url is not None:
+            logger.info("this queue is active now, after the one at %s", self.active_url)
+        self.active_url = active
+
+    async def _load(self) -> None:
+        contents = await self.writer.call(self.store.load)
+        if not contents.run.id:
+            contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
+            await self.writer.call(self.store.commit, Changes(run=contents.run))
+        learner = self.config.learner
+        if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
+            # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
+            # before the learner must not end.
+            contents.run = msgspec.structs.replace(contents.run, finished=False)
+        self.writer.begin(contents.run.pruned_below)
+        self.ledger = Ledger(self.config, contents, self.now)
+        self.fleet = ServerRegistry(contents.servers)
+        self.early_failures.begin(self.ledger.ever_accepted)
+
+    def _register_servers(self) -> None:
+        """Register the servers of the run file that the run has never had."""
+        for name, given in self.config.server_names.items():
+            url = normal_url(given)
+            if not self.fleet.has_had(name, url):
+                known = self.fleet.get(name)
+                if known is not None and known.state is ServerState.DRAINING:
+                    # It has another address, which the run file names no more. It would keep the name taken.
+                    self.apply(servers.remove(self.fleet, self.ledger, [name]))
+                self.apply(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
+
+    async def _tick(self) -> None:
+        """Read the clock often, as `AwakeClock` needs, and note how late the loop is."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + TICK_S
+            await asyncio.sleep(TICK_S)
+            self.observations.loop_lag_s = loop.time() - due
+            _ = self.now
+
+    async def _show_alive(self) -> None:
+        """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
+        while self.failure is None:
+            await asyncio.sleep(_ALIVE_S)
+            self.writer.add(Decision(), {})
 
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
         self.closing = True
+        self.wake_all()
+
+    def wake_all(self) -> None:
+        """Let everyone who waits look again."""
         self.groups_came.notify()
-        self.room_came.notify()
         self.evaluations_ended.notify()
+        self.line.call_if(lambda _: True)
 
     def check_ready(self) -> None:
-        """Refuse all requests while the store has failed (STORE_FAILED) or is not loaded (NOT_READY)."""
+        """Refuse all requests while the store has failed (STORE_FAILED), is another queue's (STANDS_BY), or is not
+        loaded (NOT_READY)."""
+        if self.ready and self.failure is None:
+            return
         if self.failure is not None:
-            raise Refusal(reasons.STORE_FAILED, self.failure)
-        if not self.ready:
-            raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment")
-
-    async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call the store, in its own thread."""
-        loop = asyncio.get_running_loop()
-        try:
-            return await loop.run_in_executor(self._thread, lambda: function(*args, **kwargs))
-        except StoreError as error:
-            self._fail(str(error))
-            raise Refusal(reasons.STORE_FAILED, str(error)) from error
+            raise Refusal(reasons.STORE_FAILED, str(self.failure))
+        if self.active_url is not None:
+            raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
+        raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
 
     async def record(self, lease: str, decision: Decision) -> None:
         """Write the groups that an acknowledgement trains into the run's record. Call it before the commit."""
@@ -193,65 +206,93 @@ class Broker:
             return
 
         def payload(ticket_id: str) -> bytes | None:
-            return self.store.payloads([ticket_id]).get(ticket_id)
+            found = self.store.payloads([ticket_id]).get(ticket_id)
+            return found.body if found is not None and found.is_sound else None
 
-        if (failure := await self.call(recorder.append, found, payload)) is not None:
+        if (failure := await self.writer.read(recorder.append, found, payload)) is not None:
             logger.error("%s", failure)
             self.observations.notices.say("record", failure, self.now)
 
-    async def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
-        """Put a decision, and the ends of evaluations that follow from it, into the store, then into memory.
+    def apply(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> Commit:
+        """Carry out a decision and the ends of evaluations that follow from it: in memory now, in the store soon.
 
-        The caller has held `lock` since before it decided.
+        Nothing may happen between the decision and this call.
 
         Args:
             payloads: Bodies of new groups, by ticket id.
 
+        Returns:
+            What to await before anyone is told of the decision: it raises `Refusal` (STORE_FAILED) if the store fails.
+
         Raises:
-            Refusal: STORE_FAILED, NOT_READY, or OUT_OF_RANGE for a number that the store cannot hold.
+            Refusal: STORE_FAILED, NOT_READY, or OUT_OF_RANGE for a number that no store can hold.
         """
         self.check_ready()
         if not decision:
-            return
+            return self.writer.nothing
         decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.clock.wall())
+        check_range(decision)
+        commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
+        session, had_tickets = self.ledger.run.session, self._evaluations_with_tickets()
         try:
-            await self.call(self.store.commit, decision, payloads or {})
-        except OverflowError as error:
-            # Nothing was stored, so memory and store still agree.
-            raise Refusal(reasons.OUT_OF_RANGE, f"a number is beyond what the store can hold: {error}") from error
-        except BaseException as error:
-            # Cancelled, or broken unexpectedly: the store may be ahead of memory now.
-            self._fail(f"a change was not completed: {error!r}; start the queue again")
-            raise
-        self.ledger.apply(decision, self.now)
-        for server in decision.servers:
-            self.fleet.apply(server)
+            self.ledger.apply(decision, self.now)
+            for server in decision.servers:
+                self.fleet.apply(server)
+        except Exception as error:
+            raise self.writer.fail(error) from error
         try:
             self.observations.decided(decision, self.now)
         except Exception:  # the change has taken effect: a fault in the report of it must not undo that
             logger.exception("the status misses a change")
-        states = {record.state for record in decision.tickets}
-        moved = decision.run is not None
-        if moved or decision.servers or TicketState.READY in states:  # a proof lets go of the groups that wait for it
+        self._wake(decision, session, had_tickets)
+        return commit
+
+    def _wake(self, decision: Decision, session: int, had_tickets: frozenset[int]) -> None:
+        """Wake those who wait for what a decision changed.
+
+        Args:
+            session: The session before it.
+            had_tickets: Evaluations that had tickets to issue before it.
+        """
+        ready = any(record.state is TicketState.READY for record in decision.tickets)
+        if ready or decision.run is not None or decision.servers:  # a proof lets go of the groups that wait for it
             self.groups_came.notify()
-        if moved or decision.servers or states & _FREES_ROOM or decision.evaluations:
-            self.room_came.notify()
         if any(record.result is not None for record in decision.evaluations):
             self.evaluations_ended.notify()
+        if not self.line:
+            return
+        run = decision.run
+        # A new session admits its workers anew; after the last step a worker may hold more of evaluations.
+        anew = run is not None and (run.finished or run.all_steps_made or run.session != session)
+        if anew or self._evaluations_with_tickets() - had_tickets:
+            self.line.call_if(lambda _: True)
+        elif decision.servers:
+            self.line.call_if(lambda place: not self.fleet.all_serve(place.serving))
+        if self.ledger.evaluations.open:
+            # What a worker may hold of evaluations is bounded, so a ticket that ended makes room for its worker's next.
+            workers = {record.worker_id for record in decision.tickets if record.evaluation is not None}
+            self.line.call_if(lambda place: place.worker_id in workers)
+        self.line.call_next()
+
+    def _evaluations_with_tickets(self) -> frozenset[int]:
+        """Return the numbers of the evaluations of which tickets can be issued now."""
+        if not self.line:
+            return frozenset()
+        return evaluations.with_tickets(self.ledger, self.fleet.served_version)
 
     async def expire(self) -> None:
         """End tickets, leases and evaluations whose time is over. Their holders hear of it when they come back."""
         async with self.lock:
             over = evaluations.expire(self.ledger, self.fleet, self.now, self.clock.wall())
             decision = tickets.expire(self.ledger, self.now)
-            await self.commit(msgspec.structs.replace(decision, evaluations=over))
+            commit = self.apply(msgspec.structs.replace(decision, evaluations=over))
+        await commit
 
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
         if (names := self._drained()) and self.failure is None:
-            async with self.lock:
-                await self.commit(servers.remove(self.fleet, self.ledger, [*self._drained()]))
+            await self.apply(servers.remove(self.fleet, self.ledger, names))
             for name in names:
                 logger.info("server %s is gone", name)
 
@@ -320,8 +361,7 @@ class Broker:
                 await self.expire()
                 await self.remove_drained()
 
-    def _fail(self, message: str) -> None:
-        if self.failure is None:
-            self.failure = message
-            self.close_waits()
-            self.on_failure()
+    def _fail(self, error: StoreError) -> None:
+        self.failure = error
+        self.close_waits()
+        self.on_failure()

@@ -1,12 +1,14 @@
 """Operations of the learner's side: sessions, leases, acknowledgements, evaluations, servers, the end of the run.
 
-Each takes messages and returns messages, and knows nothing of HTTP. Every change of the ledger stands within
-`async with broker.lock`: look, decide, commit. All but the registration of a server are fenced: they refuse every
-session but the newest (SESSION_SUPERSEDED).
+Each takes messages and returns messages, and knows nothing of HTTP. Where an operation decides, it looks and applies
+within `async with broker.lock`, which it holds over its own reads of the store, and answers once the store has the
+change. All but the registration of a server are fenced: they refuse every session but the newest
+(SESSION_SUPERSEDED).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
@@ -28,10 +30,13 @@ from protocol.messages import (
     ServerChange,
 )
 from protocol.status import Evaluation, EvaluationRequest
-from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
-from rollout_queue.ledger import evaluations, leases, servers
-from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.waiting import MAX_WAIT_S, wait
+from rollout_queue.ledger import evaluations, leases, servers, tickets
+from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
 from rollout_queue.observe.observations import FEEDER, LEARNER
+
+logger = logging.getLogger(__name__)
 
 MAX_LEASE_BYTES = 32 * 1024**2  # a larger answer would hold up everybody else's
 
@@ -49,8 +54,9 @@ async def command(broker: Broker, message: PolicyCommand) -> RunPosition:
             async with broker.lock:
                 _check_session(broker, message.session)
                 oldest = leases.kept_checkpoints(broker.ledger, message.step)[0]
-                first = await broker.call(broker.store.first_forgotten_after, oldest)
-                await broker.commit(leases.checkpointed(broker.ledger, message.step, first))
+                first = await broker.writer.read(broker.store.first_forgotten_after, oldest)
+                commit = broker.apply(leases.checkpointed(broker.ledger, message.step, first))
+            await commit
         case _:
             _check_session(broker, message.session)
             broker.observations.learner_waits(message.what, broker.now)
@@ -59,7 +65,7 @@ async def command(broker: Broker, message: PolicyCommand) -> RunPosition:
 
 async def _begin_session(broker: Broker, message: BeginSession) -> None:
     async with broker.lock:
-        forgotten = await broker.call(broker.store.forgotten_after, message.step) if message.resume else []
+        forgotten = await broker.writer.read(broker.store.forgotten_after, message.step) if message.resume else []
         decision = leases.begin(broker.ledger, message, forgotten)
         version = decision.run.version if decision.run is not None else broker.ledger.run.version
         unproven = servers.distrust_unproven(broker.fleet, broker.ledger, version)
@@ -69,8 +75,9 @@ async def _begin_session(broker: Broker, message: BeginSession) -> None:
             servers=unproven.servers,
             forgotten=evaluations.begin(broker.ledger, message),
         )
-        await broker.commit(begun)
+        commit = broker.apply(begun)
         broker.early_failures.begin(broker.ledger.ever_accepted)
+    await commit
     broker.observations.session_began(broker.now)
 
 
@@ -82,7 +89,8 @@ async def ask_for_evaluation(broker: Broker, message: EvaluationRequest) -> list
     """
     async with broker.lock:
         _check_session(broker, message.session)
-        await broker.commit(evaluations.ask(broker.ledger, message, broker.clock.wall()))
+        commit = broker.apply(evaluations.ask(broker.ledger, message, broker.clock.wall()))
+    await commit
     return broker.evaluation_views()
 
 
@@ -118,20 +126,54 @@ async def lease(broker: Broker, request: LeaseRequest, has_left: Callable[[], Aw
             _check_session(broker, request.session)
             broker.early_failures.check_not_given_up()
             ledger.renew_lease(request.lease_id, broker.now)
+            commit = broker.writer.nothing
             lost = leases.undelivered(ledger, request.lease_id, request.have)
             more = ledger.count(TicketState.READY) > 0 and not broker.closing
             if lost or (more and not await has_left()):
                 wanted = 0 if lost else max(0, request.max_groups)
-                await broker.commit(leases.lease(ledger, broker.fleet, request.lease_id, wanted, request.have))
+                commit = broker.apply(leases.lease(ledger, broker.fleet, request.lease_id, wanted, request.have))
             records = leases.within_bytes(leases.undelivered(ledger, request.lease_id, request.have), MAX_LEASE_BYTES)
             revoked = leases.revoked(ledger, broker.fleet, request.lease_id, request.have)
-            if records or revoked:
-                waits.end(FEEDER)
-                payloads = await broker.call(broker.store.payloads, [record.id for record in records])
-                return _lease_reply(broker, request.lease_id, records, payloads, revoked)
+        await commit
+        payloads = await _sound_payloads(broker, records)
+        if payloads or revoked:
+            waits.end(FEEDER)
+            return _lease_reply(broker, request.lease_id, records, payloads, revoked)
+        if records:
+            continue
         waits.begin(FEEDER, "groups", broker.now, until=broker.now + 2 * MAX_WAIT_S)
         if broker.closing or not await wait(groups_came, deadline - broker.now):
             return _lease_reply(broker, request.lease_id, [], {}, {})
+
+
+async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> dict[str, bytes]:
+    """Return the groups of leased tickets, by ticket id, as they were submitted.
+
+    A group that the store has lost or damaged is dropped, and people are told.
+    """
+
+    def read() -> dict[str, bytes]:
+        found = broker.store.payloads([record.id for record in records])
+        return {name: payload.body for name, payload in found.items() if payload.is_sound}
+
+    if not records:
+        return {}
+    sound = await broker.writer.read(read)
+    if len(sound) < len(records):
+        async with broker.lock:
+            held = [broker.ledger.get(record.id, TicketState.LEASED) for record in records if record.id not in sound]
+            # What was dropped while it was read is no damage.
+            damaged = [record for record in held if record is not None]
+            commit = broker.apply(Decision(tickets.drop(damaged, reasons.DAMAGED)))
+        await commit
+        for record in damaged:
+            text = (
+                f"group {record.id} was changed or lost in the queue's store and is not trained on: check the disk "
+                f"under {broker.config.run_dir}"
+            )
+            logger.error("%s", text)
+            broker.observations.notices.say(reasons.DAMAGED, text, broker.now, key=reasons.DAMAGED)
+    return sound
 
 
 async def acknowledge(broker: Broker, lease_id: str, message: LeaseAck) -> RunPosition:
@@ -148,15 +190,17 @@ async def acknowledge(broker: Broker, lease_id: str, message: LeaseAck) -> RunPo
         named = (*message.trained, *message.dropped)
         ended = [ticket_id for ticket_id in named if broker.ledger.get(ticket_id) is None]
         version = broker.ledger.run.version
-        decision = leases.ack(broker.ledger, broker.fleet, message, await broker.call(broker.store.records, ended))
+        found = await broker.writer.read(broker.store.records, ended) if ended else {}
+        decision = leases.ack(broker.ledger, broker.fleet, message, found)
         await broker.record(lease_id, decision)
-        await broker.commit(decision)
+        commit = broker.apply(decision)
         broker.ledger.renew_lease(lease_id, broker.now)
         stepped = broker.ledger.run.version > version
         facts = broker.observations.acknowledged(decision.tickets, message.report, stepped, broker.now)
         if facts is not None:
             broker.admission.observe_step(facts)
-            broker.room_came.notify()  # the depth may have grown after the commit woke the workers
+            broker.line.call_next()  # the depth may have grown
+    await commit
     return broker.position()
 
 
@@ -176,7 +220,8 @@ async def release_lease(broker: Broker, lease_id: str, message: LeaseRenewal) ->
     """Return a lease's groups untrained."""
     async with broker.lock:
         _check_session(broker, message.session)
-        await broker.commit(leases.release(broker.ledger, lease_id))
+        commit = broker.apply(leases.release(broker.ledger, lease_id))
+    await commit
 
 
 async def put_server(broker: Broker, change: ServerChange) -> Server | None:
@@ -199,7 +244,8 @@ async def put_server(broker: Broker, change: ServerChange) -> Server | None:
             servers.check_unfenced(broker.fleet, server)
         else:
             _check_session(broker, change.session)
-        await broker.commit(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+        commit = broker.apply(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+    await commit
     _expect_steps(broker)
     return broker.fleet.get(server.name)
 
@@ -211,9 +257,10 @@ async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
         Refusal: SERVER_UNKNOWN.
     """
     async with broker.lock:
-        await broker.commit(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall()))
+        commit = broker.apply(servers.drain(broker.fleet, broker.ledger, name, broker.clock.wall()))
         if now:
-            await broker.commit(servers.remove(broker.fleet, broker.ledger, [name]))
+            commit = broker.apply(servers.remove(broker.fleet, broker.ledger, [name]))
+    await commit
     await broker.remove_drained()
     return broker.fleet.servers
 
@@ -223,7 +270,8 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
     async with broker.lock:
         _check_session(broker, message.session)
         ended = evaluations.finish(broker.ledger, broker.fleet, broker.clock.wall())
-        await broker.commit(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
+        commit = broker.apply(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
+    await commit
     broker.observations.waits.end(LEARNER)
     return broker.position()
 
@@ -251,8 +299,8 @@ def _lease_reply(
 ) -> LeaseReply:
     return LeaseReply(
         lease_id=lease_id,
-        groups=[msgspec.Raw(payloads[record.id]) for record in records],
-        version_at_arrival=[record.arrival_version for record in records],
+        groups=[msgspec.Raw(payloads[record.id]) for record in records if record.id in payloads],
+        version_at_arrival=[record.arrival_version for record in records if record.id in payloads],
         expires_in_s=broker.config.queue.lease_timeout_s,
         revoked=revoked,
     )

@@ -1,7 +1,7 @@
 """Operations of the workers' side: draw tickets, fail them, send heartbeats, submit groups, sign off.
 
-Each takes messages and returns messages, and knows nothing of HTTP. Every change of the ledger stands within
-`async with broker.lock`: look, decide, commit.
+Each takes messages and returns messages, and knows nothing of HTTP. Where an operation decides, it looks and applies
+within `async with broker.lock`, and answers once the store has the change.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import msgspec
 
 from protocol import reasons
 from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
-from rollout_queue.broker.broker import MAX_WAIT_S, Broker, wait
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.waiting import MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
 from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
 from rollout_queue.observe.notices import Rewards
+
+# Groups up to this size are validated on the event loop, which takes about a millisecond; larger ones in a thread.
+_MAX_BYTES_AT_ONCE = 256 * 1024
 
 
 async def draw_tickets(
@@ -49,28 +53,32 @@ async def draw_tickets(
             ledger.renew_ticket(record.id, broker.now)
         if delivered:
             return _ticket_reply(broker, delivered)
-    deadline = broker.now + min(request.wait_s, MAX_WAIT_S)
-    while True:
-        room_came = broker.room_came.listen()
-        _check_may_draw(broker, worker)
-        broker.observations.worker_seen(worker, broker.now)
-        if broker.grant().count or ledger.evaluations.open or ledger.run.finished:
+    began = broker.now
+    deadline = began + min(request.wait_s, MAX_WAIT_S)
+    with broker.line.place(worker, request.serving) as place:
+        while True:
+            _check_may_draw(broker, worker)
+            broker.observations.worker_seen(worker, broker.now)
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
-                decision = _issue(broker, worker, request.max_tickets)
-                if decision and not broker.closing and not await has_left():
-                    await broker.commit(decision)
+                decision = Decision() if broker.closing else _issue(broker, place, request.max_tickets)
+                if decision and await has_left():
+                    return None
+                if decision:
+                    commit = broker.apply(decision)
                     if decision.tickets:
                         waits.end(worker)
-                        return _ticket_reply(broker, decision.tickets)
-        if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
-            return _ticket_reply(broker, [])
-        grant = broker.grant()
-        broker.admission.observe_refusal(grant)
-        waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
-        if broker.closing or not await wait(room_came, deadline - broker.now):
-            return None
+                        break
+            if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
+                return _ticket_reply(broker, [])
+            grant = broker.grant()
+            broker.admission.observe_refusal(grant)
+            waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
+            if broker.closing or not await place.wait(deadline - broker.now):
+                return None
+    await commit
+    return _ticket_reply(broker, decision.tickets)
 
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
@@ -78,9 +86,11 @@ async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) ->
     reason = reasons.failed(failure.reason)
     async with broker.lock:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
-        if record is not None and record.worker_id == failure.worker_id:
-            await broker.commit(tickets.fail(broker.ledger, record, reason, failure.retryable))
-            _observe_failure(broker, record, reason, failure.detail)
+        if record is None or record.worker_id != failure.worker_id:
+            return
+        commit = broker.apply(tickets.fail(broker.ledger, record, reason, failure.retryable))
+        _observe_failure(broker, record, reason, failure.detail)
+    await commit
 
 
 async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
@@ -134,7 +144,7 @@ async def submit_group(broker: Broker, ticket_id: str, read_body: Callable[[], A
     try:
         if _issued_ticket(broker, ticket_id) is not None and await _accept(broker, ticket_id, await read_body()):
             return True
-        stored = await broker.call(broker.store.records, [ticket_id])
+        stored = await broker.writer.read(broker.store.records, [ticket_id])
         tickets.check_accepted(broker.ledger, ticket_id, stored.get(ticket_id))
         return False
     except Refusal as refusal:
@@ -151,32 +161,40 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     evaluation = broker.ledger.evaluations.record_of(record)
     step, recent_ones = (None, seen.recent) if evaluation is None else (evaluation.step, seen.recent_evals)
     broker.registry.check_registered(broker.ledger.run, record.worker_id)
-    async with broker.judging:
-        # Both take a while for a large group.
-        arrival = await asyncio.to_thread(validation.read, body, record, _rules(broker, evaluation))
-        shown = (
-            await asyncio.to_thread(windows.pick_rollouts, arrival.group, step)
-            if recent_ones.wants(broker.now)
-            else None
-        )
-    rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
+    rules = _rules(broker, evaluation)
+    picked = recent_ones.wants(broker.now)
+    if len(body) <= _MAX_BYTES_AT_ONCE:
+        arrival, shown = _read(body, record, rules, step, picked)
+    else:
+        async with broker.judging:
+            arrival, shown = await asyncio.to_thread(_read, body, record, rules, step, picked)
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
         broker.fleet.check_group(arrival.facts, record.serial)
         if evaluation is not None:
-            await broker.commit(evaluations.accept(record, arrival.group, arrival.facts))
+            commit = broker.apply(evaluations.accept(record, arrival.group, arrival.facts))
         else:
             taken = tickets.submit(broker.ledger, record, arrival.facts)
             if taken.tickets[0].state is not TicketState.READY:
-                await broker.commit(taken)
+                await broker.apply(taken)
                 tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
-            await broker.commit(taken, {ticket_id: body})
+            commit = broker.apply(taken, {ticket_id: body})
             broker.early_failures.succeeded()
+            rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
             seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
         if shown is not None:
             recent_ones.add(shown, broker.now)
+    await commit
     return True
+
+
+def _read(
+    body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool
+) -> tuple[validation.Arrival, list[windows.Shown] | None]:
+    """Validate a group; where it is `picked`, return some of its rollouts for people besides."""
+    arrival = validation.read(body, record, rules)
+    return arrival, windows.pick_rollouts(arrival.group, step) if picked else None
 
 
 def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:
@@ -184,14 +202,23 @@ def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:
     return broker.ledger.get(ticket_id, TicketState.ISSUED)
 
 
-def _issue(broker: Broker, worker_id: str, wanted: int) -> Decision:
-    """Decide on tickets for a worker: those of evaluations first, within their share; training gets what is left."""
-    config, ledger = broker.config, broker.ledger
+def _issue(broker: Broker, place: Place, wanted: int) -> Decision:
+    """Decide on tickets for a worker: those of evaluations first, within their share; training gets what is left.
+
+    A newcomer leaves the permits to those who were called from the line before it.
+    """
+    config, ledger, worker_id = broker.config, broker.ledger, place.worker_id
+    permits = broker.grant().count
+    if not place.has_waited:
+        permits -= broker.line.spoken_for
+    if not ledger.evaluations.open:
+        count = min(wanted, permits)
+        return tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
     capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
     asking = evaluations.asking(config, ledger.run, worker_id, wanted, capacity)
     evaluated = evaluations.issue(ledger, broker.fleet.served_version, asking)
     episodes = evaluations.episodes_of(ledger, evaluated.tickets)
-    count = min(wanted - ceil(episodes / config.rollout.group_size), broker.grant().count)
+    count = min(wanted - ceil(episodes / config.rollout.group_size), permits)
     trained = tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
     return msgspec.structs.replace(evaluated, tickets=(*evaluated.tickets, *trained.tickets))
 
@@ -221,7 +248,7 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
         elif record is not None and refusal.reason != reasons.WORKER_MISMATCH:
             seen.notices.say(refusal.reason, refusal.message, broker.now, record.worker_id, key=refusal.reason)
             reason = reasons.rejected(refusal.reason)
-            await broker.commit(tickets.fail(broker.ledger, record, reason, retryable=True))
+            broker.apply(tickets.fail(broker.ledger, record, reason, retryable=True))
             _observe_failure(broker, record, reason, refusal.message)
 
 
@@ -239,10 +266,11 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             else:
                 seen.session_came(worker_id)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
-            await broker.commit(tickets.give_back(broker.ledger, worker_id))
+            broker.apply(tickets.give_back(broker.ledger, worker_id))
             raise
-        await broker.commit(admitted.decision)
+        commit = broker.apply(admitted.decision)
         broker.registry.add(worker_id, run.session)
+    await commit
     seen.session_came(worker_id)
     if admitted.data_changed is not None:
         notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)
@@ -263,8 +291,7 @@ def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: s
     if ended.evaluation is not None:
         return
     if broker.early_failures.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
-        broker.room_came.notify()
-        broker.groups_came.notify()
+        broker.wake_all()
 
 
 def _ticket_reply(broker: Broker, records: Sequence[TicketRecord]) -> TicketReply:

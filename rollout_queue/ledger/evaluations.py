@@ -226,6 +226,16 @@ def with_ends(ledger: Ledger, fleet: ServerRegistry, decision: Decision, wall_ti
     )
 
 
+def with_tickets(ledger: Ledger, served_version: int | None) -> frozenset[int]:
+    """Return the numbers of the open evaluations of which tickets can be issued now."""
+    return frozenset(
+        of.record.number
+        for of in ledger.evaluations.open
+        if waits_for(of.record, ledger.run, served_version) is None
+        and (of.to_reissue or of.record.rows is None or of.record.next_row < of.record.rows)
+    )
+
+
 def waits_for(record: EvalRecord, run: RunState, served_version: int | None) -> str | None:
     """Return why no tickets of an open evaluation can be issued; None if they can."""
     if served_version is None:

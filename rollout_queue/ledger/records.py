@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
+from protocol import reasons
 from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKind, VersionSpan
 from protocol.status import Evaluation
 
@@ -305,6 +306,18 @@ class Decision(msgspec.Struct, frozen=True):
     def trains(self) -> tuple[TicketRecord, ...]:
         """Its tickets of the training."""
         return tuple(record for record in self.tickets if record.evaluation is None)
+
+
+# Every store holds integers of 64 bits.
+_MAX_NUMBER = 2**63
+
+
+def check_range(decision: Decision) -> None:
+    """Refuse a decision with a number that no store can hold (OUT_OF_RANGE)."""
+    for of in decision.tickets:
+        largest = max(of.index, of.version, of.arrival_version, of.group.tokens, of.step or 0, of.trained_version or 0)
+        if largest >= _MAX_NUMBER:
+            raise Refusal(reasons.OUT_OF_RANGE, f"ticket {of.id}: {largest} is beyond what the store can hold")
 
 
 class StoreContents(msgspec.Struct):

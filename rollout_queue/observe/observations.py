@@ -74,6 +74,7 @@ class Observations:
         self.waits = Waits()
         self.staleness = StalenessWindow()
         self.rejections: Counter[str] = Counter()
+        self.loop_lag_s = 0.0
         self._over_age = 0
         self._learner_at: float | None = None
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)

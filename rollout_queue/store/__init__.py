@@ -6,18 +6,20 @@ from collections.abc import Callable, Mapping
 
 from protocol.config import RunConfig
 from rollout_queue.store.base import Store, StoreReader
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
+from rollout_queue.store.memory import MemoryReader, MemoryStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
+from rollout_queue.store.sqlite_reader import SqliteReader
 
 STORES: Mapping[str, Callable[[RunConfig], Store]] = {
     "sqlite": lambda config: SqliteStore(config.run_dir / FILE_NAME),
-    ":memory:": lambda _: SqliteStore(MEMORY),
+    ":memory:": lambda _: MemoryStore(),
 }
 
 
-# A store in memory leaves nothing, but an earlier start of the run may have used the file.
 STORE_READERS: Mapping[str, Callable[[RunConfig], StoreReader]] = {
     "sqlite": lambda config: SqliteReader(config.run_dir / FILE_NAME),
-    ":memory:": lambda config: SqliteReader(config.run_dir / FILE_NAME),
+    ":memory:": lambda config: MemoryReader(config.run_dir / FILE_NAME),
 }
 
 

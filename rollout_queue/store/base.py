@@ -44,7 +44,12 @@ class Store(Protocol):
 
     Every method may raise `StoreError`. A store that others may restart or reach over a network rides out a lost
     connection by itself, for a bounded time.
+
+    Attributes:
+        blocks: Whether its calls wait for a disk or a network, and so are made in a thread.
     """
+
+    blocks: bool
 
     def acquire(self) -> str | None:
         """Try to become the active queue. Returns None once it is, else the URL of the queue that is active.

@@ -13,7 +13,9 @@ from rollout_queue.store.sqlite_reader import SqliteReader
 
 
 class MemoryStore:
-    """A `Store` of dictionaries. It shares its records with the ledger, and is the active queue's alone."""
+    """A `Store` of dictionaries. It shares its records with the ledger, and no other queue can open it."""
+
+    blocks = False
 
     def __init__(self) -> None:
         self._run = RunState()

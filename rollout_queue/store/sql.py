@@ -130,6 +130,8 @@ def writes(changes: Changes) -> Iterator[Write]:
 class SqlStore(ABC):
     """The reading half of a `Store` over SQL."""
 
+    blocks = True
+
     @abstractmethod
     def _read(self, of: Callable[[Query], T]) -> T:
         """Call `of` with what runs its statements, all of which see one state of the store. Raises `StoreError`."""
@@ -210,7 +212,7 @@ def _row(record: TicketRecord) -> Row:
     return (
         record.id,
         *(getattr(record, name) if name != "state" else str(record.state) for name in _OF_TICKET),
-        *(getattr(group, name) for name in _OF_GROUP[:-1]),
+        *(getattr(group, name) for name in _OF_GROUP if name != "servers"),
         msgspec.json.encode(group.servers).decode(),
     )
 

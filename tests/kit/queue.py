@@ -15,7 +15,8 @@ from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue.api.app import create_app
-from rollout_queue.broker.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.clock import Clock
 from rollout_queue.service import listen
 from rollout_queue.store.base import Store
 from rollout_queue.store.sqlite import MEMORY, SqliteStore

@@ -17,6 +17,7 @@ from rollout_queue.ledger import evaluations, servers
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
 from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit.messages import SERVER
 
@@ -51,7 +52,8 @@ class SabotagedQueue(RuleBasedStateMachine):
 
     def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
         decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.now)
-        self.store.commit(decision, payloads or {})
+        bodies = {name: Payload.of(body) for name, body in (payloads or {}).items()}
+        self.store.commit(Changes.of([decision], bodies, self.ledger.run.pruned_below))
         if self.crash_after_commit:
             self.crash_after_commit = False
             self.restart_queue()

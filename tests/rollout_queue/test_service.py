@@ -32,7 +32,8 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.broker.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
 from rollout_queue.store.base import StoreError
@@ -741,8 +742,7 @@ async def test_attack_1_a_number_that_the_store_cannot_hold_is_refused_and_the_q
     async with running() as (queue, client):
         beyond = TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=2**63)
         with pytest.raises(Refusal) as refused:
-            async with queue.broker.lock:
-                await queue.broker.commit(Decision((msgspec.structs.replace(beyond, version=1), beyond)))
+            await queue.broker.apply(Decision((msgspec.structs.replace(beyond, version=1), beyond)))
         assert refused.value.reason == reasons.OUT_OF_RANGE
         assert queue.broker.ledger.issued == 0
         assert queue.broker.store.load().live == []

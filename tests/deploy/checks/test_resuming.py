@@ -12,7 +12,8 @@ from deploy.checks import preflight
 from deploy.run import run_directory
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load
-from rollout_queue.ledger.records import Decision, RunState
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
 from tests.deploy.conftest import save_checkpoint
 from tests.deploy.stage import STAYS, Stage, until
@@ -79,7 +80,7 @@ def over(run_file: Path, made: int, *given: str, finished: bool = True) -> RunCo
     config = load(run_file, [*given])
     config.run_dir.mkdir(parents=True, exist_ok=True)
     store = SqliteStore(config.run_dir / FILE_NAME)
-    store.commit(Decision(run=RunState(version=made, step=made, finished=finished)), {})
+    store.commit(Changes(run=RunState(version=made, step=made, finished=finished)))
     store.close()
     save_checkpoint(run_file, made)
     return config

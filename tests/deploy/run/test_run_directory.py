@@ -8,7 +8,8 @@ import pytest
 
 from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
-from rollout_queue.ledger.records import Decision, RunState
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import FILE_NAME, SqliteReader, SqliteStore
 from tests.deploy.conftest import save_checkpoint
 
@@ -20,7 +21,7 @@ def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = Fals
     if store is not None:
         opened = SqliteStore(config.run_dir / FILE_NAME)
         if store:
-            opened.commit(Decision(run=RunState(version=store, step=store)), {})
+            opened.commit(Changes(run=RunState(version=store, step=store)))
         opened.close()
         (config.run_dir / "logs").mkdir()
         (config.run_dir / "logs" / "learner.log").write_text("what went wrong", encoding="utf-8")
@@ -106,7 +107,7 @@ def test_steps_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
     """A resume from the first step has the version go on."""
     store = SqliteStore(tmp_path / FILE_NAME)
     assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 0
-    store.commit(Decision(run=RunState(version=9, step=0)), {})
+    store.commit(Changes(run=RunState(version=9, step=0)))
     assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 9, "beside the queue that has it open"
     store.close()
     (tmp_path / "no-store").write_text("something else", encoding="utf-8")

@@ -191,7 +191,7 @@ async def one_version_on(queue: Served) -> None:
     """The learner has made version 1, and the server may have swapped it in; it has not been proven there."""
     run = queue.broker.ledger.run
     async with queue.broker.lock:
-        await queue.broker.commit(Decision(run=msgspec.structs.replace(run, step=1, version=1)))
+        await queue.broker.apply(Decision(run=msgspec.structs.replace(run, step=1, version=1)))
 
 
 async def evaluation_waits(client: QueueClient) -> list[str]:

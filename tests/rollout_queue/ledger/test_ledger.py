@@ -29,6 +29,7 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
@@ -292,7 +293,7 @@ class QueueMachine(SabotagedQueue):
     @invariant()
     def payloads_of_live_groups_are_kept_and_no_others(self) -> None:
         live = {r.id for state in HOLDS_PAYLOAD for r in self.ledger.tickets(state)}
-        assert self.store.payloads(sorted(self.accepted)) == {i: self.accepted[i] for i in live}
+        assert self.store.payloads(sorted(self.accepted)) == {i: Payload.of(self.accepted[i]) for i in live}
 
     @invariant()
     def memory_is_what_a_restart_would_load(self) -> None:
@@ -548,7 +549,7 @@ def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten(
     bench.groups(1)
     bench.step(1)
     decision = leases.checkpointed(bench.ledger, 1, None)
-    store.commit(decision, {})
+    store.commit(Changes.of([decision], {}))
     bench.apply(decision)
     bench.apply(leases.begin(bench.ledger, BeginSession(0, 0, 10, resume=True), store.forgotten_after(0)))
     assert list(bench.ledger.to_reissue) == [0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,8 +19,10 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.broker.broker import Broker, Clock
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.clock import Clock
 from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
+from rollout_queue.store.sqlite import MEMORY, SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -89,11 +90,10 @@ def test_one_group_by_chance_does_not_hide_what_the_others_show(failed: int, nam
 def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path) -> None:
     """A script has none in its working directory: it is in the run's."""
     settings = config(run={"dir": tmp_path / "my runs"})
-    store: Any = None
     settings.run_dir.mkdir(parents=True)
 
     def told() -> str:
-        made = Broker(settings, store, Clock())
+        made = Broker(settings, SqliteStore(MEMORY), Clock())
         for _ in range(16):
             made.observations.variance.ended(True, Rewards(0.0, True))
         return made.observations.variance.notice() or ""

@@ -71,7 +71,6 @@ class Store(Protocol):
 
         Raises:
             Superseded: Another queue is the active one. Nothing was stored.
-            OverflowError: A number is beyond what the store can hold. Nothing was stored.
         """
         ...
 

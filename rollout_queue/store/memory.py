@@ -6,7 +6,15 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from protocol.config import ConfigError
-from rollout_queue.ledger.records import LIVE, EvalRecord, RunState, ServerRecord, StoreContents, TicketRecord, TicketState
+from rollout_queue.ledger.records import (
+    LIVE,
+    EvalRecord,
+    RunState,
+    ServerRecord,
+    StoreContents,
+    TicketRecord,
+    TicketState,
+)
 from rollout_queue.store.base import LedgerRow, StoreSize
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite_reader import SqliteReader
@@ -39,7 +47,9 @@ class MemoryStore:
         newest = {record.index: record for record in sorted(self._tickets.values(), key=lambda each: each.attempt)}
         return StoreContents(
             run=self._run,
-            live=sorted((record for record in self._tickets.values() if record.state in LIVE), key=lambda of: of.serial),
+            live=sorted(
+                (record for record in self._tickets.values() if record.state in LIVE), key=lambda of: of.serial
+            ),
             to_reissue=[record for record in newest.values() if record.state is TicketState.REISSUED],
             next_index=max(self._pruned_below, 1 + max(newest, default=-1), self._run.pruned_below),
             counts=dict(sums.counts),

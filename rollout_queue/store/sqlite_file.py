@@ -40,9 +40,7 @@ def failed(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the error of a store in use, with its remedy."""
     if _code(error) in _DAMAGED:
         return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
-    return StoreError(
-        f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again"
-    )
+    return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
 
 
 @contextlib.contextmanager
@@ -139,8 +137,8 @@ class FileWatch:
         for path, known in self._known.items():
             if self._identity(path) != known:
                 raise StoreError(
-                    f"the queue's store {self._path}: {path.name} was deleted, replaced or cut off while the queue ran; "
-                    f"what it holds is not to be trusted: {restore(self._path)}"
+                    f"the queue's store {self._path}: {path.name} was deleted, replaced or cut off while the queue "
+                    f"ran, and what was stored since may be lost: {restore(self._path)}"
                 )
 
     def _identity(self, path: Path) -> tuple[int, int] | None:

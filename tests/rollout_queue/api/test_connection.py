@@ -28,7 +28,7 @@ from rollout_queue.api.requests import ByteBudget
 from rollout_queue.broker import learner
 from rollout_queue.ledger import validation
 from rollout_queue.service import listen
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, listening, serve_version, serving
@@ -53,7 +53,7 @@ async def door(connections: int = 64, token: str | None = None, **limits: Any) -
         pass
 
     Hasty.limits = ConnectionLimits(**limits)
-    app = create_app(config(queue={"token": token}), SqliteStore(MEMORY))
+    app = create_app(config(queue={"token": token}), MemoryStore())
     settings = uvicorn.Config(
         app, http=Hasty, limit_concurrency=connections, access_log=False, log_level="warning", ws="none"
     )
@@ -388,7 +388,7 @@ async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read(
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
-    app = create_app(config(), SqliteStore(MEMORY))
+    app = create_app(config(), MemoryStore())
     bodies: ByteBudget = app.state.bodies
     async with listening(app) as url, QueueClient(url, patience_s=5.0) as client:
         await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
@@ -450,7 +450,7 @@ class _NeverScanned(set[Any]):
 
 
 async def test_making_room_does_not_look_at_every_connection() -> None:
-    settings = uvicorn.Config(create_app(config(), SqliteStore(MEMORY)), limit_concurrency=3)
+    settings = uvicorn.Config(create_app(config(), MemoryStore()), limit_concurrency=3)
     settings.load()
     state = uvicorn.server.ServerState()
     state.connections = _NeverScanned()

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
 
-from protocol.config import ConfigError, QueueSection, RunConfig
+from protocol.config import ConfigError, RunConfig
+from protocol.config.sections.processes import STORES
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation
 from rollout_queue import store as stores
@@ -30,11 +31,13 @@ from rollout_queue.ledger.records import (
 from rollout_queue.store.base import LedgerRow, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 from tests.kit import config
+from tests.kit.postgres import cluster
 
 # Each store, and whether it keeps what was committed when it is closed and opened again.
 VARIANTS = {
     "sqlite": True,
     ":memory:": False,
+    "postgresql": True,
 }
 FACTS = GroupFacts(
     bytes=300, tokens=7, oldest_version=2, servers=(SampledBy("vllm-0", 2, 3), SampledBy("vllm-1", 3, 4))
@@ -42,13 +45,12 @@ FACTS = GroupFacts(
 
 
 def test_every_store_of_the_schema_is_registered_and_tested() -> None:
-    named = set(get_args(QueueSection.model_fields["store"].annotation))
-    assert set(stores.STORES) == set(stores.STORE_READERS) == named == set(VARIANTS)
+    assert set(stores.STORES) == set(stores.STORE_READERS) == set(STORES) == set(VARIANTS)
 
 
 @pytest.fixture(params=VARIANTS)
 def run_config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
-    return config(run={"dir": str(tmp_path)}, queue={"store": request.param})
+    return with_store(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -56,6 +58,12 @@ def store(run_config: RunConfig) -> Iterator[Store]:
     store = active(run_config)
     yield store
     store.close()
+
+
+def with_store(kind: str, tmp_path: Path) -> RunConfig:
+    """A run file that names a store in which nothing is yet. Skips the test where the store cannot be had."""
+    store = cluster().new_database() if kind == "postgresql" else kind
+    return config(run={"dir": str(tmp_path)}, queue={"store": store})
 
 
 def active(run_config: RunConfig) -> Store:
@@ -89,7 +97,7 @@ def test_a_new_store_is_empty(store: Store) -> None:
 def test_what_is_stored_is_read_beside_the_queue(store: Store, run_config: RunConfig) -> None:
     decide(store, Decision((ticket(4),), run=RunState(version=9)))
     reader = stores.open_for_reading(run_config)
-    if not VARIANTS[run_config.queue.store]:
+    if not VARIANTS[run_config.queue.store_kind]:
         assert (reader.exists(), reader.run_state()) == (False, RunState())
         return
     assert reader.exists()
@@ -99,7 +107,7 @@ def test_what_is_stored_is_read_beside_the_queue(store: Store, run_config: RunCo
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_run_that_has_stored_nothing_has_no_ledger(kind: str, tmp_path: Path) -> None:
-    reader = stores.open_for_reading(config(run={"dir": str(tmp_path)}, queue={"store": kind}))
+    reader = stores.open_for_reading(with_store(kind, tmp_path))
     assert (reader.exists(), reader.run_state()) == (False, RunState())
     with pytest.raises(ConfigError, match=r"there is no ledger; has the run's queue been started|keeps no ledger"):
         reader.read_ledger()
@@ -200,7 +208,7 @@ def test_a_payload_goes_with_the_ticket_that_no_longer_holds_one(store: Store, s
 
 
 def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig) -> None:
-    if not VARIANTS[run_config.queue.store]:
+    if not VARIANTS[run_config.queue.store_kind]:
         pytest.skip("nothing can fail in memory")
     commit(store, ticket(0))
     before = store.load()
@@ -254,7 +262,7 @@ def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunC
     before = store.load()
     store.close()
     again = active(run_config)
-    if VARIANTS[run_config.queue.store]:
+    if VARIANTS[run_config.queue.store_kind]:
         assert again.load() == before
         assert again.payloads(["0.0"]) == {"0.0": Payload.of(b"group")}
     else:

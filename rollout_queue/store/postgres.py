@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from itertools import islice
 from typing import Any, NoReturn, TypeVar
 from uuid import uuid4
 
@@ -29,7 +30,7 @@ from rollout_queue.store.postgres_database import (
     one_line,
     try_lock,
 )
-from rollout_queue.store.sql import Query, SqlStore, Write, writes
+from rollout_queue.store.sql import TABLES, Query, Row, SqlStore, Write, insert, writes
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,14 @@ T = TypeVar("T")
 
 # Seconds for which a lost connection is sought again before the queue ends, and the pauses between the tries.
 MAX_LOST_S = 60.0
-_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 2.0
+_FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 
 # Errors that pass: the connection, its server, or the server's resources are gone for a while; or the server can only
 # be read, as one that is not the primary any more.
 _PASSING = ("08", "57P01", "57P02", "57P03", "53300", "40001", "40P01", "25006")
+
+# Rows that are in memory at a time while a store is filled.
+_ROWS = 64
 
 _COMMIT = b"UPDATE owner SET commit_id = %s, seen_at = clock_timestamp(), held = (epoch = %s)"
 _SEEN = b"UPDATE owner SET seen_at = clock_timestamp() WHERE epoch = %s"
@@ -89,6 +93,25 @@ class PostgresStore(SqlStore):
     def size(self) -> StoreSize:
         ((found,),) = self._ride_out(lambda db: db.execute(_SIZE).fetchall())
         return StoreSize(found)
+
+    def fill(self, rows_of: Callable[[str], Iterator[Row]]) -> dict[str, int]:
+        """Put every row of another store into this one, which has none. Return the number of rows of each table.
+
+        Args:
+            rows_of: Returns the rows of one of `sql.TABLES`.
+        """
+
+        def copy(db: Connection) -> dict[str, int]:
+            with db.transaction(), db.cursor() as cursor:
+                done = {}
+                for table in TABLES:
+                    rows, done[table] = rows_of(table), 0
+                    while some := list(islice(rows, _ROWS)):
+                        cursor.executemany(adapted(insert(table)), some)
+                        done[table] += len(some)
+                return done
+
+        return self._ride_out(copy)
 
     def close(self) -> None:
         if self._db is not None:

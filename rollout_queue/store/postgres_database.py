@@ -23,6 +23,9 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
+# It warns of each broken connection, which the store rides out and reports itself.
+logging.getLogger("psycopg").setLevel(logging.ERROR)
+
 Connection = psycopg.Connection[tuple[Any, ...]]
 
 # Seconds until a connection is given up. Both ends notice the other's machine gone: the server then frees the lock.
@@ -82,12 +85,15 @@ class Database:
         run: Name of the run.
 
     Attributes:
+        run: As given.
+        schema: The schema's name.
         name: Names database and schema to people.
     """
 
     def __init__(self, queue: QueueSection, run: str) -> None:
         self._url = queue.store
         self._password = queue.store_password
+        self.run = run
         self.schema = schema_of(run)
         self.name = f"{self._url} (schema {self.schema})"
 
@@ -109,6 +115,8 @@ class Database:
             # The types of its parameters are part of a prepared statement, and a small number is of another one.
             db.adapters.register_dumper(int, Int8BinaryDumper)
             settings = {"search_path": f'"{self.schema}"', "jit": "off", "tcp_user_timeout": _TCP_USER_TIMEOUT_MS}
+            # Without statistics, as after a quick start, PostgreSQL takes "below a mark" for a third of the table.
+            settings["enable_seqscan"] = "off"
             settings |= {f"tcp_{name}": value for name, value in _KEEPALIVES.items()}
             calls = ", ".join("set_config(%s, %s, false)" for _ in settings)
             db.execute(f"SELECT {calls}".encode(), [str(part) for pair in settings.items() for part in pair])

@@ -1,6 +1,7 @@
 """Stores everything in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
 
-`synchronous=NORMAL`: a power cut may lose the newest commits, but never leaves half of one.
+A power cut never leaves half of a commit. It may lose the newest ones, but none before the newest that changed the run,
+as each step does (`synchronous=FULL`): a checkpoint is never ahead of the store.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ class SqliteStore(SqlStore):
         self._path = path
         self._epoch = 0
         self._watch: FileWatch | None = None
+        self._synced = False
         with contextlib.ExitStack() as stack:
             self._db = stack.enter_context(opened(path))
             self._opened = stack.pop_all()
@@ -51,6 +53,7 @@ class SqliteStore(SqlStore):
             raise AssertionError("a store is acquired before the first commit")
         self._watch.check()
         with self._guard():
+            self._sync_to_disk(changes.run is not None)
             self._db.execute("BEGIN IMMEDIATE")
             owned = self._db.execute("UPDATE owner SET seen_at = ? WHERE epoch = ?", (time.time(), self._epoch))
             if owned.rowcount != 1:
@@ -71,6 +74,11 @@ class SqliteStore(SqlStore):
 
     def close(self) -> None:
         self._opened.close()
+
+    def _sync_to_disk(self, wanted: bool) -> None:
+        if wanted != self._synced:
+            self._db.execute(f"PRAGMA synchronous = {'FULL' if wanted else 'NORMAL'}")
+            self._synced = wanted
 
     def _read(self, of: Callable[[Query], T]) -> T:
         with self._guard():

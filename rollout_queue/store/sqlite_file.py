@@ -44,6 +44,17 @@ def failed(path: Path, error: sqlite3.Error) -> StoreError:
 
 
 @contextlib.contextmanager
+def only_queue(path: Path) -> Iterator[None]:
+    """Hold the lock file beside the file. Raises `ConfigError` if a queue does."""
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(hold_lock_file(path.with_suffix(".lock")))
+        except BlockingIOError:
+            raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+        yield
+
+
+@contextlib.contextmanager
 def opened(path: Path) -> Iterator[sqlite3.Connection]:
     """Open the file for a queue: create, check or migrate it. A lock file allows one queue.
 
@@ -52,10 +63,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
         StoreError: It cannot be used now, as while another program has it locked.
     """
     with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(hold_lock_file(path.with_suffix(".lock")))
-        except BlockingIOError:
-            raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+        stack.enter_context(only_queue(path))
         log = Path(f"{path}{LOG}")
         # SQLite would throw such a log away, and begin anew.
         if path.exists() and not path.stat().st_size and log.exists() and log.stat().st_size:
@@ -118,6 +126,12 @@ def check_sound(db: sqlite3.Connection, path: Path) -> None:
         # SQLite says so, too, if it was interrupted while it wrote down what it found.
         if faults and faults != ["interrupted"]:
             raise ConfigError(f"{path} is damaged, in its {table}: {faults[0].splitlines()[-1]}; {restore(path)}")
+
+
+def count_rows(db: sqlite3.Connection) -> dict[str, int]:
+    """Return the number of rows of each table."""
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    return {name: db.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in names}
 
 
 class FileWatch:

@@ -12,7 +12,7 @@ from rollout_queue.ledger.records import RunState
 from rollout_queue.store import sql
 from rollout_queue.store.base import LedgerRow
 from rollout_queue.store.migrations import layout_of
-from rollout_queue.store.sqlite_file import check_layout
+from rollout_queue.store.sqlite_file import INDEX, LOG, check_layout, count_rows, only_queue
 
 
 class SqliteReader:
@@ -36,8 +36,23 @@ class SqliteReader:
         with self._opened("cannot be read as a run's store", "; move it away") as db:
             return sql.run_state(db.execute) if layout_of(db) else RunState()
 
-    def set_aside(self, name: str) -> None:
-        """Do nothing: the file is one of the run directory's."""
+    def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
+        if not self.exists():
+            raise ConfigError(f"{self._path}: there is no store; has the run's queue been started?")
+        with self._opened("cannot be read as a run's store") as db:
+            db.execute("BEGIN")
+            rows = count_rows(db)
+            db.backup(target)
+        return rows
+
+    def set_aside(self, folder: Path) -> None:
+        with only_queue(self._path):
+            for path in (self._path, *(Path(f"{self._path}{end}") for end in (LOG, INDEX))):
+                if path.exists():
+                    try:
+                        path.rename(folder / path.name)
+                    except OSError as error:
+                        raise ConfigError(f"{path}: cannot be moved to {folder}: {error.strerror}") from error
 
     @contextlib.contextmanager
     def _opened(self, fault: str, remedy: str = "") -> Iterator[sqlite3.Connection]:

@@ -99,7 +99,7 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
     config = holding(run_file, store=0)
     store = SqliteStore(config.run_dir / FILE_NAME)
     try:
-        with pytest.raises(ConfigError, match=r"a queue still runs in .*small; stop it, or choose another name"):
+        with pytest.raises(ConfigError, match=r"small/queue\.db is in use by another queue: stop that one"):
             run_directory.clear(config)
         assert (config.run_dir / FILE_NAME).exists()
     finally:

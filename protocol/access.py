@@ -219,14 +219,11 @@ class Route:
     path: str
     roles: tuple[Role, ...] | None
 
-    def matches(self, method: str, path: str) -> bool:
-        """Tell whether a request for `path` with `method` is one for this route."""
-        if method != self.method:
-            return False
-        parts, given = self.path.split("/"), path.split("/")
-        return len(parts) == len(given) and all(
-            bool(found) if part.startswith("{") else part == found for part, found in zip(parts, given, strict=True)
-        )
+    @property
+    def place(self) -> tuple[str, str | None]:
+        """What stands before the name in the path and what behind it; None for a path without a name."""
+        before, _, rest = self.path.partition("{")
+        return before, rest.partition("}")[2] if rest else None
 
 
 _WORKER: tuple[Role, ...] = ("worker",)
@@ -283,11 +280,31 @@ ROUTES = (
 )
 
 
+def _by_place() -> dict[tuple[str, str | None], dict[str, Route]]:
+    found: dict[tuple[str, str | None], dict[str, Route]] = {}
+    for route in ROUTES:
+        found.setdefault(route.place, {})[route.method] = route
+    return found
+
+
+_BY_PLACE = _by_place()
+
+
+def find(path: str) -> tuple[Mapping[str, Route], str]:
+    """Return the routes of a path by their methods, and the name in it; no routes if none is declared."""
+    if (routes := _BY_PLACE.get((path, None))) is not None:
+        return routes, ""
+    _, version, kind, *rest = path.split("/", 4) if path.count("/") > 2 else ("", "", "", "")
+    name = rest[0] if rest else ""
+    behind = f"/{rest[1]}" if len(rest) > 1 else ""
+    return (_BY_PLACE.get((f"/{version}/{kind}/", behind), {}), name) if name else ({}, "")
+
+
 def roles_of(method: str, path: str) -> tuple[Role, ...] | None:
     """Return the roles whose tokens open a route of the queue; None where it needs no token.
 
     A route that is not declared changes the run, for all that is known: it is the learner's.
     """
     # HEAD needs the same role as GET.
-    asked = "GET" if method == "HEAD" else method
-    return next((route.roles for route in ROUTES if route.matches(asked, path)), _LEARNER)
+    route = find(path)[0].get("GET" if method == "HEAD" else method)
+    return _LEARNER if route is None else route.roles

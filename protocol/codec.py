@@ -94,6 +94,8 @@ def _heads() -> list[_Head]:
 
 _HEADS = _heads()
 _EXTENSION = dict.fromkeys((0xC7, 0xC8, 0xC9), 1)  # the type, after the length
+# Bytes of a value of fixed length, by its first; 0 for the others.
+_SKIP = [0 if head.width or head.each else 1 + head.length for head in _HEADS]
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
@@ -126,34 +128,44 @@ def shape(data: bytes, limit: Shape) -> Shape:
 
     Args:
         data: msgpack.
-        limit: Reading stops as soon as one of its bounds is exceeded.
+        limit: Reading stops as soon as one of its bounds is exceeded, by what a container says that it holds.
 
     Raises:
         DecodeError: `data` ends within a value.
     """
+    max_items, max_containers, max_depth = limit
     position = items = containers = depth = 0
-    left = [1]  # values still to come: of the whole, and of each container that is open
+    outer: list[int] = []  # values still to come in the containers around this one
+    left = 1
     try:
-        while left and items <= limit.items and containers <= limit.containers and depth <= limit.depth:
-            if not left[-1]:
-                left.pop()
-                continue
-            left[-1] -= 1
-            items += 1
-            first = data[position]
-            position += 1
-            length, width, each = _HEADS[first]
-            if width:
-                length = int.from_bytes(data[position : position + width])
-                position += width
-            if each:
-                containers += 1
-                left.append(length * each)
-                depth = max(depth, len(left) - 1)
-            else:
-                position += length + _EXTENSION.get(first, 0)
-            if position > len(data):
-                raise IndexError
+        while True:
+            while left:
+                left -= 1
+                items += 1
+                first = data[position]
+                skip = _SKIP[first]
+                if skip:
+                    position += skip
+                    continue
+                length, width, each = _HEADS[first]
+                position += 1
+                if width:
+                    length = int.from_bytes(data[position : position + width])
+                    position += width
+                if each:
+                    outer.append(left)
+                    left = length * each
+                    containers += 1
+                    depth = max(depth, len(outer))
+                    if items + left > max_items or containers > max_containers or depth > max_depth:
+                        return Shape(items + left, containers, depth)
+                else:
+                    position += length + _EXTENSION.get(first, 0)
+            if not outer:
+                break
+            left = outer.pop()
+        if position > len(data):
+            raise IndexError
     except IndexError:
         raise DecodeError(f"not msgpack: it ends within a value, after {len(data)} bytes") from None
     return Shape(items, containers, depth)

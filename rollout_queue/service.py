@@ -63,6 +63,7 @@ class _Server(uvicorn.Server):
                 ws="none",
                 limit_concurrency=max_connections(),
                 access_log=False,
+                proxy_headers=False,
                 log_level="warning",
                 timeout_keep_alive=_IDLE_CONNECTION_S,
                 timeout_graceful_shutdown=_GRACE_S,

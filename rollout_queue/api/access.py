@@ -4,76 +4,79 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
-
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from protocol import access, reasons
 from protocol.client import JSON, MSGPACK
-from rollout_queue.api import requests
 from rollout_queue.ledger.records import Refusal
 
-_READS = ("GET", "HEAD")
+_OURS = (JSON, MSGPACK)
+
+_READ_HEADERS = frozenset(
+    {b"host", b"origin", b"authorization", b"content-length", b"transfer-encoding", b"content-type"}
+)
 
 
-class RoleTokens:
-    """ASGI middleware: refuses requests without the token of a role that its route allows, or the run's secret.
+class Gate:
+    """Decides from a request's head, before any of its body is read, whether its sender may ask for a route.
 
-    It decides from `access.Route` and the headers, before any body is read. Raises `TokenError` if `secret` is a
-    role's token.
-    """
-
-    def __init__(self, app: ASGIApp, secret: str) -> None:
-        self._app = app
-        self._ring = access.AccessTokens(secret)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (roles := access.roles_of(scope["method"], scope["path"])) is not None:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            denied = self._ring.denied(given, roles, f"{scope['method']} {scope['path'][:200]}", "queue")
-            if denied is not None:
-                if denied.status == 403:
-                    refusal = Refusal(reasons.WRONG_ROLE, denied.message)
-                else:
-                    refusal = Refusal(reasons.UNAUTHORIZED, denied.message)
-                await requests.error_response(refusal)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-class NoWebPages:
-    """ASGI middleware: refuses requests that a page in a browser could send (ORIGIN).
-
-    A page can send to loopback what a form can send: another content type than ours, and an `Origin` that is not the
-    queue's.
+    With a secret: holders of the token of a role that the route allows. Without one: what a page in a browser cannot
+    send, which is another content type than a form's and no `Origin` but the queue's.
 
     Args:
+        secret: The run's secret; None for none. Raises `TokenError` if it is a role's token.
         hosts: Names of the queue. Another name in `Host` is that of a page whose name was resolved to this machine.
-            None allows every name: then a token is needed, which no page has.
     """
 
-    def __init__(self, app: ASGIApp, hosts: frozenset[str] | None) -> None:
-        self._app = app
+    def __init__(self, secret: str | None, hosts: frozenset[str]) -> None:
+        self._ring = access.AccessTokens(secret) if secret else None
         self._hosts = hosts
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != access.HEALTH:
-            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
-            wrong = self._wrong_host(headers.get(b"host", ""))
-            if wrong is None and scope["method"] not in _READS:
-                wrong = _wrong_origin(headers) or _wrong_type(headers)
-            if wrong is not None:
-                await requests.error_response(Refusal(reasons.ORIGIN, wrong))(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
+    def check(
+        self, route: access.Route | None, asked: str, headers: Sequence[tuple[bytes, bytes]], reads: bool
+    ) -> None:
+        """Refuse a request (UNAUTHORIZED, WRONG_ROLE, ORIGIN).
 
-    def _wrong_host(self, given: str) -> str | None:
-        if self._hosts is None or (name := _name(given)) in self._hosts or _is_loopback(name):
-            return None
-        return (
-            f"Host is {given[:200]!r}, which is not a name of this machine: use {', '.join(sorted(self._hosts))}, or "
-            f"set a token (SLIPSTREAM_TOKEN or queue.token)"
-        )
+        Args:
+            route: The declared route; None for one that is not, which needs a learner's token.
+            asked: Method and path, for the message.
+            headers: As ASGI gives them.
+            reads: Whether the method changes nothing.
+        """
+        roles = ("learner",) if route is None else route.roles
+        given = {name: value for name, value in headers if name in _READ_HEADERS}
+        if self._ring is None:
+            if route is not access.READ_HEALTH:
+                self._check_page(given, reads)
+        elif roles is not None:
+            denied = self._ring.denied(given.get(b"authorization", b""), roles, asked, "queue")
+            if denied is not None:
+                if denied.status == 403:
+                    raise Refusal(reasons.WRONG_ROLE, denied.message)
+                raise Refusal(reasons.UNAUTHORIZED, denied.message)
+
+    def _check_page(self, headers: Mapping[bytes, bytes], reads: bool) -> None:
+        host = headers.get(b"host", b"").decode("latin-1")
+        name = _name(host)
+        if name not in self._hosts and not _is_loopback(name):
+            raise Refusal(
+                reasons.ORIGIN,
+                f"Host is {host[:200]!r}, which is not a name of this machine: use {', '.join(sorted(self._hosts))}, "
+                f"or set a token (SLIPSTREAM_TOKEN or queue.token)",
+            )
+        if reads:
+            return
+        origin = headers.get(b"origin", b"").decode("latin-1")
+        if origin and origin.partition("://")[2].lower() != host.lower():
+            raise Refusal(
+                reasons.ORIGIN, f"Origin is {origin[:200]!r}: a page from elsewhere may not change anything here"
+            )
+        has_body = headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in headers
+        kind = headers.get(b"content-type", b"").decode("latin-1")
+        if has_body and kind not in _OURS and kind.partition(";")[0].strip().lower() not in _OURS:
+            raise Refusal(reasons.ORIGIN, f"Content-Type is {kind[:200]!r}: send {JSON} (groups: {MSGPACK})")
 
 
 def names_of_this_machine(host: str) -> frozenset[str]:
@@ -81,22 +84,7 @@ def names_of_this_machine(host: str) -> frozenset[str]:
     return frozenset({host.lower(), "localhost", "127.0.0.1", "::1", socket.gethostname().lower()})
 
 
-def _wrong_origin(headers: dict[bytes, str]) -> str | None:
-    origin = headers.get(b"origin")
-    if origin is None or origin.partition("://")[2].lower() == headers.get(b"host", "").lower():
-        return None
-    return f"Origin is {origin[:200]!r}: a page from elsewhere may not change anything here"
-
-
-def _wrong_type(headers: dict[bytes, str]) -> str | None:
-    if headers.get(b"content-length", "0") == "0" and b"transfer-encoding" not in headers:
-        return None
-    given = headers.get(b"content-type", "")
-    if given.partition(";")[0].strip().lower() in (JSON, MSGPACK):
-        return None
-    return f"Content-Type is {given[:200]!r}: send {JSON} (groups: {MSGPACK})"
-
-
+@lru_cache(maxsize=64)
 def _name(host: str) -> str:
     """Return the name or address in a `Host` header without its port; empty if there is none."""
     try:
@@ -105,6 +93,7 @@ def _name(host: str) -> str:
         return ""
 
 
+@lru_cache(maxsize=64)
 def _is_loopback(name: str) -> bool:
     try:
         return ipaddress.ip_address(name).is_loopback

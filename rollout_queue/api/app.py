@@ -13,8 +13,11 @@ from fastapi import APIRouter, FastAPI, Request, Response
 from protocol import access, reasons
 from protocol.client import JSON
 from protocol.config import RunConfig
+from protocol.rollouts import RolloutView
+from protocol.status import Status
 from rollout_queue.api import learner_routes, requests, worker_routes
-from rollout_queue.api.access import NoWebPages, RoleTokens, names_of_this_machine
+from rollout_queue.api.access import Gate, names_of_this_machine
+from rollout_queue.api.entrance import Entrance
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
 from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker
@@ -25,28 +28,39 @@ from rollout_queue.store.base import Store
 
 _MAX_ROLLOUTS = 256
 
+# The requests that carry groups and keep workers and learner alive.
+_FLEETS = (
+    access.DRAW_TICKETS,
+    access.FAIL_TICKET,
+    access.HEARTBEAT,
+    access.SUBMIT_GROUP,
+    access.LEASE,
+    access.ACKNOWLEDGE,
+    access.RENEW_LEASE,
+)
+
 _MAX_BYTES_OF_BODIES = 256 * 1024**2
 
 router = APIRouter()
 
 
-@handles(router, access.READ_HEALTH)
+@handles(router, access.READ_HEALTH, answers={200: str})
 async def health() -> Response:
     """Answer while the process is alive, even if its store has failed."""
     return Response("ok")
 
 
-@handles(router, access.READ_READY)
+@handles(router, access.READ_READY, answers={200: str})
 async def ready(broker: ReadyBroker) -> Response:
     return Response("ok")
 
 
-@handles(router, access.READ_STATUS)
+@handles(router, access.READ_STATUS, answers={200: Status})
 async def read_status(broker: ReadyBroker) -> Response:
     return reply_json(status.assemble(broker))
 
 
-@handles(router, access.READ_ROLLOUTS)
+@handles(router, access.READ_ROLLOUTS, answers={200: list[RolloutView]})
 async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     """Answer recent rollouts as a list of `RolloutView`.
 
@@ -61,7 +75,7 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     return Response(seen.json(min(int(limit), _MAX_ROLLOUTS), worst), media_type=JSON)
 
 
-@handles(router, access.READ_METRICS)
+@handles(router, access.READ_METRICS, answers={200: str})
 async def read_metrics(broker: ReadyBroker) -> Response:
     return Response(prometheus.render(status.assemble(broker)), media_type=prometheus.CONTENT_TYPE)
 
@@ -81,7 +95,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
     requests.install_error_bodies(app)
     for routes in (worker_routes.router, learner_routes.router, router):
         app.include_router(routes)
-    app.add_middleware(NoWebPages, hosts=None if config.token else names_of_this_machine(config.queue.host))
-    if config.token:
-        app.add_middleware(RoleTokens, secret=config.token)
+    gate = Gate(config.token, names_of_this_machine(config.queue.host))
+    handlers = {route: requests.ENDPOINTS[route].handler for route in _FLEETS}
+    app.add_middleware(Entrance, gate=gate, broker=broker, handlers=handlers)
     return app

@@ -5,7 +5,8 @@ A body is bounded before it is decoded (its own bytes, and those of all bodies b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
 
@@ -44,9 +45,31 @@ _TEXT_FIELDS = {"detail", "reason", "rollout", "text", "what"}  # for people to 
 H = TypeVar("H", bound=Callable[..., Any])
 
 
-def handles(router: APIRouter, route: access.Route) -> Callable[[H], H]:
-    """Register the decorated handler for a declared route."""
-    return router.api_route(route.path, methods=[route.method])
+@dataclass(frozen=True)
+class Endpoint:
+    """Handles a declared route. `takes`: type of the message in the body; bytes for a group, None for none.
+    `answers`: types of the answers that are no error, by status; None for one without a body."""
+
+    route: access.Route
+    handler: Callable[..., Any]
+    takes: Any
+    answers: Mapping[int, Any]
+
+
+ENDPOINTS: dict[access.Route, Endpoint] = {}
+
+
+def handles(
+    router: APIRouter, route: access.Route, takes: Any = None, answers: Mapping[int, Any] | None = None
+) -> Callable[[H], H]:
+    """Register the decorated handler for a declared route; see `Endpoint`."""
+
+    def register(handler: H) -> H:
+        ENDPOINTS[route] = Endpoint(route, handler, takes, answers or {200: None})
+        registered: H = router.api_route(route.path, methods=[route.method])(handler)
+        return registered
+
+    return register
 
 
 async def _ready_broker(request: Request) -> Broker:
@@ -111,12 +134,16 @@ class ByteShare:
         self._budget.give_back(self._taken)
 
 
-async def _byte_budget(request: Request) -> ByteBudget:
-    budget: ByteBudget = request.app.state.bodies
-    return budget
+def has_left(request: Request) -> Callable[[], Awaitable[bool]]:
+    """Return a function that tells whether the sender of a request has hung up."""
+    cycle: Any = getattr(request.receive, "__self__", None)  # uvicorn's, which knows without waiting for a message
+    if not hasattr(cycle, "disconnected"):
+        return request.is_disconnected
 
+    async def asked() -> bool:
+        return bool(cycle.disconnected)
 
-Bodies = Annotated[ByteBudget, Depends(_byte_budget)]
+    return asked
 
 
 async def read_body(request: Request, limit: int, remedy: str, share: ByteShare | None = None) -> bytes:
@@ -133,14 +160,19 @@ async def read_body(request: Request, limit: int, remedy: str, share: ByteShare 
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise Refusal(reasons.TOO_LARGE, f"the body has {declared} bytes, allowed are {limit}: {remedy}")
-    body = bytearray()
-    async for chunk in request.stream():
+    chunks, size, more = [], 0, True
+    while more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        chunk, more = message.get("body", b""), message.get("more_body", False)
         if share is not None:
             share.grow(len(chunk))
-        body += chunk
-        if len(body) > limit:
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > limit:
             raise Refusal(reasons.TOO_LARGE, f"the body has more than the {limit} bytes that are allowed: {remedy}")
-    return bytes(body)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 async def read_json(request: Request, kind: Any) -> Any:
@@ -253,7 +285,7 @@ def error_response(refusal: Refusal) -> Response:
         headers["Retry-After"] = f"{refusal.retry_after_s:g}"
     if refusal.reason == reasons.UNAUTHORIZED:
         headers["WWW-Authenticate"] = "Bearer"
-    return _error(HTTP_STATUS[refusal.reason], ErrorBody(refusal.reason, refusal.message), headers)
+    return error(HTTP_STATUS[refusal.reason], ErrorBody(refusal.reason, refusal.message), headers)
 
 
 def install_error_bodies(app: FastAPI) -> None:
@@ -264,14 +296,14 @@ def install_error_bodies(app: FastAPI) -> None:
         return error_response(error)
 
     @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {error.detail}"
-        return _error(error.status_code, ErrorBody(reasons.http(error.status_code), message))
+    async def http_error(request: Request, raised: HTTPException) -> Response:
+        message = f"{request.method} {request.url.path}: {raised.detail}"
+        return error(raised.status_code, ErrorBody(reasons.http(raised.status_code), message))
 
     @app.exception_handler(ClientDisconnect)
     async def hung_up(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=400)  # nobody is there to read it
 
 
-def _error(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
+def error(status: int, body: ErrorBody, headers: Mapping[str, str] | None = None) -> Response:
     return Response(codec.encode_json(body), status, headers=headers, media_type=JSON)

@@ -24,6 +24,7 @@ from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from protocol.versions import new_run_id
 from rollout_queue.broker.clock import TICK_S, Clock
+from rollout_queue.broker.fresh import FreshGroups
 from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
@@ -71,6 +72,7 @@ class Broker:
         self.groups_came = WakeUp()
         self.evaluations_ended = WakeUp()
         self.line = TicketLine(lambda: self.grant().count)
+        self.fresh = FreshGroups()
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
@@ -233,6 +235,9 @@ class Broker:
         decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.clock.wall())
         check_range(decision)
         commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
+        self.fresh.changed(decision.tickets)
+        for name, body in (payloads or {}).items():
+            self.fresh.add(name, body)
         session, had_tickets = self.ledger.run.session, self._evaluations_with_tickets()
         try:
             self.ledger.apply(decision, self.now)

@@ -152,13 +152,15 @@ async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> di
     A group that the store has lost or damaged is dropped, and people are told.
     """
 
+    sound = {record.id: body for record in records if (body := broker.fresh.get(record.id)) is not None}
+    others = [record.id for record in records if record.id not in sound]
+
     def read() -> dict[str, bytes]:
-        found = broker.store.payloads([record.id for record in records])
+        found = broker.store.payloads(others)
         return {name: payload.body for name, payload in found.items() if payload.is_sound}
 
-    if not records:
-        return {}
-    sound = await broker.writer.read(read)
+    if others:
+        sound |= await broker.writer.read(read)
     if len(sound) < len(records):
         async with broker.lock:
             held = [broker.ledger.get(record.id, TicketState.LEASED) for record in records if record.id not in sound]

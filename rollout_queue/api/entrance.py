@@ -1,0 +1,71 @@
+"""What every request meets first: its route is found and its sender checked, once; the fleet's requests are answered.
+
+Four requests carry a group, so those of workers and learner go straight to their handlers. The others, which people and
+monitors send, go on to FastAPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import Response
+from starlette.requests import ClientDisconnect, Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from protocol import access, reasons
+from protocol.messages import ErrorBody
+from rollout_queue.api import requests
+from rollout_queue.api.access import Gate
+from rollout_queue.broker.broker import Broker
+from rollout_queue.ledger.records import Refusal
+
+Handler = Callable[..., Awaitable[Response]]
+
+
+class Entrance:
+    """ASGI middleware.
+
+    Args:
+        app: Gets every request that is let in and has no handler here.
+        gate: Decides who is let in.
+        broker: Passed to the handlers.
+        handlers: Take the request, the broker, and the name in the path where there is one.
+    """
+
+    def __init__(self, app: ASGIApp, gate: Gate, broker: Broker, handlers: Mapping[access.Route, Handler]) -> None:
+        self._app = app
+        self._gate = gate
+        self._broker = broker
+        self._handlers = handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        routes, name = access.find(path)
+        route = routes.get("GET" if method == "HEAD" else method)
+        response: Response
+        try:
+            self._gate.check(route, f"{method} {path[:200]}", scope["headers"], method in ("GET", "HEAD"))
+            if route is None and routes:
+                response = _not_allowed(method, path, routes)
+            elif route is None or (handle := self._handlers.get(route)) is None:
+                # The server sends no body in answer to HEAD.
+                await self._app({**scope, "method": "GET"} if method == "HEAD" else scope, receive, send)
+                return
+            else:
+                self._broker.check_ready()
+                request = Request(scope, receive)
+                response = await (handle(request, self._broker, name) if name else handle(request, self._broker))
+        except Refusal as refusal:
+            response = requests.error_response(refusal)
+        except ClientDisconnect:
+            response = Response(status_code=400)  # nobody is there to read it
+        await response(scope, receive, send)
+
+
+def _not_allowed(method: str, path: str, routes: Mapping[str, access.Route]) -> Response:
+    allowed = sorted({*routes, *(["HEAD"] if "GET" in routes else [])})
+    text = f"{method} {path[:200]} is not a request of the queue's: it takes {', '.join(allowed)} there"
+    return requests.error(405, ErrorBody(reasons.http(405), text), {"Allow": ", ".join(allowed)})

@@ -1,0 +1,39 @@
+"""Keeps the groups that came last in memory, so that those that are leased soon need not be read from the store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollout_queue.ledger.records import TicketRecord, TicketState
+
+MAX_BYTES = 64 * 1024**2
+
+_LEASABLE = frozenset({TicketState.READY, TicketState.LEASED})
+
+
+class FreshGroups:
+    """Bodies of groups by ticket id, as they were submitted: the newest ones, up to `max_bytes` in total."""
+
+    def __init__(self, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._bodies: dict[str, bytes] = {}
+        self._bytes = 0
+
+    def add(self, ticket_id: str, body: bytes) -> None:
+        self._forget(ticket_id)
+        self._bodies[ticket_id] = body
+        self._bytes += len(body)
+        while self._bytes > self._max_bytes:
+            self._forget(next(iter(self._bodies)))
+
+    def get(self, ticket_id: str) -> bytes | None:
+        return self._bodies.get(ticket_id)
+
+    def changed(self, records: Iterable[TicketRecord]) -> None:
+        """Forget the groups that cannot be leased any more."""
+        for record in records:
+            if record.state not in _LEASABLE:
+                self._forget(record.id)
+
+    def _forget(self, ticket_id: str) -> None:
+        self._bytes -= len(self._bodies.pop(ticket_id, b""))

@@ -33,7 +33,8 @@ from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
+from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
@@ -44,7 +45,7 @@ URL = "http://127.0.0.1:8100"
 @asynccontextmanager
 async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
     """A broker with a learner session and a server that serves version 0."""
-    broker = Broker(config(**sections), SqliteStore(MEMORY), FakeTime().clock())
+    broker = Broker(config(**sections), MemoryStore(), FakeTime().clock())
     async with broker.running():
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):

@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_support import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands import look, queue
+from deploy.commands.arguments import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import SIGNALS, supervise

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.cli_support import reading
+from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
 from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
 from protocol.versions import new_run_id

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -131,11 +130,12 @@ class Unreachable(QueueError):
 
 
 class _Transient(Exception):
-    """A failure that may pass: no connection, a time-out or a 5xx. `pause_s`: how long the queue asks to wait."""
+    """A failure that may pass: no connection, a time-out or a 5xx. `retry_after_s`: when the queue wants to be asked
+    again."""
 
-    def __init__(self, text: str, pause_s: float | None = None) -> None:
-        super().__init__(text)
-        self.pause_s = pause_s
+    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
 
 
 class QueueClient:
@@ -203,7 +203,7 @@ class QueueClient:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
-        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
+        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], None)
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
         await self.call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
@@ -370,11 +370,11 @@ class QueueClient:
 
     def _pause_s(self, call: RetryCallState) -> float:
         """Return the seconds before the next try: random and growing, or what the queue asked for."""
-        error = call.outcome.exception() if call.outcome is not None else None
-        asked = error.pause_s if isinstance(error, _Transient) else None
         if self._urls.are_several:
             return _AMONG_SEVERAL(call)
-        return _ALONE(call) if asked is None else asked + random.random() * asked
+        error = call.outcome.exception() if call.outcome is not None else None
+        asked_s = error.retry_after_s if isinstance(error, _Transient) else None
+        return max(_ALONE(call), min(asked_s or 0.0, _MAX_PAUSE_S))
 
     async def _is_active(self, url: str) -> bool:
         """Tell whether the queue at a URL answers as the active one."""
@@ -416,8 +416,8 @@ class QueueClient:
         if status >= 500 and status not in _NO_QUEUES:
             self._urls.failed(url)
             why = _problem(status, body)
-            text = f"HTTP {status}" if why.reason == reasons.http(status) else why.message
-            raise _Transient(f"{asked}: {text}", retry_after_s)
+            text = f": {why.message}" if reasons.is_ours(why.reason) else ""
+            raise _Transient(f"{asked}: HTTP {status}{text}", retry_after_s)
         if status >= 400:
             problem = _problem(status, body)
             if problem.reason == reasons.GAVE_UP:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -36,6 +37,7 @@ from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
+from rollout_queue.store import check_beside_checkpoints
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
@@ -67,6 +69,7 @@ class Broker:
         self.closing = False
         self.active_url: str | None = None
         self.failure: StoreError | ConfigError | None = None
+        self._start = secrets.token_hex(4)
         self.lock = asyncio.Lock()
         self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
@@ -76,17 +79,21 @@ class Broker:
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
-        self.registry = WorkerRegistry()
+        self.registry = WorkerRegistry(config.queue.max_workers)
         self.early_failures = EarlyFailureCheck(config)
         # Notices name it in commands. Without `slipstream up` only the user knows its real name.
         run_file = config.run_file if config.run_file.is_file() else Path("run.toml")
         self.observations = Observations(
-            self.now, config.learner.groups_per_step, config.vllm.start_timeout_s, run_file
+            self.now,
+            config.learner.groups_per_step,
+            config.vllm.start_timeout_s,
+            config.queue.max_workers,
+            run_file,
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
-        self.writer = Writer(store, self._fail, lambda seconds, decisions: None)
+        self.writer = Writer(store, self._fail, self.observations.histograms.commit_s)
 
     @property
     def now(self) -> float:
@@ -142,6 +149,7 @@ class Broker:
 
     async def _load(self) -> None:
         contents = await self.writer.call(self.store.load)
+        check_beside_checkpoints(self.config, contents)
         if not contents.run.id:
             contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
             await self.writer.call(self.store.commit, Changes(run=contents.run))
@@ -172,7 +180,7 @@ class Broker:
         while True:
             due = loop.time() + TICK_S
             await asyncio.sleep(TICK_S)
-            self.observations.loop_lag_s = loop.time() - due
+            self.observations.histograms.loop_lag(max(0.0, loop.time() - due))
             _ = self.now
 
     async def _show_alive(self) -> None:
@@ -305,11 +313,12 @@ class Broker:
                 logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
+        workers = self.observations.workers
         return [
             name
             for name in self.ledger.drains
             if self.ledger.drains.is_over(name, self.now)
-            or not (self.observations.on_server(name, self.now) or self.to_be_judged(name))
+            or not (workers.count_on_server(name, self.now) or self.to_be_judged(name))
         ]
 
     def to_be_judged(self, server: str) -> bool:
@@ -332,6 +341,11 @@ class Broker:
             self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session
         )
         return self.admission.grant(load)
+
+    @property
+    def fleet_state(self) -> str:
+        """Names the state of the fleet: another after each change, and for each start of a queue."""
+        return f"{self._start}.{self.fleet.revision}"
 
     @property
     def learner_lives(self) -> bool:

@@ -13,7 +13,7 @@ from math import ceil
 import msgspec
 
 from protocol import reasons
-from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import Fingerprint, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
@@ -52,13 +52,13 @@ async def draw_tickets(
         for record in delivered:
             ledger.renew_ticket(record.id, broker.now)
         if delivered:
-            return _ticket_reply(broker, delivered)
+            return _ticket_reply(broker, request, delivered)
     began = broker.now
     deadline = began + min(request.wait_s, MAX_WAIT_S)
     with broker.line.place(worker, request.serving) as place:
         while True:
             _check_may_draw(broker, worker)
-            broker.observations.worker_seen(worker, broker.now)
+            broker.observations.workers.seen(worker, broker.now)
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
@@ -71,14 +71,16 @@ async def draw_tickets(
                         waits.end(worker)
                         break
             if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
-                return _ticket_reply(broker, [])
+                return _ticket_reply(broker, msgspec.structs.replace(request, fleet=""), [])
             grant = broker.grant()
             broker.admission.observe_refusal(grant)
             waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
             if broker.closing or not await place.wait(deadline - broker.now):
+                broker.observations.histograms.poll_s(broker.now - began)
                 return None
+    broker.observations.histograms.poll_s(broker.now - began)
     await commit
-    return _ticket_reply(broker, decision.tickets)
+    return _ticket_reply(broker, request, decision.tickets)
 
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
@@ -114,7 +116,8 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
         else:
             broker.ledger.renew_ticket(ticket_id, broker.now)
     run = broker.ledger.run
-    return WorkerReply(lost, broker.fleet.servers, run.finished, list(warnings), run.id)
+    servers = _fleet_for(broker, report.fleet)
+    return WorkerReply(lost, servers, run.finished, list(warnings), run.id, broker.fleet_state)
 
 
 async def sign_off(broker: Broker, worker_id: str) -> None:
@@ -214,7 +217,7 @@ def _issue(broker: Broker, place: Place, wanted: int) -> Decision:
     if not ledger.evaluations.open:
         count = min(wanted, permits)
         return tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
-    capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
+    capacity = broker.observations.workers.capacity_of(worker_id) or config.worker.episodes
     asking = evaluations.asking(config, ledger.run, worker_id, wanted, capacity)
     evaluated = evaluations.issue(ledger, broker.fleet.served_version, asking)
     episodes = evaluations.episodes_of(ledger, evaluated.tickets)
@@ -255,6 +258,11 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
     """Admit a worker and return its warnings, or refuse it (FINGERPRINT, SESSION_AWAITED) and free its tickets."""
     seen, notices = broker.observations, broker.observations.notices
+    try:
+        broker.registry.check_room(worker_id, broker.now)
+    except Refusal:
+        seen.connections.refuse(broker.now)
+        raise
     async with broker.lock:
         run = broker.ledger.run
         try:
@@ -269,7 +277,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             broker.apply(tickets.give_back(broker.ledger, worker_id))
             raise
         commit = broker.apply(admitted.decision)
-        broker.registry.add(worker_id, run.session)
+        broker.registry.add(worker_id, run.session, broker.now)
     await commit
     seen.session_came(worker_id)
     if admitted.data_changed is not None:
@@ -294,6 +302,11 @@ def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: s
         broker.wake_all()
 
 
-def _ticket_reply(broker: Broker, records: Sequence[TicketRecord]) -> TicketReply:
+def _ticket_reply(broker: Broker, request: TicketRequest, records: Sequence[TicketRecord]) -> TicketReply:
     messages = [tickets.message(broker.ledger, record) for record in records]
-    return TicketReply(messages, broker.fleet.servers, broker.ledger.run.id)
+    return TicketReply(messages, _fleet_for(broker, request.fleet), broker.ledger.run.id, broker.fleet_state)
+
+
+def _fleet_for(broker: Broker, known: str) -> list[Server] | None:
+    """Return the fleet for a worker that knows it in the state `known`; None if it is still in that state."""
+    return None if known == broker.fleet_state else broker.fleet.servers

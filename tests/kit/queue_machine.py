@@ -18,7 +18,7 @@ from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit.messages import SERVER
 
 
@@ -35,7 +35,7 @@ class SabotagedQueue(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = SqliteStore(MEMORY)
+        self.store = MemoryStore()
         self.now = 0.0
         self.crash_after_commit = False
         self.restart_queue()

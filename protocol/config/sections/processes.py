@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import AfterValidator, field_validator
 
@@ -31,6 +32,40 @@ def _checked_urls(value: str) -> str:
 
 QueueUrl = Annotated[str, AfterValidator(_checked_urls)]
 
+STORES = ("sqlite", ":memory:", "postgresql")
+
+# A login ends at the last @, so that none of a password is left that should have been percent-encoded.
+_POSTGRES = re.compile(r"postgres(?:ql)?://(?:(?P<login>.*)@)?(?P<rest>[^?@]*)(?:\?(?P<query>[^@]*))?")
+
+
+class StoreName(str):
+    """The value of `queue.store`: what is printed, written and sent of it holds no password.
+
+    Attributes:
+        password: That of a URL; None if it held none.
+    """
+
+    password: str | None
+
+    def __new__(cls, value: str) -> Self:
+        """Take the password out of a URL. Raises `ValueError` for what names no store."""
+        if isinstance(value, cls):
+            return value
+        password = None
+        if value not in STORES[:2]:
+            found = _POSTGRES.fullmatch(value)
+            if found is None:
+                raise ValueError(f"must be {', '.join(map(repr, STORES[:2]))} or a URL postgresql://host/database")
+            user, colon, given = (found["login"] or "").partition(":")
+            query = parse_qsl(found["query"] or "", keep_blank_values=True)
+            password = unquote(given) if colon else dict(query).get("password")
+            value = f"postgresql://{user}{'@' if user else ''}{found['rest']}"
+            if kept := urlencode([pair for pair in query if "password" not in pair[0]], safe="/"):
+                value += f"?{kept}"
+        self = super().__new__(cls, value)
+        self.password = password
+        return self
+
 
 class QueueSection(Section):
     host: Host = setting(
@@ -54,10 +89,11 @@ class QueueSection(Section):
         why="loopback needs no token; on every other address the start is refused without one",
         repr=False,
     )
-    store: Literal["sqlite", ":memory:"] = setting(
+    store: str = setting(
         "sqlite",
-        description="sqlite survives kill -9; :memory: is for throw-away runs",
-        why="a crash of any process loses nothing",
+        description="sqlite survives kill -9; postgresql://host/database survives the queue's machine, too, and lets "
+        "other queues stand by; :memory: is for throw-away runs",
+        why="a crash of any process loses nothing, and nothing else is needed",
     )
     capacity_groups: Count = setting(
         10_000,
@@ -68,6 +104,16 @@ class QueueSection(Section):
         2 * 1024**3,
         description="maximum bytes of groups that the queue holds",
         why="fits the memory and disk of a small machine",
+    )
+    max_workers: int = setting(
+        2048,
+        ge=1,
+        le=100_000,
+        description="maximum number of workers, with 4 connections of each; needs 6 file descriptors a worker and 672 "
+        "more, and is lowered to what the process may open; the learner, servers and operators have connections of "
+        "their own",
+        why="far more than one learner's fleet, since a worker runs hundreds of episodes; a bound of memory and "
+        "descriptors, not a throttle",
     )
     max_group_bytes: Bytes = setting(
         64 * 1024**2, description="largest group that the queue accepts", why="16 rollouts of 400,000 tokens"
@@ -130,6 +176,21 @@ class QueueSection(Section):
         if value != "auto" and not is_number(value, above=0, maximum=10_000):
             raise ValueError("must be 'auto' or a number above 0 and at most 10000")
         return value
+
+    @field_validator("store")
+    @classmethod
+    def _store_is_known(cls, value: str) -> str:
+        return StoreName(value)
+
+    @property
+    def store_kind(self) -> str:
+        """Which of the stores it is: `sqlite`, `:memory:` or `postgresql`."""
+        return self.store.partition("://")[0]
+
+    @property
+    def store_password(self) -> str | None:
+        """The password that stood in `store`, which itself holds none."""
+        return self.store.password if isinstance(self.store, StoreName) else None
 
     @property
     def address(self) -> str:

@@ -121,7 +121,7 @@ def test_what_does_not_fit_together_is_said_of_where_it_was_given(
         ("weight_sync.probe_tolerance = 0", "probe_tolerance = 0: must be 'auto' or a number above 0 and at most 1000"),
         ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
-        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
+        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite', ':memory:' or a URL"),
         ("rollout.group_size = 1", "rollout.group_size = 1: must be at least 2"),
         ("rollout.temperature = 0", "rollout.temperature = 0: must be at least 0.01"),
         ('rollout.temperature = "hot"', 'rollout.temperature = "hot": must be a number'),

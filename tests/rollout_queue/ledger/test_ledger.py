@@ -30,7 +30,7 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
@@ -551,7 +551,7 @@ def test_the_queue_knows_the_sessions_of_the_time_line_that_survives() -> None:
 
 
 def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten() -> None:
-    store = SqliteStore(MEMORY)
+    store = MemoryStore()
     bench = Bench()
     bench.groups(1)
     bench.step(1)

@@ -22,7 +22,7 @@ from protocol.messages import (
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -39,6 +39,20 @@ def test_a_notice_is_said_once_whatever_its_numbers() -> None:
         (1, "tool", "row 7 failed", "w", 20.0),
         (2, "reward", "row 11 failed", None, 10.0),
     ]
+
+
+def test_what_many_workers_say_is_one_notice_that_counts_them() -> None:
+    notices = Notices()
+    for again in range(3):
+        for number in range(2000):
+            who = f"node-{chr(97 + number % 26)}-{number}"
+            notices.say("tool", f"row {number} failed at {who}: no route to host", again * 10.0, who)
+            notices.say("tool", "another", again * 10.0, "w")
+    first, other = notices.list(30.0)
+    assert (first.text, first.who, first.count, first.since_s) == (
+        *("row 0 failed at node-a-0: no route to host", "node-a-0", 2000, 30.0),
+    )
+    assert (other.text, other.count) == ("another", 1)
 
 
 def test_notices_are_bounded_and_their_ids_grow() -> None:
@@ -93,7 +107,7 @@ def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path
     settings.run_dir.mkdir(parents=True)
 
     def told() -> str:
-        made = Broker(settings, SqliteStore(MEMORY), Clock())
+        made = Broker(settings, MemoryStore(), Clock())
         for _ in range(16):
             made.observations.variance.ended(True, Rewards(0.0, True))
         return made.observations.variance.notice() or ""

@@ -81,6 +81,7 @@ class Account:
     undone: set[str] = field(default_factory=set)  # trained after a checkpoint that was resumed from
     dropped: set[str] = field(default_factory=set)
     given: set[str] = field(default_factory=set)
+    lost: set[str] = field(default_factory=set)  # tickets that a heartbeat called lost
     version: int = 0  # the highest that was answered
     step: int = 0
     counts: Counter[str] = field(default_factory=Counter)
@@ -136,8 +137,8 @@ class Worker:
                         task = tasks.create_task(self._make(ticket))
                         self._tasks.add(task)
                         task.add_done_callback(self._tasks.discard)
-                while len(self._held) >= 4 and not over.is_set():
-                    await asyncio.sleep(0.01)
+                while len(self._held) >= 4:
+                    await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
             while self._tasks:
                 await asyncio.wait(self._tasks)
             beat.cancel()
@@ -147,8 +148,8 @@ class Worker:
             held = list(self._held)
             reply = await self._client.heartbeat(WorkerReport(self._name, held))
             self._account.answer(self._name, "heartbeats", promise=False)
-            for lost in set(reply.lost_tickets) & self._held.keys():
-                self._account.violated(f"ticket {lost} of {self._name} was called lost")
+            # The answer to its group may have been cut off, and the group trained and forgotten since.
+            self._account.lost |= set(reply.lost_tickets) & self._held.keys()
             await asyncio.sleep(1.0)
 
     async def _make(self, ticket: Ticket) -> None:
@@ -175,8 +176,13 @@ class Worker:
             url = self._client.url
             connection = HalvedBody(int(url.rpartition(":")[2]))
             try:
-                async with asyncio.timeout(90):
-                    status, answer = await connection.put(access.GROUP_OF.format(id=ticket_id), body)
+                putting = asyncio.create_task(connection.put(access.GROUP_OF.format(id=ticket_id), body))
+                while not putting.done() and self._client.url == url and time.monotonic() < until:
+                    await asyncio.wait([putting], timeout=0.1)
+                if not putting.done():
+                    putting.cancel()
+                    continue
+                status, answer = putting.result()
                 if status in (200, 201):
                     return True
                 if status < 500:
@@ -455,7 +461,7 @@ async def recovered(account: Account, since: float) -> tuple[float, float]:
             account.promised.clear()
             await account.promised.wait()
         first = account.promises[bisect_right(account.promises, since + ON_THEIR_WAY_S)] - since
-        while min(account.answered.values()) <= since:
+        while min(account.answered.values()) <= since:  # noqa: ASYNC110 - of many
             await asyncio.sleep(0.05)
         return first, max(time.monotonic() - since, first)
 
@@ -477,6 +483,8 @@ def audit(queues: Queues, account: Account) -> dict[str, Any]:
         rolled_back = row is not None and row.state == "reissued" and row.reason == reasons.ROLLED_BACK
         if not kept and not (rolled_back and account.counts["sessions"] > 1):
             account.violated(f"accepted group {name} was lost; the ledger: {row}")
+    if lost := account.lost - account.accepted.keys():
+        account.violated(f"tickets {sorted(lost)[:5]} were called lost")
     if missing := account.given - rows.keys():
         account.violated(f"{len(missing)} tickets were given that the ledger does not know")
     ends = Counter(f"{row.state}:{row.reason}" if row.reason else str(row.state) for row in rows.values())
@@ -525,7 +533,7 @@ async def run(schedule: str, number: int, stop_s: float, cluster: Cluster | None
                 tasks.create_task(Learner(await client(), account).run(over))
                 for n in range(WORKERS + SLOW_WORKERS):
                     tasks.create_task(Worker(f"w-{n}", await client(), account, n >= WORKERS).run(over))
-                while account.step < 3 or len(account.answered) < WORKERS + SLOW_WORKERS + 1:
+                while len(account.answered) < WORKERS + SLOW_WORKERS + 1:  # noqa: ASYNC110 - of many
                     await asyncio.sleep(0.05)
                 for _ in range(number):
                     await asyncio.sleep(random.uniform(*PAUSE_S))

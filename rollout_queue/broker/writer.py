@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Generator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import ParamSpec, TypeVar
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from protocol import reasons
 from rollout_queue.ledger.records import Decision, Refusal
@@ -63,15 +63,23 @@ class Writer:
         self._failed = failed
         self._committed = committed
         self._pruned_below = 0
+        self._committed_at = time.monotonic()
         self.nothing = self._last = Commit()
         self.nothing.end()
         self._next = Commit()
         self._wanted = asyncio.Event()
+        self._under_way: Future[Any] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store") if store.blocks else None
 
     def begin(self, pruned_below: int) -> None:
         """Note `RunState.pruned_below` of what was loaded."""
         self._pruned_below = pruned_below
+        self._committed_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the newest successful commit began. Those in which the process was stopped count."""
+        return time.monotonic() - self._committed_at
 
     def add(self, decision: Decision, payloads: Mapping[str, Payload]) -> Commit:
         """Let a decision be written. Return what to wait for.
@@ -129,14 +137,18 @@ class Writer:
         try:
             if self._thread is None:
                 return function(*args, **kwargs)
-            return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: function(*args, **kwargs))
+            self._under_way = self._thread.submit(function, *args, **kwargs)
+            return await asyncio.wrap_future(self._under_way)
         except asyncio.CancelledError:
             raise  # the call goes on in its thread
         except BaseException as error:
             raise self.fail(error) from error
 
     def close(self, before: Callable[[], None] = lambda: None) -> None:
-        """Close the store once its calls have ended, and `before` was called where they are made."""
+        """Close the store once its calls have ended, and `before` was called where they are made.
+
+        A call that is still under way is not waited for longer than it takes to give up.
+        """
 
         def end() -> None:
             before()
@@ -145,13 +157,16 @@ class Writer:
         if self._thread is None:
             end()
         else:
+            if self._under_way is not None and not self._under_way.done():
+                self._store.give_up()
             self._thread.submit(end)
             self._thread.shutdown()
 
     def _write(self, commit: Commit) -> None:
-        began = time.perf_counter()
+        at, began = time.monotonic(), time.perf_counter()
         changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
         self._store.commit(changes)
+        self._committed_at = at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._committed(time.perf_counter() - began, len(commit.decisions))

@@ -5,7 +5,8 @@ Evaluations run beside training on the same workers and servers. Their groups ar
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Iterable
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -144,6 +145,26 @@ class Rates(msgspec.Struct):
     steps: float = 0.0
 
 
+class ConnectionStatus(msgspec.Struct):
+    """Connections to the queue.
+
+    Attributes:
+        open: Open connections by kind: `worker`, `control` (learner, servers, people, metrics), `health`, `new` ones
+            that made no request yet, and `closing` ones. `limits`: how many there may be.
+        max_workers: How many workers the queue takes.
+        refused: Requests of workers that were refused for lack of room (BUSY), the first `refused_since_s` seconds ago
+            and the newest `refused_s_ago`. Counted anew after an hour without one; `refused_ever`: since the start.
+    """
+
+    open: dict[str, int] = {}
+    limits: dict[str, int] = {}
+    max_workers: int = 0
+    refused: int = 0
+    refused_since_s: float | None = None
+    refused_s_ago: float | None = None
+    refused_ever: int = 0
+
+
 class LearnerStatus(msgspec.Struct):
     """The learner in the status. `wait_share`: share of the newest steps' time that it waited for groups.
 
@@ -160,10 +181,30 @@ class LearnerStatus(msgspec.Struct):
     metrics: dict[str, float] = {}
 
 
+# Where an open episode of a worker may be, besides over and waiting for its group.
+EpisodePlace = Literal["generating", "waiting", "in_tools", "in_judgement"]
+
+EPISODE_PLACES: tuple[EpisodePlace, ...] = get_args(EpisodePlace)
+
+WorkerActivity = Literal[
+    "generating",
+    "waiting",
+    "in_tools",
+    "in_judgement",
+    "waiting_for_servers",
+    "waiting_for_tickets",
+    "waiting_for_session",
+    "idle",
+    "silent",
+    "left",
+]
+
+
 class WorkerStatus(msgspec.Struct):
     """A worker in the status. Other fields are those of `WorkerReport`.
 
     Attributes:
+        does: Where most of its open episodes are; without any, what it waits for; `silent` for a minute, or `left`.
         wait_share: Share of its slots' time, since its start, that was idle because there were no tickets.
         full_share: The same, because no more episodes were allowed to be open.
         cpu_ms_per_episode: Over all episodes, those of evaluations too.
@@ -193,6 +234,7 @@ class WorkerStatus(msgspec.Struct):
     episodes_in_judgement: int = 0
     full_share: float = 0.0
     eval_episodes: int = 0
+    does: WorkerActivity = "idle"
 
 
 class ServerStatus(Server):
@@ -210,11 +252,15 @@ class ServerStatus(Server):
 
 
 class Wait(msgspec.Struct):
-    """`who` has waited for `what` for `since_s` seconds."""
+    """`who` has waited for `what` for `since_s` seconds.
+
+    `count`: how many `who` stands for. Many that wait for the same are one `Wait`, which says how long the first has.
+    """
 
     who: str
     what: str
     since_s: float
+    count: int = 1
 
 
 class Stall(msgspec.Struct):
@@ -237,7 +283,8 @@ class Stall(msgspec.Struct):
 class Notice(msgspec.Struct):
     """A text that tells a person what to fix, given once.
 
-    `id` grows by one with each notice while the queue runs. `who`: the worker or process that it is about, if any.
+    `id` grows by one with each notice while the queue runs. `who`: the worker or process that it is about, if any;
+    `count`: how many said the same.
     """
 
     id: int
@@ -245,6 +292,7 @@ class Notice(msgspec.Struct):
     text: str
     who: str | None
     since_s: float
+    count: int = 1
 
 
 class TicketCounts(msgspec.Struct):
@@ -300,16 +348,20 @@ class Status(msgspec.Struct):
     notices: list[Notice] = []
     gave_up: str | None = None
     evaluations: list[Evaluation] = []
+    connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
 
 
-def episodes_at(status: Status) -> dict[str, int]:
-    """Count the open episodes of all workers by what they do; `over` wait for the rest of their group, or are between
-    two of the others."""
-    at = {
-        place: sum(getattr(worker, f"episodes_{place}") for worker in status.workers)
-        for place in ("generating", "waiting", "in_tools", "in_judgement")
-    }
-    return {**at, "over": max(0, sum(worker.episodes_in_flight for worker in status.workers) - sum(at.values()))}
+def episodes_at(workers: Iterable[WorkerStatus]) -> dict[str, int]:
+    """Count the open episodes of workers by what they do; `over` wait for the rest of their group, or are between two
+    of the others."""
+    at: dict[str, int] = dict.fromkeys(EPISODE_PLACES, 0)
+    open_episodes = 0
+    for worker in workers:
+        open_episodes += worker.episodes_in_flight
+        if worker.episodes_in_flight:
+            for place in EPISODE_PLACES:
+                at[place] += getattr(worker, f"episodes_{place}")
+    return {**at, "over": max(0, open_episodes - sum(at.values()))}
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:

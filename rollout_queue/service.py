@@ -16,12 +16,14 @@ from protocol import access
 from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import Connection, max_connections
+from rollout_queue.api.connection import bounded_by
+from rollout_queue.api.connection_pool import ConnectionPool, Shares, fit, raise_descriptors
 from rollout_queue.broker.broker import Broker
-from rollout_queue.store.base import StoreError
+from rollout_queue.store.base import StoreError, Superseded
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5
+_BACKLOG = 4096  # a fleet that starts at once connects at once
 
 logger = logging.getLogger(__name__)
 
@@ -37,12 +39,24 @@ def serve(config: RunConfig) -> None:
         access.secret_of(config.token or "")
     except access.TokenError as error:
         raise ConfigError(str(error)) from None
+    while True:
+        try:
+            _serve_once(config)
+            return
+        except Superseded as error:
+            # A queue that was stopped finds another in its place. Where the store allows, it stands by from here on.
+            logger.warning("%s", error)
+
+
+def _serve_once(config: RunConfig) -> None:
+    """Serve until a signal, or until the store fails or is another queue's."""
     with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
+        config, shares = fitted(config, raise_descriptors())
         app = create_app(config, store.build(config))
         broker: Broker = app.state.broker
-        server = _Server(app)
+        server = _Server(app, shares)
         broker.on_failure = server.stop
-        logger.info("queue of run %s at %s, store %s", config.run.name, config.queue.url, config.queue.store)
+        logger.info("queue of run %s at %s", config.run.name, config.queue.local_url)
         try:
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))
@@ -52,16 +66,37 @@ def serve(config: RunConfig) -> None:
         raise broker.failure
 
 
+def fitted(config: RunConfig, descriptors: int) -> tuple[RunConfig, Shares]:
+    """Lower `queue.max_workers` to what the process may open, and say so."""
+    wanted, shares = Shares(config.queue.max_workers), fit(config.queue.max_workers, descriptors)
+    if shares.max_workers < wanted.max_workers:
+        logger.warning(
+            "queue.max_workers = %d needs %d file descriptors and this process may open %d: it takes %d workers; "
+            "raise the limit (ulimit -n %d, LimitNOFILE= of systemd, --ulimit nofile= of Docker)",
+            wanted.max_workers,
+            wanted.descriptors,
+            descriptors,
+            shares.max_workers,
+            wanted.descriptors,
+        )
+        queue = config.queue.model_copy(update={"max_workers": shares.max_workers})
+        config = config.model_copy(update={"queue": queue})
+    return config, shares
+
+
 class _Server(uvicorn.Server):
     """uvicorn's server. A signal also ends the long-polls, and the process then exits with code 0."""
 
-    def __init__(self, app: FastAPI) -> None:
+    def __init__(self, app: FastAPI, shares: Shares) -> None:
+        broker: Broker = app.state.broker
+        self._broker = broker
+        pool = ConnectionPool(shares, broker.observations.connections, broker.clock.monotonic)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=Connection,
+                http=bounded_by(pool, broker.observations.histograms),
                 ws="none",
-                limit_concurrency=max_connections(),
+                backlog=_BACKLOG,
                 access_log=False,
                 proxy_headers=False,
                 log_level="warning",
@@ -69,7 +104,6 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
-        self._broker: Broker = app.state.broker
 
     def stop(self) -> None:
         self.should_exit = True
@@ -90,7 +124,7 @@ def listen(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, port))
-        listener.listen(4096)
+        listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
         raise ConfigError(

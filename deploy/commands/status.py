@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -12,9 +13,11 @@ from rich.text import Text
 
 from learner.report.rollouts import printable
 from protocol.client import QueueClient
-from protocol.status import ServerStatus, Status, describe_evaluation, episodes_at
+from protocol.status import ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
 
 _NOTICES_SHOWN = 8
+
+_WORKERS_SHOWN = 16
 
 # Shares of time below this are not shown.
 _MIN_SHOWN_SHARE = 0.05
@@ -39,6 +42,8 @@ def render(status: Status) -> RenderableType:
         parts.append(_notices(status))
     parts.append(_metrics(status))
     parts.append(_workers(status) if status.workers else Text("no workers"))
+    if len(status.workers) > _WORKERS_SHOWN:
+        parts.append(Text(_all_workers(status)))
     parts.append(_servers(status) if status.servers else Text("no servers"))
     parts += [
         _text(f"{what}: " + ", ".join(f"{reason} {count}" for reason, count in sorted(counts.items())))
@@ -49,6 +54,8 @@ def render(status: Status) -> RenderableType:
         parts.append(Text(_open(status)))
     if hung := sum(worker.hung_calls for worker in status.workers):
         parts.append(Text(f"hung: {hung} calls of user code are still running after their time-out"))
+    if status.connections.refused:
+        parts.append(Text(_refused(status.connections), style="yellow"))
     return Group(*parts)
 
 
@@ -71,7 +78,8 @@ def _headline(status: Status) -> Text:
 def _notices(status: Status) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for notice in status.notices[-_NOTICES_SHOWN:]:
-        who = f" at {notice.who}" if notice.who else ""
+        others = f" and {notice.count - 1:,} others" if notice.count > 1 else ""
+        who = f" at {notice.who}{others}" if notice.who else ""
         table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
     return table
 
@@ -103,7 +111,9 @@ def _metrics(status: Status) -> Table:
         table.add_row("evaluation", _text(evaluation))
     learner, workers = _percent(status.learner_wait_share), _percent(status.worker_wait_share)
     table.add_row("time idle", f"learner {learner}, workers {workers}")
-    waits = [f"{wait.who} for {wait.what}, {wait.since_s:.1f} s" for wait in status.waits]
+    waits = [
+        f"{wait.who} for {wait.what}, {'up to ' if wait.count > 1 else ''}{wait.since_s:.1f} s" for wait in status.waits
+    ]
     table.add_row("now waiting", _text("\n".join(waits) or "nobody"))
     return table
 
@@ -143,7 +153,7 @@ def _workers(status: Status) -> Table:
     table.add_column("worker", overflow="ellipsis", min_width=12)  # cut if the terminal is narrow
     for column in ("slots", "done/failed", "tokens", "tools/failed", "idle", "seen"):
         table.add_column(column, no_wrap=True)
-    for w in status.workers:
+    for w in status.workers[:_WORKERS_SHOWN]:
         table.add_row(
             _text(w.worker_id),
             f"{w.episodes_generating}/{w.capacity}",
@@ -156,9 +166,23 @@ def _workers(status: Status) -> Table:
     return table
 
 
+def _all_workers(status: Status) -> str:
+    """Count all workers by what they do; `--json` has each."""
+    does = Counter(worker.does.replace("_", " ") for worker in status.workers)
+    return f"{len(status.workers):,} workers: " + ", ".join(f"{count:,} {what}" for what, count in does.most_common())
+
+
+def _refused(connections: ConnectionStatus) -> str:
+    since, newest = _ago(connections.refused_since_s or 0.0), _ago(connections.refused_s_ago or 0.0)
+    return (
+        f"busy: {connections.refused:,} requests of workers were refused, the first {since}, the newest {newest}: the "
+        f"queue takes {connections.max_workers:,} workers (queue.max_workers)"
+    )
+
+
 def _open(status: Status) -> str:
     """Count the open episodes of all workers by what they are doing."""
-    at = episodes_at(status)
+    at = episodes_at(status.workers)
     places = ", ".join(f"{count} {place.replace('_', ' ')}" for place, count in at.items())
     full = max((w.full_share for w in status.workers), default=0.0)
     why = f"; slots idle at worker.open_episodes: {_percent(full)}" if full >= _MIN_SHOWN_SHARE else ""

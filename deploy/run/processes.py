@@ -97,7 +97,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
     on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
     own = environment_of(devices.learner) if devices and devices.learner else {}
     return [
-        program("queue", "queue", health=config.queue.url + access.HEALTH),
+        program("queue", "queue", health=config.queue.local_url + access.HEALTH),
         *(
             _with(program(name, "vllm", "--index", str(index), health=f"{url}/health"), on_gpus.get(name, {}))
             for index, (name, url) in enumerate(servers.items())

@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +33,9 @@ from protocol.status import Evaluation, Status
 
 # Seconds between printed lines of a wait: three heartbeats of a worker.
 SILENT_AFTER_S = 30.0
+
+# Workers or servers that are named one by one.
+_MAX_NAMED = 4
 
 # Waits that the line leaves out, because it shows the learner's, the servers' and the workers' in another way.
 SHOWN_ELSEWHERE = ("learner", "learner's feeder", "the queue")
@@ -238,22 +241,28 @@ def line(
 def waits_of(status: Status, groups_per_step: int) -> str:
     """Describe a wait for groups from the queue's status: servers that do not serve, groups that are ready or in work,
     and waits of workers. Empty if all is well."""
-    waits = [f"{server.name} is {server.state}" for server in status.servers if server.state is not ServerState.SERVING]
+    absent = [server for server in status.servers if server.state is not ServerState.SERVING]
+    if len(absent) > _MAX_NAMED:
+        counts = Counter(server.state for server in absent)
+        waits = [f"{count:,} servers are {state}" for state, count in counts.items()]
+    else:
+        waits = [f"{server.name} is {server.state}" for server in absent]
     if not status.servers:
         waits.append("no server has registered")
-    elif len(waits) < len(status.servers):
+    elif len(absent) < len(status.servers):
         groups = status.groups
         waits.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
     if not status.workers:
         waits.append("no worker is connected")
-    waits += [
-        f"{worker.worker_id} silent for {worker.seen_s_ago:.0f} s"
-        for worker in status.workers
-        if worker.seen_s_ago > SILENT_AFTER_S
-    ]
+    silent = {worker.worker_id: worker.seen_s_ago for worker in status.workers if worker.seen_s_ago > SILENT_AFTER_S}
+    if len(silent) > _MAX_NAMED:
+        silent = {f"{len(silent):,} workers": max(silent.values())}
+    waits += [f"{who} silent for {seconds:.0f} s" for who, seconds in silent.items()]
     named = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
     waits += [
-        f"{wait.who} waits for {wait.what}, {wait.since_s:.0f} s" for wait in status.waits if wait.who not in named
+        f"{wait.who} {'wait' if wait.count > 1 else 'waits'} for {wait.what}, {wait.since_s:.0f} s"
+        for wait in status.waits
+        if wait.who not in named and not wait.who.endswith(" servers")
     ]
     return "; ".join(waits)
 

@@ -5,6 +5,7 @@ Status, metrics, rollouts and health are answered here, for people, monitors and
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -24,9 +25,11 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger.records import Refusal
 from rollout_queue.observe import prometheus
-from rollout_queue.store.base import Store
+from rollout_queue.store.base import Store, StoreError
 
 _MAX_ROLLOUTS = 256
+
+_STORE_SIZE_S = 1.0
 
 # The requests that carry groups and keep workers and learner alive.
 _FLEETS = (
@@ -77,7 +80,24 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
 
 @handles(router, access.READ_METRICS, answers={200: str})
 async def read_metrics(broker: ReadyBroker) -> Response:
-    return Response(prometheus.render(status.assemble(broker)), media_type=prometheus.CONTENT_TYPE)
+    text = prometheus.render(status.assemble(broker), broker.observations.histograms, await _store_bytes(broker))
+    return Response(text, media_type=prometheus.CONTENT_TYPE)
+
+
+async def _store_bytes(broker: Broker) -> dict[str, int]:
+    """Return the size of the store and of its write-ahead log; nothing if the store does not say."""
+
+    def size() -> dict[str, int]:
+        with contextlib.suppress(StoreError, OSError):
+            found = broker.store.size()
+            return {"all": found.bytes, "log": found.log_bytes}
+        return {}
+
+    # The metrics are needed most while a disk hangs.
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STORE_SIZE_S):
+            return await broker.writer.call(size)
+    return {}
 
 
 def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> FastAPI:

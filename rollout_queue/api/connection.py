@@ -1,34 +1,39 @@
 """Bounds what a client can do on a connection before the application hears of it (I8).
 
 A request's head is bounded in size and time, its body in speed and time, and a connection carries one request at a
-time. What is still being sent after the answer is read and discarded for a moment, then the connection is closed. With
-too many connections the one that has been idle longest is closed; the liveness probe is always answered.
+time: what comes after one that is being answered is refused once that has its answer. What is still being sent after
+the answer is read and discarded for a moment, then the connection is closed. A connection has a place in a
+`ConnectionPool`; where there is none its request is refused in words.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import http
-import resource
+import time
 from enum import Enum, auto
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import httptools
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from uvicorn.server import ServerState
 
 from protocol import access, codec, reasons
 from protocol.client import JSON
 from protocol.messages import ErrorBody
-
-_MAX_CONNECTIONS = 4096
-
-_SPARE_CONNECTIONS = 32  # beyond the bound: for the liveness probe
+from rollout_queue.api.connection_pool import ConnectionPool, Kind, kind_of
+from rollout_queue.observe.histograms import Histograms
 
 _TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, and no trailer"
+
+_GROUPS = access.GROUP_OF.partition("{")[0].encode()
+
+# Two of one would be read differently here and by whatever stands before the queue.
+_SINGLE_HEADERS = frozenset(
+    {b"host", b"authorization", b"content-length", b"transfer-encoding", b"content-type", b"origin"}
+)
+
+_RETRY_AFTER_S = 5
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -60,70 +65,47 @@ class _Phase(Enum):
     LINGER = auto()
 
 
-class _Waiting:
-    """One server's idle connections, oldest first; those that never made a request come before the others."""
-
-    def __init__(self) -> None:
-        self._fresh: dict[Connection, None] = {}
-        self._served: dict[Connection, None] = {}
-
-    def add(self, connection: Connection, served: bool) -> None:
-        self.discard(connection)
-        (self._served if served else self._fresh)[connection] = None
-
-    def discard(self, connection: Connection) -> None:
-        self._fresh.pop(connection, None)
-        self._served.pop(connection, None)
-
-    def oldest_but(self, connection: Connection) -> Connection | None:
-        return next((other for kind in (self._fresh, self._served) for other in kind if other is not connection), None)
-
-
-_waiting_of: WeakKeyDictionary[ServerState, _Waiting] = WeakKeyDictionary()
-
-
-def max_connections() -> int:
-    """Return how many connections this process may hold: at most half of its file descriptors.
-
-    Raises the process's limit of descriptors to the hard limit first.
-    """
-    with contextlib.suppress(ValueError, OSError):  # a kernel may allow fewer than the hard limit says
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return _MAX_CONNECTIONS if files == resource.RLIM_INFINITY else min(_MAX_CONNECTIONS, files // 2)
+class _Refused(msgspec.Struct, frozen=True):
+    status: int
+    body: ErrorBody
+    retry_after_s: int | None = None
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's HTTP protocol within `limits`. uvicorn's `limit_concurrency` is the maximum number of connections."""
+    """uvicorn's HTTP protocol within `limits`, with a place in `pool`. Make a type for each queue with `bounded_by`."""
 
+    pool: ConnectionPool
+    histograms: Histograms
     limits = ConnectionLimits()
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self._phase = self._timed = _Phase.IDLE
-        self._waiting = _waiting_of.setdefault(self.server_state, _Waiting())
-        self._served = 0
         self._body_at = 0.0
+        self._put_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._received = self._body = self._body_before = self._head = self._pieces = 0
-        self._refusal: tuple[int, str] | None = None
+        self._refusal: _Refused | None = None
+        self._refused_next: _Refused | None = None  # to be sent after the answer that is being made
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.pool.enter(self, Kind.NEW)
         self._enter(_Phase.HEAD)
         self._received = 0
         self._time()
-        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
-            self._make_room(self.limit_concurrency)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
-        self._waiting.discard(self)
+        self.pool.leave(self)
         super().connection_lost(exc)
 
+    def drop(self) -> None:
+        """Close the connection at once, since another needs its place."""
+        self.transport.abort()
+
     def data_received(self, data: bytes) -> None:
-        if self._phase is _Phase.LINGER:
+        if self._phase is _Phase.LINGER or self._refused_next is not None:
             return
         self._unset_keepalive_if_required()
         if self._phase is _Phase.IDLE:
@@ -135,13 +117,13 @@ class Connection(HttpToolsProtocol):
         except httptools.HttpParserUpgrade:
             pass  # the request is answered as if it had not asked for an upgrade
         except httptools.HttpParserError as error:
-            status, text = self._refusal or (400, f"this is not an HTTP request: {error}")
-            self._refuse(status, text)
+            self._refuse(self._refusal or _http_refusal(400, f"this is not an HTTP request: {error}"))
             return
         if self._phase is _Phase.HEAD and self._received > self.limits.head_bytes:
-            self._refuse(431, f"the request's head has more than the {self.limits.head_bytes} bytes that are allowed")
+            text = f"the request's head has more than the {self.limits.head_bytes} bytes that are allowed"
+            self._refuse(_http_refusal(431, text))
         elif self._phase is _Phase.BODY and self._received - 2 * self._body > self.limits.head_bytes:
-            self._refuse(400, _TOO_MANY_PIECES)
+            self._refuse(_http_refusal(400, _TOO_MANY_PIECES))
         else:
             self._time()
 
@@ -163,11 +145,20 @@ class Connection(HttpToolsProtocol):
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        names = [name for name, _ in self.headers if name in _SINGLE_HEADERS]
+        if len(names) != len(set(names)):
+            twice = next(name.decode() for name in names if names.count(name) > 1)
+            self._fail(400, f"the request has the header {twice} twice: send it once")
+        path = self.url.partition(b"?")[0]
+        kind = kind_of(path)
+        if not self.pool.enter(self, kind):
+            self._refusal = _Refused(503, ErrorBody(reasons.BUSY, self._why_busy(kind)), _RETRY_AFTER_S)
+            raise ValueError(self._refusal.body.message)
+        self.pool.works(self)
         self._phase = _Phase.BODY
-        self._waiting.discard(self)
         self._received = self._body = self._body_before = self._pieces = 0
-        health = self.url.partition(b"?")[0] == access.HEALTH.encode()
-        self.limit_concurrency = None if health else self.config.limit_concurrency
+        put = kind is Kind.WORKER and path.startswith(_GROUPS) and self.parser.get_method() == b"PUT"
+        self._put_at = time.perf_counter() if put else None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -182,9 +173,14 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         unread = self._phase is _Phase.BODY
+        if self._put_at is not None and not unread:
+            self.histograms.put_s(time.perf_counter() - self._put_at, self._body)
         super().on_response_complete()
-        self._served += 1
-        if unread and not self.transport.is_closing():
+        if self.transport.is_closing():
+            self._enter(_Phase.IDLE)
+        elif self._refused_next is not None:
+            self._send(self._refused_next)
+        elif unread:
             self._linger()
         else:
             self._enter(_Phase.IDLE)
@@ -196,7 +192,7 @@ class Connection(HttpToolsProtocol):
     def _enter(self, phase: _Phase) -> None:
         """Enter a phase in which no request is being answered."""
         self._phase = phase
-        self._waiting.add(self, self._served > 0)
+        self.pool.waits(self)
 
     def _time(self) -> None:
         """Start the time-out of the current phase, unless it runs already."""
@@ -218,20 +214,20 @@ class Connection(HttpToolsProtocol):
 
     def _head_is_late(self) -> None:
         if self._received:
-            self._refuse(408, f"the request's head did not come within {self.limits.head_s:g} s")
+            self._refuse(_http_refusal(408, f"the request's head did not come within {self.limits.head_s:g} s"))
         else:
             self.transport.abort()
 
     def _check_speed(self) -> None:
-        if self._phase is _Phase.BODY and self.loop.time() - self._body_at >= self.limits.whole_body_s:
-            self._refuse(408, f"the body did not come within {self.limits.whole_body_s:g} s")
-        elif self.flow.read_paused or self._body - self._body_before >= self.limits.body_bytes:
+        limits = self.limits
+        if self._phase is _Phase.BODY and self.loop.time() - self._body_at >= limits.whole_body_s:
+            self._refuse(_http_refusal(408, f"the body did not come within {limits.whole_body_s:g} s"))
+        elif self.flow.read_paused or self._body - self._body_before >= limits.body_bytes:
             self._body_before = self._body
-            self._timer = self.loop.call_later(self.limits.body_s, self._check_speed)
+            self._timer = self.loop.call_later(limits.body_s, self._check_speed)
         elif self._phase is _Phase.BODY:
-            self._refuse(
-                408, f"the body brought less than {self.limits.body_bytes} bytes within {self.limits.body_s:g} s"
-            )
+            text = f"the body brought less than {limits.body_bytes} bytes within {limits.body_s:g} s"
+            self._refuse(_http_refusal(408, text))
 
     def _count_head(self, size: int) -> None:
         """Count bytes of the head while it is parsed: one piece of data may hold several times the limit."""
@@ -251,25 +247,43 @@ class Connection(HttpToolsProtocol):
 
     def _fail(self, status: int, text: str) -> None:
         """Leave the parser with an error; `data_received` then refuses the request."""
-        self._refusal = status, text
+        self._refusal = _http_refusal(status, text)
         raise ValueError(text)
 
-    def _refuse(self, status: int, text: str) -> None:
-        """Answer in place of the application, or break off if it has begun to answer."""
+    def _why_busy(self, kind: Kind) -> str:
+        again = f"try again in {_RETRY_AFTER_S} s"
+        if kind is Kind.WORKER:
+            return (
+                f"all connections are in use that {self.pool.max_workers} workers have (queue.max_workers): {again}; "
+                f"where there are more workers, raise it"
+            )
+        return f"all connections of the learner, servers and operators are in use: {again}, and ask less often"
+
+    def _refuse(self, refused: _Refused) -> None:
+        """Answer in place of the application. What was asked before has its answer first."""
         if (running := self.cycle) is not None and not running.response_complete:
-            begun = running.response_started or self._phase is _Phase.ANSWER
+            if self._phase is _Phase.ANSWER:
+                self._refused_next = refused
+                self.flow.pause_reading()
+                return
             running.disconnected = True
             running.message_event.set()
-            if begun:
+            if running.response_started:
                 self.transport.abort()
                 return
-        body = codec.encode_json(ErrorBody(reasons.http(status), text))
-        line = f"HTTP/1.1 {status} {http.HTTPStatus(status).phrase}\r\n"
-        head = f"{line}content-type: {JSON}\r\ncontent-length: {len(body)}\r\nconnection: close\r\n\r\n"
+        self._send(refused)
+
+    def _send(self, refused: _Refused) -> None:
+        """Send a refusal, and close the connection once the client has had time to read it."""
+        body = codec.encode_json(refused.body)
+        line = f"HTTP/1.1 {refused.status} {http.HTTPStatus(refused.status).phrase}\r\n"
+        later = "" if refused.retry_after_s is None else f"retry-after: {refused.retry_after_s}\r\n"
+        head = f"{line}content-type: {JSON}\r\ncontent-length: {len(body)}\r\n{later}connection: close\r\n\r\n"
         self.transport.write(head.encode() + body)
         self._linger()
 
     def _linger(self) -> None:
+        self.pool.enter(self, Kind.CLOSING)
         self._enter(_Phase.LINGER)
         self._unset_keepalive_if_required()
         self._cancel_timer()
@@ -278,12 +292,13 @@ class Connection(HttpToolsProtocol):
         if self.transport.can_write_eof():
             self.transport.write_eof()
 
-    def _make_room(self, max_connections: int) -> None:
-        """Close the connection that has been idle longest, or this one if none is idle."""
-        if (oldest := self._waiting.oldest_but(self)) is not None:
-            self._waiting.discard(oldest)
-            self.connections.discard(oldest)
-            oldest.transport.abort()
-        elif len(self.connections) > max_connections + _SPARE_CONNECTIONS:
-            self.connections.discard(self)
-            self.transport.abort()
+
+def bounded_by(
+    pool: ConnectionPool, histograms: Histograms, limits: ConnectionLimits = Connection.limits
+) -> type[Connection]:
+    """Return the type of one queue's connections."""
+    return type("Connection", (Connection,), {"pool": pool, "histograms": histograms, "limits": limits})
+
+
+def _http_refusal(status: int, text: str) -> _Refused:
+    return _Refused(status, ErrorBody(reasons.http(status), text))

@@ -272,6 +272,7 @@ HTTP_STATUS: Mapping[str, int] = {
     reasons.VERSION_FROM_FUTURE: 422,
     reasons.UNVERIFIED_SERVER: 422,
     reasons.FULL: 429,
+    reasons.BUSY: 503,
     reasons.STORE_FAILED: 503,
     reasons.NOT_READY: 503,
     reasons.STANDS_BY: 503,

@@ -34,7 +34,7 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_WAIT_S, wait
 from rollout_queue.ledger import evaluations, leases, servers, tickets
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
-from rollout_queue.observe.observations import FEEDER, LEARNER
+from rollout_queue.observe.waits import FEEDER, LEARNER
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.messages import Server, ServerState
-from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait
+from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait, WorkerStatus
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
-from rollout_queue.observe.observations import LEARNER
 from rollout_queue.observe.stall import alarm_after_s
+from rollout_queue.observe.waits import LEARNER, group_alike
 
 _AWAITED = {
     ServerState.JOINING: "its first proof",
@@ -24,6 +24,11 @@ _AWAITED = {
     ServerState.DRAINING: "the end of its requests",
 }
 
+_VERDICT = "the learner to verify the version that is on its way to it"
+
+# Workers that are named where one server waits for many.
+_MAX_NAMED = 8
+
 # More than can be open, so that the newest result is always among them.
 _MAX_EVALUATIONS = 2 * MAX_OPEN
 
@@ -32,6 +37,8 @@ def assemble(broker: Broker) -> Status:
     """Return the status as of now."""
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
+    workers = seen.workers.statuses(now, seen.waits.what)
+    servers = [_server(broker, server) for server in broker.fleet.servers]
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -48,20 +55,21 @@ def assemble(broker: Broker) -> Status:
         staleness=seen.staleness.summary(run.staleness_max),
         rates=seen.rates.rates(now),
         learner=seen.learner(run, now),
-        workers=seen.workers(now),
-        servers=[_server(broker, server) for server in broker.fleet.servers],
-        waits=_waits(broker, evaluations),
-        stall=_stall(broker, groups),
+        workers=workers,
+        servers=servers,
+        waits=_waits(broker, servers, evaluations),
+        stall=_stall(broker, groups, workers),
         ledger=ledger.summary(),
         tokens_sampled=ledger.tokens_sampled,
         learner_wait_share=seen.learner_wait_share,
-        worker_wait_share=seen.worker_wait_share,
-        worker_cpu_ms_per_episode=seen.worker_cpu_ms_per_episode,
+        worker_wait_share=seen.workers.wait_share(),
+        worker_cpu_ms_per_episode=seen.workers.cpu_ms_per_episode(),
         drops=dict(ledger.drops),
         rejections=dict(seen.rejections),
         notices=seen.notices.list(now),
         gave_up=broker.early_failures.gave_up,
         evaluations=evaluations[-_MAX_EVALUATIONS:],
+        connections=seen.connections.status(now),
     )
 
 
@@ -80,12 +88,12 @@ def _awaited(broker: Broker, server: Server) -> str | None:
     if server.state is ServerState.SERVING:
         return None
     if server.state is ServerState.DRAINING:
-        workers = broker.observations.on_server(server.name, broker.now)
-        if not workers and any(
-            of.server.name == server.name and broker.to_be_judged(of) for of in broker.fleet.records
-        ):
-            return "the learner to verify the version that is on its way to it"
-        return f"{_AWAITED[server.state]} of {', '.join(workers[:8])}" if workers else _AWAITED[server.state]
+        count = broker.observations.workers.count_on_server(server.name, broker.now)
+        if not count:
+            return _VERDICT if broker.to_be_judged(server.name) else _AWAITED[server.state]
+        named = broker.observations.workers.on_server(server.name, broker.now, _MAX_NAMED)
+        others = f" and {count - len(named):,} others" if count > len(named) else ""
+        return f"{_AWAITED[server.state]} of {', '.join(named)}{others}"
     return _AWAITED[server.state]
 
 
@@ -104,7 +112,7 @@ def _groups(broker: Broker) -> GroupCounts:
     )
 
 
-def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
+def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequence[Evaluation]) -> list[Wait]:
     """List the waits that workers and learner reported, those of servers and evaluations, and who never came."""
     now, seen, ledger, run = broker.now, broker.observations, broker.ledger, broker.ledger.run
     waits = seen.waits.list(now)
@@ -113,18 +121,12 @@ def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
     up_s = now - seen.started
     if seen.learner_seen_s_ago(now) is None:
         waits.append(Wait("the queue", "a learner", up_s))
-    if seen.worker_seen_s_ago(now) is None:
+    if seen.workers.seen_s_ago(now) is None:
         waits.append(Wait("the queue", "a worker", up_s))
-    for server in broker.fleet.servers:
-        proven = server.state is ServerState.SYNCING and server.version is not None
-        if server.state is not ServerState.SERVING and not proven:
-            reason = f" ({server.reason})" if server.reason else ""
-            since_s = max(0.0, broker.clock.wall() - server.changed_at)
-            awaited = _awaited(broker, server)
-            waits.append(Wait(f"server {server.name}", f"{awaited}: {server.state}{reason}", since_s))
-    unproven = {broker.fleet.unproven(record.group) for record in ledger.tickets(TicketState.READY)} - {None}
-    if unproven:
-        names = ", ".join(sorted(str(name) for name in unproven))
+    waits += group_alike(
+        (_wait(server) for server in servers if server.waits_for and not _is_proven(server)), "servers"
+    )
+    if names := ", ".join(ledger.ready.awaited(broker.fleet)):
         waits.append(Wait("groups in the queue", f"the proof of the weights that {names} sampled them with", 0.0))
     for evaluation in evaluations:
         if evaluation.waits_for is not None:
@@ -132,7 +134,16 @@ def _waits(broker: Broker, evaluations: Sequence[Evaluation]) -> list[Wait]:
     return waits
 
 
-def _stall(broker: Broker, groups: GroupCounts) -> Stall:
+def _is_proven(server: Server) -> bool:
+    return server.state is ServerState.SYNCING and server.version is not None
+
+
+def _wait(server: ServerStatus) -> Wait:
+    reason = f" ({server.reason})" if server.reason else ""
+    return Wait(f"server {server.name}", f"{server.waits_for}: {server.state}{reason}", server.since_s)
+
+
+def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus]) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
     # A learner that died holds no groups once its lease has expired.
@@ -154,8 +165,8 @@ def _stall(broker: Broker, groups: GroupCounts) -> Stall:
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=waits_for,
-            worker_seen_s_ago=seen.worker_seen_s_ago(now),
-            waiting_for_servers=seen.waiting_for_servers(now),
+            worker_seen_s_ago=seen.workers.seen_s_ago(now),
+            waiting_for_servers=sum(worker.waiting_for_servers for worker in workers),
             gave_up=broker.early_failures.gave_up,
         )
     )

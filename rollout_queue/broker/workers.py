@@ -58,7 +58,7 @@ async def draw_tickets(
     with broker.line.place(worker, request.serving) as place:
         while True:
             _check_may_draw(broker, worker)
-            broker.observations.worker_seen(worker, broker.now)
+            broker.observations.workers.seen(worker, broker.now)
             async with broker.lock:
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
@@ -76,7 +76,9 @@ async def draw_tickets(
             broker.admission.observe_refusal(grant)
             waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
             if broker.closing or not await place.wait(deadline - broker.now):
+                broker.observations.histograms.poll_s(broker.now - began)
                 return None
+    broker.observations.histograms.poll_s(broker.now - began)
     await commit
     return _ticket_reply(broker, decision.tickets)
 
@@ -214,7 +216,7 @@ def _issue(broker: Broker, place: Place, wanted: int) -> Decision:
     if not ledger.evaluations.open:
         count = min(wanted, permits)
         return tickets.issue(ledger, worker_id, count) if count > 0 else Decision()
-    capacity = broker.observations.capacity_of(worker_id) or config.worker.episodes
+    capacity = broker.observations.workers.capacity_of(worker_id) or config.worker.episodes
     asking = evaluations.asking(config, ledger.run, worker_id, wanted, capacity)
     evaluated = evaluations.issue(ledger, broker.fleet.served_version, asking)
     episodes = evaluations.episodes_of(ledger, evaluated.tickets)
@@ -255,6 +257,11 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
     """Admit a worker and return its warnings, or refuse it (FINGERPRINT, SESSION_AWAITED) and free its tickets."""
     seen, notices = broker.observations, broker.observations.notices
+    try:
+        broker.registry.check_room(worker_id, broker.now)
+    except Refusal:
+        seen.connections.refuse(broker.now)
+        raise
     async with broker.lock:
         run = broker.ledger.run
         try:
@@ -269,7 +276,7 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             broker.apply(tickets.give_back(broker.ledger, worker_id))
             raise
         commit = broker.apply(admitted.decision)
-        broker.registry.add(worker_id, run.session)
+        broker.registry.add(worker_id, run.session, broker.now)
     await commit
     seen.session_came(worker_id)
     if admitted.data_changed is not None:

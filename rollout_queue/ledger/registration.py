@@ -8,6 +8,7 @@ the session declared nothing, every worker is admitted unchecked.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import msgspec
@@ -17,7 +18,10 @@ from protocol.config import fingerprint
 from protocol.messages import Fingerprint
 from rollout_queue.ledger.records import Decision, Refusal, RunState
 
-_MAX_WORKERS = 4096
+# A few heartbeats. After that a worker is taken to have gone.
+SILENT_S = 60.0
+
+_RETRY_AFTER_S = 10.0
 
 
 class Admitted(msgspec.Struct, frozen=True):
@@ -126,26 +130,43 @@ def _warnings(worker_id: str, first: Fingerprint, given: Fingerprint) -> Iterato
 
 
 class WorkerRegistry:
-    """Remembers admitted workers and the session of each.
+    """Remembers admitted workers, and of each its session and when it was last heard from.
 
     Kept in memory only: after a restart of the queue and in every new session, a worker sends a heartbeat first.
+
+    Args:
+        max_workers: `queue.max_workers`.
     """
 
-    def __init__(self) -> None:
-        self._sessions: dict[str, int] = {}
+    def __init__(self, max_workers: int) -> None:
+        self._max_workers = max_workers
+        self._workers: OrderedDict[str, tuple[int, float]] = OrderedDict()
 
-    def add(self, worker_id: str, session: int) -> None:
-        self._sessions.pop(worker_id, None)
-        self._sessions[worker_id] = session
-        if len(self._sessions) > _MAX_WORKERS:
-            del self._sessions[next(iter(self._sessions))]
+    def check_room(self, worker_id: str, now: float) -> None:
+        """Refuse one worker more than there may be (BUSY). One that has been silent for `SILENT_S` makes room."""
+        if worker_id in self._workers or len(self._workers) < self._max_workers:
+            return
+        oldest, (_, heard_at) = next(iter(self._workers.items()))
+        if now - heard_at < SILENT_S:
+            raise Refusal(
+                reasons.BUSY,
+                f"the queue has {len(self._workers)} workers, as many as queue.max_workers allows: worker {worker_id} "
+                f"waits until one ends; to have more, raise queue.max_workers and start the queue again",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        del self._workers[oldest]
+
+    def add(self, worker_id: str, session: int, now: float) -> None:
+        """Note that a worker was admitted to a session. Call `check_room` first."""
+        self._workers[worker_id] = session, now
+        self._workers.move_to_end(worker_id)
 
     def remove(self, worker_id: str) -> None:
-        self._sessions.pop(worker_id, None)
+        self._workers.pop(worker_id, None)
 
     def check_registered(self, run: RunState, worker_id: str) -> None:
         """Refuse a worker that was not admitted for the newest session (UNREGISTERED)."""
-        if run.declared is not None and self._sessions.get(worker_id) != run.session:
+        if run.declared is not None and self._workers.get(worker_id, (None,))[0] != run.session:
             raise Refusal(
                 reasons.UNREGISTERED,
                 f"worker {worker_id} is not registered for learner session {run.session}: send a heartbeat with its "

@@ -21,24 +21,32 @@ MAX_CHARACTERS = 500
 
 _MAX_KNOWN = 1024
 
+# Workers repeat their notices with each heartbeat.
+_MAX_REPEATED = 65_536
+
+# A shorter name may be a part of a word.
+_MIN_NAME_CHARACTERS = 4
+
 _NUMBERS = re.compile(r"\d+")
 
 
-class _Said(msgspec.Struct, frozen=True):
+class _Said(msgspec.Struct):
     id: int
     kind: str
     text: str
     who: str | None
     at: float
+    others: set[str]
 
 
 class Notices:
-    """Keeps the newest `MAX_NOTICES`. Texts that differ only in digits are the same notice, unless they come with a
-    key."""
+    """Keeps the newest `MAX_NOTICES`. Texts that differ only in digits, or in the name of who they are about, are the
+    same notice, unless they come with a key."""
 
     def __init__(self) -> None:
         self._said: deque[_Said] = deque(maxlen=MAX_NOTICES)
-        self._known: dict[tuple[str, str], None] = {}
+        self._known: dict[tuple[str, str], _Said] = {}
+        self._repeated: dict[int, None] = {}
         self._count = 0
 
     @property
@@ -56,22 +64,33 @@ class Notices:
             who: The worker or process that it is about.
             key: Notices of one kind and key are the same, whatever their texts.
         """
+        given = hash((kind, text, who, key))
+        if given in self._repeated:
+            return
+        self._repeated[given] = None
+        if len(self._repeated) > _MAX_REPEATED:
+            del self._repeated[next(iter(self._repeated))]
         # Terminals print it, and it may quote sampled text: no escape sequences.
         kind = kind[:MAX_CHARACTERS]
         text = "".join(c if c.isprintable() or c == "\n" else " " for c in text[:MAX_CHARACTERS])
         who = who and "".join(c if c.isprintable() else " " for c in who)
-        known = (kind, _NUMBERS.sub("0", text) if key is None else key)
-        if known in self._known:
+        nameless = text.replace(who, "") if who and len(who) >= _MIN_NAME_CHARACTERS else text
+        name = (kind, _NUMBERS.sub("0", nameless) if key is None else key)
+        if (known := self._known.get(name)) is not None:
+            if who and who != known.who:
+                known.others.add(who)
             return
-        self._known[known] = None
+        self._count += 1
+        said = self._known[name] = _Said(self._count, kind, text, who, now, set())
+        self._said.append(said)
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
-        self._count += 1
-        self._said.append(_Said(self._count, kind, text, who, now))
 
     def list(self, now: float) -> list[Notice]:
         """Oldest first."""
-        return [Notice(said.id, said.kind, said.text, said.who, now - said.at) for said in self._said]
+        return [
+            Notice(said.id, said.kind, said.text, said.who, now - said.at, 1 + len(said.others)) for said in self._said
+        ]
 
 
 WINDOW_GROUPS = 400

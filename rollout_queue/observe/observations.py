@@ -14,44 +14,28 @@ import msgspec
 
 from protocol import reasons
 from protocol.messages import LearnerReport, ServerState, WorkerReport
-from protocol.status import LearnerStatus, WorkerStatus
+from protocol.status import LearnerStatus
 from rollout_queue.ledger.admission import StepFacts
 from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
+from rollout_queue.ledger.registration import SILENT_S
+from rollout_queue.observe.connections import ConnectionCounts
+from rollout_queue.observe.histograms import Histograms
 from rollout_queue.observe.notices import Notices, Rewards, Variance
 from rollout_queue.observe.stall import StepProgress
-from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, Waits
+from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
+from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, age_of
+from rollout_queue.observe.workers import WorkerReports
 
-# Names of those who wait, and of what they wait for.
-LEARNER, FEEDER = "learner", "learner's feeder"
-# A worker that does not fit the last session waits for the next one.
-SESSION = "the learner's session"
 # A learner's wait that begins with this word: no step can be expected meanwhile.
 LOADING = "loading"
-_WORKER_KEPT_S = 3600.0
-# A few heartbeats. After that a worker is taken to have gone, and its waits are forgotten.
-_WAIT_KEPT_S = 60.0
-_MAX_WORKERS = 1024
-_MAX_FAILURES = 64
-_MAX_FAILURE_CHARACTERS = 80
-_MAX_REWARDS = 16_384
+_MAX_ACCEPTED = 16_384
 _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
-_REPORTED = [name for name in WorkerStatus.__struct_fields__ if name in WorkerReport.__struct_fields__]
-_OPEN = (
-    *("episodes_in_flight", "episodes_generating", "episodes_waiting", "episodes_in_tools", "episodes_in_judgement"),
-    "waiting_for_servers",
-)
 
 
-class _Heard(msgspec.Struct):
-    """A worker's newest report. `left`: it has signed off since; its counts stay in the status."""
-
-    report: WorkerReport
+class _Accepted(msgspec.Struct, frozen=True):
+    rewards: Rewards
     at: float
-    left: bool = False
-
-    def lives(self, now: float) -> bool:
-        return not self.left and now - self.at <= _WAIT_KEPT_S
 
 
 class Observations:
@@ -61,11 +45,22 @@ class Observations:
         now: The broker's clock, seconds; also in all methods.
         groups_per_step: Groups per optimiser step.
         start_s: Maximum time that learner and servers take to start, seconds.
+        max_workers: How many workers the queue takes.
         run_file: Named in commands that notices recommend.
     """
 
-    def __init__(self, now: float, groups_per_step: int, start_s: float, run_file: Path = Path("run.toml")) -> None:
+    def __init__(
+        self,
+        now: float,
+        groups_per_step: int,
+        start_s: float,
+        max_workers: int,
+        run_file: Path = Path("run.toml"),
+    ) -> None:
         self.started = now
+        self.histograms = Histograms()
+        self.connections = ConnectionCounts(max_workers)
+        self.workers = WorkerReports(max_workers)
         self.progress = StepProgress(now, start_s)
         self.notices = Notices()
         self.variance = Variance(groups_per_step, run_file)
@@ -74,13 +69,11 @@ class Observations:
         self.waits = Waits()
         self.staleness = StalenessWindow()
         self.rejections: Counter[str] = Counter()
-        self.loop_lag_s = 0.0
         self._over_age = 0
         self._learner_at: float | None = None
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
-        self._workers: dict[str, _Heard] = {}
-        self._rewards: dict[str, Rewards] = {}
+        self._accepted: dict[str, _Accepted] = {}
 
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
@@ -104,20 +97,23 @@ class Observations:
 
     def group_came(self, ticket_id: str, tokens: int, rewards: Rewards, now: float) -> None:
         self.rates.add(now, groups=1, tokens_sampled=tokens)
-        self._rewards[ticket_id] = rewards
-        if len(self._rewards) > _MAX_REWARDS:
-            del self._rewards[next(iter(self._rewards))]
+        self._accepted[ticket_id] = _Accepted(rewards, now)
+        if len(self._accepted) > _MAX_ACCEPTED:
+            del self._accepted[next(iter(self._accepted))]
 
     def decided(self, decision: Decision, now: float) -> None:
         """Note a decision that has taken effect: groups that ended, servers that left service."""
         self.progress.tickets_ended(decision.trains)
         for record in decision.trains:
-            if record.state is TicketState.TRAINED:
-                rewards = self._rewards.pop(record.id, None)
-                self.variance.ended(rewards is not None and rewards.equal, rewards)
-            elif record.state is TicketState.DROPPED:
-                rewards = self._rewards.pop(record.id, None)
-                if record.reason == reasons.ZERO_VARIANCE:
+            if record.state is TicketState.LEASED:
+                if (accepted := self._accepted.get(record.id)) is not None:
+                    self.histograms.group_age_s(now - accepted.at)
+            elif record.state in (TicketState.TRAINED, TicketState.DROPPED):
+                accepted = self._accepted.pop(record.id, None)
+                rewards = None if accepted is None else accepted.rewards
+                if record.state is TicketState.TRAINED:
+                    self.variance.ended(rewards is not None and rewards.equal, rewards)
+                elif record.reason == reasons.ZERO_VARIANCE:
                     self.variance.ended(True, rewards)
         if (text := self.variance.notice()) is not None:
             self.notices.say(reasons.ZERO_VARIANCE, text, now, key=reasons.ZERO_VARIANCE)
@@ -144,6 +140,8 @@ class Observations:
         self._over_age += sum(record.reason == reasons.OVERAGE for record in ended)
         if stepped or trained:
             self.staleness.add_step(trained, report.staleness_max if report else None)
+            for record in trained:
+                self.histograms.staleness(age_of(record).total)
         for notice in report.notices[:_MAX_NOTICES_PER_REPORT] if report is not None else ():
             self.notices.say(notice.kind, notice.text, now, LEARNER)
         if not stepped:
@@ -160,69 +158,33 @@ class Observations:
         return facts
 
     def worker_reports(self, report: WorkerReport, now: float) -> None:
-        self._keep(_without_texts(report), now)
+        self.workers.report(report, now)
         who = _episodes_of(report.worker_id)
         if report.waiting_for_servers:
             what = f"a server that answers ({report.waiting_for_servers} wait)"
-            self.waits.begin(who, what, now, until=now + _WAIT_KEPT_S)
+            self.waits.begin(who, what, now, until=now + SILENT_S)
         else:
             self.waits.end(who)
         for notice in report.notices[:_MAX_NOTICES_PER_REPORT]:
             self.notices.say(notice.kind, notice.text, now, report.worker_id)
 
-    def worker_seen(self, worker_id: str, now: float) -> None:
-        """Note a sign of life without a report."""
-        known = self._workers.get(worker_id)
-        if known is None or not known.left:  # a long-poll may end after its worker
-            self._keep(WorkerReport(worker_id, []) if known is None else known.report, now)
-
     def worker_left(self, worker_id: str) -> None:
         """Note that a worker signed off."""
-        if (known := self._workers.get(worker_id)) is not None:
-            known.left = True
+        self.workers.leave(worker_id)
         for who in (worker_id, _episodes_of(worker_id)):
             self.waits.end(who)
 
     def worker_awaits_session(self, worker_id: str, now: float) -> None:
         """Note that a worker is not admitted before a learner begins a session."""
-        self.worker_seen(worker_id, now)
-        self.waits.begin(worker_id, SESSION, now, until=now + _WAIT_KEPT_S)
+        self.workers.seen(worker_id, now)
+        self.waits.begin(worker_id, SESSION, now, until=now + SILENT_S)
 
     def session_came(self, worker_id: str) -> None:
         if self.waits.what(worker_id) == SESSION:
             self.waits.end(worker_id)
 
-    def _keep(self, report: WorkerReport, now: float) -> None:
-        """Keep a report as the newest. Workers silent for long are forgotten, and the oldest of too many."""
-        self._workers.pop(report.worker_id, None)
-        self._workers[report.worker_id] = _Heard(report, now)
-        oldest = next(iter(self._workers))
-        while now - self._workers[oldest].at >= _WORKER_KEPT_S or len(self._workers) > _MAX_WORKERS:
-            del self._workers[oldest]
-            oldest = next(iter(self._workers))
-
     def learner_seen_s_ago(self, now: float) -> float | None:
         return None if self._learner_at is None else now - self._learner_at
-
-    def capacity_of(self, worker_id: str) -> int:
-        """Return how many episodes a worker runs at once; 0 before its first heartbeat."""
-        heard = self._workers.get(worker_id)
-        return 0 if heard is None else heard.report.capacity
-
-    def worker_seen_s_ago(self, now: float) -> float | None:
-        """Return the seconds since any worker was last heard from; None for never."""
-        return min((now - heard.at for heard in self._workers.values()), default=None)
-
-    def waiting_for_servers(self, now: float) -> int:
-        """Count the episodes that wait for a vLLM server, at workers that are still heard from."""
-        heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
-        return sum(report.waiting_for_servers for report in heard)
-
-    def on_server(self, name: str, now: float) -> list[str]:
-        """Return the workers that may have a request on a draining server: they are still heard from and have not
-        reported that they have none."""
-        heard = [heard.report for heard in self._workers.values() if heard.lives(now)]
-        return sorted(report.worker_id for report in heard if report.draining.get(name) != 0)
 
     @property
     def median_step_s(self) -> float | None:
@@ -233,20 +195,6 @@ class Observations:
     def learner_wait_share(self) -> float | None:
         """Share of its time that the learner waited for groups since the queue started."""
         return self._learner_waited_s / self._learner_s if self._learner_s else None
-
-    @property
-    def worker_wait_share(self) -> float | None:
-        """Share of the time of all workers' slots that was idle because there were no tickets."""
-        reports = [heard.report for heard in self._workers.values()]
-        capacity_s = sum(report.elapsed_s * report.capacity for report in reports)
-        waited_s = sum(report.waited_s * report.capacity for report in reports)
-        return min(1.0, waited_s / capacity_s) if capacity_s else None
-
-    @property
-    def worker_cpu_ms_per_episode(self) -> float | None:
-        reports = [heard.report for heard in self._workers.values()]
-        episodes = sum(map(_episodes, reports))
-        return 1000 * sum(report.cpu_s for report in reports) / episodes if episodes else None
 
     def learner(self, run: RunState, now: float) -> LearnerStatus:
         newest = self._reports[-1] if self._reports else None
@@ -262,39 +210,7 @@ class Observations:
             metrics=dict(list(newest.metrics.items())[:_MAX_METRICS]) if newest else {},
         )
 
-    def workers(self, now: float) -> list[WorkerStatus]:
-        """Return each worker with its newest counts. A silent one has no open episodes: its tickets went to others."""
-        found = []
-        for heard in self._workers.values():
-            lives, none = heard.lives(now), dict.fromkeys(_OPEN, 0)
-            report = heard.report if lives else msgspec.structs.replace(heard.report, **none)
-            found.append(_worker_status(report, now - heard.at))
-        return found
-
 
 def _episodes_of(worker_id: str) -> str:
     """Name a worker's episodes in the list of waits."""
-    return f"{worker_id}'s episodes"
-
-
-def _without_texts(report: WorkerReport) -> WorkerReport:
-    """Reduce a report to what the status shows: the most frequent failures, no tickets and no texts."""
-    most = sorted(report.failures.items(), key=lambda item: -item[1])[:_MAX_FAILURES]
-    failures = {name[:_MAX_FAILURE_CHARACTERS]: count for name, count in most}
-    return msgspec.structs.replace(report, ticket_ids=[], fingerprint=None, notices=[], failures=failures)
-
-
-def _episodes(report: WorkerReport) -> int:
-    """Count the episodes that a worker's CPU seconds were spent on."""
-    return report.episodes_done + report.eval_episodes
-
-
-def _worker_status(report: WorkerReport, seen_s_ago: float) -> WorkerStatus:
-    episodes = _episodes(report)
-    return WorkerStatus(
-        **{name: getattr(report, name) for name in _REPORTED},
-        wait_share=min(1.0, report.waited_s / report.elapsed_s) if report.elapsed_s else 0.0,
-        full_share=min(1.0, report.full_s / report.elapsed_s) if report.elapsed_s else 0.0,
-        cpu_ms_per_episode=1000 * report.cpu_s / episodes if episodes else None,
-        seen_s_ago=seen_s_ago,
-    )
+    return worker_id + EPISODES

@@ -1,33 +1,48 @@
-"""Renders `GET /metrics` for Prometheus from the status, so that the two cannot differ."""
+"""Renders `GET /metrics` for Prometheus: what the status says, so that the two cannot differ, and histograms.
+
+There is no series for each worker, so that the page stays small with thousands.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from protocol.messages import ServerState
-from protocol.status import Status, episodes_at, evaluation_metrics
+from protocol.status import Status, WorkerActivity, episodes_at, evaluation_metrics
+from rollout_queue.observe.histograms import Histograms
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def render(status: Status) -> bytes:
-    """Return the status as Prometheus text."""
+def render(status: Status, histograms: Histograms, store: Mapping[str, int]) -> bytes:
+    """Return all metrics as Prometheus text.
+
+    Args:
+        store: Bytes of the store's parts, by their names.
+    """
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(_StatusCollector(status))
-    return generate_latest(registry)
+    registry.register(_StatusCollector(status, histograms, store))
+    return generate_latest(registry) + generate_latest(histograms.registry)
 
 
 class _StatusCollector(Collector):
-    def __init__(self, status: Status) -> None:
+    def __init__(self, status: Status, histograms: Histograms, store: Mapping[str, int]) -> None:
         self._status = status
+        self._histograms = histograms
+        self._store = store
 
     def collect(self) -> Iterable[Metric]:
         yield from _gauges(self._status)
         yield from _counters(self._status)
+        lag_s = self._histograms.max_loop_lag_s
+        yield _gauge("slipstream_loop_lag_max_seconds", "longest lag of the queue's event loop so far", lag_s)
+        yield _gauge("slipstream_store_bytes", "size of the store and its write-ahead log", self._store, "part")
 
 
 def _gauges(status: Status) -> Iterator[Metric]:
@@ -60,7 +75,9 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge(
         "slipstream_worker_wait_share", "share of slots idle because there were no tickets", status.worker_wait_share
     )
-    yield _gauge("slipstream_episodes", "open episodes of all workers, by what they do", episodes_at(status), "at")
+    yield _gauge(
+        "slipstream_episodes", "open episodes of all workers, by what they do", episodes_at(status.workers), "at"
+    )
     yield _gauge("slipstream_slots", "episodes that the workers let generate", sum(w.capacity for w in status.workers))
     full = max((worker.full_share for worker in status.workers), default=None)
     yield _gauge("slipstream_worker_full_share", "share of slots idle as enough is open, of the fullest worker", full)
@@ -71,9 +88,21 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
     yield _gauge("slipstream_train", "the learner's metrics of its newest step", status.learner.metrics, "name")
     yield from _evaluations(status)
-    yield _gauge("slipstream_workers", "workers heard from within the last hour", len(status.workers))
+    does = Counter(worker.does for worker in status.workers)
+    doing = {activity: does[activity] for activity in get_args(WorkerActivity)}
+    yield _gauge("slipstream_workers", "workers heard from within the last hour, by what they do", doing, "does")
+    yield from _connections(status)
+    lags = {server.name: server.lag for server in status.servers if server.lag is not None}
+    yield _gauge("slipstream_server_lag", "versions that a server is behind the learner", lags, "server")
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
     yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")
+
+
+def _connections(status: Status) -> Iterator[Metric]:
+    connections = status.connections
+    yield _gauge("slipstream_connections", "connections to the queue, by kind", connections.open, "kind")
+    yield _gauge("slipstream_connections_limit", "connections that there may be", connections.limits, "kind")
+    yield _gauge("slipstream_workers_limit", "workers that the queue takes", connections.max_workers)
 
 
 def _evaluations(status: Status) -> Iterator[Metric]:
@@ -101,6 +130,7 @@ def _counters(status: Status) -> Iterator[Metric]:
     yield _counter("slipstream_tickets", "tickets, by outcome", outcomes, "outcome")
     yield _counter("slipstream_drops", "tickets dropped, by reason", status.drops, "reason")
     yield _counter("slipstream_rejections", "groups refused, by reason", status.rejections, "reason")
+    yield _counter("slipstream_busy", "requests of workers refused for lack of room", status.connections.refused_ever)
     yield _counter("slipstream_tokens_sampled", "sampled tokens of accepted groups", status.tokens_sampled)
 
 

@@ -1,4 +1,4 @@
-"""Bounded windows over what happened lately: rollouts, staleness, rates, waits. Times are arguments, in seconds.
+"""Bounded windows over what happened lately: rollouts, staleness, rates. Times are arguments, in seconds.
 
 The staleness of a group is the learner's version before the step that trains it, minus the version of its oldest token.
 It splits at the group's arrival: `in_flight` passed while the group was made, `in_queue` while it waited here.
@@ -6,7 +6,6 @@ It splits at the group's arrival: `in_flight` passed while the group was made, `
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Iterable
 
@@ -15,7 +14,7 @@ import msgspec
 from protocol import codec
 from protocol.messages import Group
 from protocol.rollouts import RolloutView
-from protocol.status import Rates, Staleness, Wait
+from protocol.status import Rates, Staleness
 from rollout_queue.ledger.records import TicketRecord
 
 MAX_GROUPS = 64
@@ -192,33 +191,3 @@ class RateMeter:
     def _forget(self, now: float) -> None:
         while self._buckets and self._buckets[0][0] < now - WINDOW_S:
             self._buckets.popleft()
-
-
-class Waits:
-    """Remembers who waits for what and since when. A wait over several requests keeps its beginning."""
-
-    def __init__(self) -> None:
-        self._waits: dict[str, _Entry] = {}
-
-    def begin(self, who: str, what: str, now: float, until: float = math.inf) -> None:
-        """Note a wait, or that it goes on. Without renewal it is forgotten after `until`: its owner has gone."""
-        entry = self._waits.get(who)
-        since = entry.since if entry is not None and entry.until >= now else now
-        self._waits[who] = _Entry(what, since, until)
-
-    def end(self, who: str) -> None:
-        self._waits.pop(who, None)
-
-    def what(self, who: str) -> str | None:
-        entry = self._waits.get(who)
-        return entry.what if entry is not None else None
-
-    def list(self, now: float) -> list[Wait]:
-        self._waits = {who: entry for who, entry in self._waits.items() if entry.until >= now}
-        return [Wait(who, entry.what, now - entry.since) for who, entry in self._waits.items()]
-
-
-class _Entry(msgspec.Struct, frozen=True):
-    what: str
-    since: float
-    until: float

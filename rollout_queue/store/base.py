@@ -19,7 +19,7 @@ from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, 
 from rollout_queue.store.changes import Changes, Payload
 
 # Seconds after which an active queue that has committed nothing is taken for dead. It commits at least each second.
-MAX_SILENCE_S = 5.0
+MAX_SILENCE_S = 3.0
 
 
 class StoreError(QueueError):

@@ -30,7 +30,7 @@ ON_THE_WIRE = {
     "too_deep segment_too_long too_many logprob_missing logprob_not_finite logprob_positive span_cover "
     "span_version_unknown span_server_unknown version_from_future unverified_server",
     429: "full",
-    503: "store_failed not_ready stands_by",
+    503: "busy store_failed not_ready stands_by",
 }
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from deploy.servers.vllm_server import announce
 from protocol import access, codec, reasons
-from protocol.client import JSON, QueueClient, QueueRefused, RunFinished
+from protocol.client import JSON, QueueClient, QueueRefused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
     ErrorBody,
@@ -32,10 +32,12 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
+from rollout_queue.api.connection_pool import Shares
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
+from rollout_queue.service import fitted
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
@@ -596,19 +598,52 @@ async def test_a_heartbeat_s_figures_are_finite_and_its_share_at_most_one() -> N
 
 
 async def test_what_is_kept_of_workers_is_bounded() -> None:
-    async with running() as (queue, client):
+    async with running(queue={"max_workers": 64}) as (queue, client):
         failures = {f"{number:03}" + "f" * 100: number for number in range(1000)}
         notices = [Notice("tool", "t" * 1000)] * 100
         reports = [WorkerReport(f"w{number}", [], failures=failures, notices=notices) for number in range(2)]
         for report in reports:
             await client.heartbeat(report)
-        kept = queue.broker.observations.workers(0.0)
+        kept = (await client.status()).workers
         assert [(len(worker.failures), max(map(len, worker.failures))) for worker in kept] == [(64, 80)] * 2
         assert min(kept[0].failures.values()) == 936, "the most frequent ones"
-        for number in range(1100):
+        for number in range(100):
             queue.broker.observations.worker_reports(WorkerReport(f"v{number}", []), queue.time.now)
-            queue.broker.observations.worker_seen(f"u{number}", queue.time.now)
-        assert len((await client.status()).workers) == 1024
+            queue.broker.observations.workers.seen(f"u{number}", queue.time.now)
+        assert len((await client.status()).workers) == 64
+
+
+async def test_a_worker_beyond_the_bound_is_refused_until_one_leaves_or_is_silent() -> None:
+    async with (
+        running(queue={"max_workers": 2}) as (queue, client),
+        QueueClient(queue.url, patience_s=0.0) as impatient,
+    ):
+        for name in ("a", "b", "a"):
+            await client.heartbeat(WorkerReport(name, []))
+        with pytest.raises(Unreachable, match=r"worker c waits until one ends; .* raise queue\.max_workers"):
+            await impatient.heartbeat(WorkerReport("c", []))
+        queue.time.now += 30.0
+        await client.heartbeat(WorkerReport("a", []))
+        connections = (await client.status()).connections
+        assert (connections.refused, connections.refused_since_s, connections.refused_s_ago) == (1, 30.0, 30.0)
+        queue.time.now += 30.0
+        await client.heartbeat(WorkerReport("c", []))
+        with pytest.raises(Unreachable, match="worker b waits"):
+            await impatient.heartbeat(WorkerReport("b", []))
+        await client.sign_off("c")
+        await client.heartbeat(WorkerReport("b", []))
+        queue.time.now += 3601.0
+        assert (await client.status()).connections.refused == 0
+
+
+def test_fewer_workers_are_taken_where_the_process_may_open_few_files(caplog: pytest.LogCaptureFixture) -> None:
+    given = config(queue={"max_workers": 2048})
+    assert fitted(given, 20_000) == (given, Shares(2048))
+    assert not caplog.records
+    fewer, shares = fitted(given, 1024)
+    assert fewer.queue.max_workers == shares.max_workers == 101
+    assert (fewer.run_dir, fewer.queue.port) == (given.run_dir, given.queue.port)
+    assert "queue.max_workers = 2048 needs 12960 file descriptors and this process may open 1024" in caplog.text
 
 
 async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_page_readable() -> None:

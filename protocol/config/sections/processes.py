@@ -3,12 +3,34 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
-from urllib.parse import parse_qsl, unquote, urlencode
+import socket
+from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
-from protocol.config.sections.base import Bytes, Count, Host, Port, Seconds, Section, is_number, own_url, setting
+from protocol.config.sections.base import (
+    WILDCARDS,
+    Bytes,
+    Count,
+    Host,
+    Port,
+    Seconds,
+    Section,
+    is_number,
+    own_url,
+    setting,
+    url_of,
+)
+from protocol.queue_urls import split_urls
+
+
+def _checked_urls(value: str) -> str:
+    """Return the URLs, tidied; "auto" as it is. Raises `ValueError` for something else."""
+    return value if value == "auto" else ",".join(split_urls(value))
+
+
+QueueUrl = Annotated[str, AfterValidator(_checked_urls)]
 
 STORES = ("sqlite", ":memory:", "postgresql")
 
@@ -54,6 +76,12 @@ class QueueSection(Section):
     port: Port = setting(
         8200, description="port that the queue listens on", why="free on most machines, and not vLLM's"
     )
+    url: QueueUrl = setting(
+        "auto",
+        description="URL of the queue for all others; several, separated by commas, for queues that share one "
+        "PostgreSQL database, of which the active one is asked; auto is made of queue.host and queue.port",
+        why="one machine needs none, and `--queue URL` names it elsewhere",
+    )
     token: str | None = setting(
         None,
         description="the run's secret, which every role's token is derived from; SLIPSTREAM_TOKEN in the environment "
@@ -76,6 +104,16 @@ class QueueSection(Section):
         2 * 1024**3,
         description="maximum bytes of groups that the queue holds",
         why="fits the memory and disk of a small machine",
+    )
+    max_workers: int = setting(
+        2048,
+        ge=1,
+        le=100_000,
+        description="maximum number of workers, with 4 connections of each; needs 6 file descriptors a worker and 672 "
+        "more, and is lowered to what the process may open; the learner, servers and operators have connections of "
+        "their own",
+        why="far more than one learner's fleet, since a worker runs hundreds of episodes; a bound of memory and "
+        "descriptors, not a throttle",
     )
     max_group_bytes: Bytes = setting(
         64 * 1024**2, description="largest group that the queue accepts", why="16 rollouts of 400,000 tokens"
@@ -155,8 +193,24 @@ class QueueSection(Section):
         return self.store.password if isinstance(self.store, StoreName) else None
 
     @property
-    def url(self) -> str:
+    def address(self) -> str:
+        """`url` with "auto" resolved."""
+        return self.local_url if self.url == "auto" else self.url
+
+    @property
+    def local_url(self) -> str:
+        """URL by which this machine reaches the queue that listens here."""
         return own_url(self.host, self.port)
+
+    @property
+    def own_address(self) -> str:
+        """URL by which others know this queue, as far as its settings say."""
+        if self.url != "auto":
+            for url in split_urls(self.url):
+                if urlsplit(url).port == self.port:
+                    return url
+        host = socket.gethostname() if self.host in WILDCARDS else self.host
+        return url_of(host, self.port)
 
 
 class WorkerSection(Section):

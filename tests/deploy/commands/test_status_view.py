@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from rich.console import Console
 
 from deploy.commands.status import render
 from protocol.messages import ServerState
 from protocol.status import (
+    ConnectionStatus,
     Evaluation,
     GroupCounts,
     LearnerStatus,
@@ -131,6 +133,31 @@ def test_a_queue_without_anybody_is_shown_too() -> None:
     for fact in ("served -", "learner -, workers -", "waiting  nobody", "no workers", "no servers"):
         assert fact in text
     assert "dropped" not in text
+
+
+def test_thousands_of_workers_are_a_few_rows_and_a_sum() -> None:
+    status = a_status()
+    (worker,) = status.workers
+    status.workers = [
+        msgspec.structs.replace(worker, worker_id=f"w{number}", does="in_tools" if number % 4 else "left")
+        for number in range(2000)
+    ]
+    status.waits = [Wait("1,998 workers", "a ticket", 12.0, 1998)]
+    status.notices = [Notice(1, "tool", "search: TimeoutError", "w7", 3.0, 1998)]
+    text = shown(status)
+    assert len(text.splitlines()) < 60
+    assert "2,000 workers: 1,500 in tools, 500 left" in text
+    assert "now waiting  1,998 workers for a ticket, up to 12.0 s" in text
+    assert "tool at w7 and 1,997 others: search: TimeoutError" in text
+    assert "workers: " not in shown(a_status())
+
+
+def test_i7_workers_that_were_refused_for_lack_of_room_are_counted() -> None:
+    status = a_status()
+    assert "busy" not in shown(status)
+    status.connections = ConnectionStatus(max_workers=2048, refused=1312, refused_since_s=250.0, refused_s_ago=3.0)
+    line = "busy: 1,312 requests of workers were refused, the first 4 min ago, the newest 3 s ago: the queue"
+    assert line in shown(status, width=200)
 
 
 def a_status_of_a_bad_day() -> Status:

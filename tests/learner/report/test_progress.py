@@ -25,7 +25,7 @@ from learner.report.summary import Curve
 from protocol.client import QueueClient, Unreachable
 from protocol.messages import Server, ServerState
 from protocol.rollouts import RolloutView
-from protocol.status import GroupCounts, Notice, Stall, Wait
+from protocol.status import GroupCounts, Notice, Stall, Wait, WorkerStatus
 from tests.kit.learner import FakeQueue, status
 from tests.learner.report.test_summary import step_record
 
@@ -124,6 +124,20 @@ def test_phases_name_who_waits_for_what_and_since_when() -> None:
         "worker-0 waits for a ticket, 12 s"
     )
     assert waits_of(status(), 16) == "no server has registered; no worker is connected"
+
+
+def test_i7_what_many_workers_and_servers_wait_for_is_said_once() -> None:
+    many = status(
+        workers=[
+            WorkerStatus(f"w{number}", "", *[0] * 9, wait_share=0.0, cpu_ms_per_episode=None, seen_s_ago=30.0 + number)
+            for number in range(2000)
+        ],
+        servers=[Server(f"s{number}", "http://s", ServerState.STALE) for number in range(200)],
+        waits=[Wait("200 servers", "newer weights: stale", 9.0, 200), Wait("1,998 workers", "a ticket", 12.0, 1998)],
+    )
+    assert waits_of(many, 16) == (
+        "200 servers are stale; 1,999 workers silent for 2029 s; 1,998 workers wait for a ticket, 12 s"
+    )
 
 
 def test_a_long_phase_is_said_in_a_file_now_and_then_and_a_short_one_never() -> None:

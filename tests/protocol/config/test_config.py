@@ -158,7 +158,7 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
     ("text", "says"),
     [
         (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
-        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, url, token"),
         (MINIMAL + "[rollout]\nmax_tokens_turn = 3\n", "did you mean rollout.max_turn_tokens?"),
         (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
         (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
@@ -469,7 +469,7 @@ def test_i8_a_listener_beyond_this_machine_needs_a_token(
 
 def test_a_loopback_host_needs_no_token_and_an_address_of_version_6_makes_a_url(folder: Path) -> None:
     config = load_text(folder, 'queue.host = "::1"\nvllm.host = "::1"\n' + MINIMAL)
-    assert config.queue.url == "http://[::1]:8200"
+    assert config.queue.address == "http://[::1]:8200"
     assert config.vllm.urls == ["http://[::1]:8100"]
 
 

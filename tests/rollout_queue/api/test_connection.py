@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from time import perf_counter, process_time, sleep
 from typing import Any
-from unittest.mock import Mock
 
 import aiohttp
 import pytest
 import uvicorn
+from prometheus_client import generate_latest
 
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient
 from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
+from protocol.status import Status
 from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import Connection, ConnectionLimits
+from rollout_queue.api.connection import ConnectionLimits, bounded_by
+from rollout_queue.api.connection_pool import ConnectionPool, Shares, fit
 from rollout_queue.api.requests import ByteBudget
 from rollout_queue.broker import learner
+from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger import validation
+from rollout_queue.observe.observations import Observations
 from rollout_queue.service import listen
 from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
@@ -34,6 +37,7 @@ from tests.kit.messages import SERVER
 from tests.kit.queue import Served, listening, serve_version, serving
 
 MIB = 1024**2
+SHARES = Shares(16)
 PATIENCE_S = 5.0
 STATUS = b"GET /v1/status HTTP/1.1\r\nHost: localhost\r\n\r\n"
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
@@ -46,25 +50,30 @@ class _Server(uvicorn.Server):
 
 
 @asynccontextmanager
-async def door(connections: int = 64, token: str | None = None, **limits: Any) -> AsyncIterator[int]:
+async def door(shares: Shares = SHARES, token: str | None = None, **limits: Any) -> AsyncIterator[int]:
     """The port of a queue behind our connections; time-outs are short where the test is about them."""
+    async with counted_door(shares, token, **limits) as (port, _):
+        yield port
 
-    class Hasty(Connection):
-        pass
 
-    Hasty.limits = ConnectionLimits(**limits)
+@asynccontextmanager
+async def counted_door(
+    shares: Shares = SHARES, token: str | None = None, **limits: Any
+) -> AsyncIterator[tuple[int, Observations]]:
+    """As `door`, and what the queue has observed."""
     app = create_app(config(queue={"token": token}), MemoryStore())
-    settings = uvicorn.Config(
-        app, http=Hasty, limit_concurrency=connections, access_log=False, log_level="warning", ws="none"
-    )
-    server = _Server(settings)
+    broker: Broker = app.state.broker
+    seen = broker.observations
+    pool = ConnectionPool(shares, seen.connections, broker.clock.monotonic)
+    http = bounded_by(pool, seen.histograms, ConnectionLimits(**limits))
+    server = _Server(uvicorn.Config(app, http=http, access_log=False, log_level="warning", ws="none"))
     with listen("127.0.0.1", 0) as listener:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(server.serve(sockets=[listener]))
             try:
-                yield listener.getsockname()[1]
+                yield listener.getsockname()[1], seen
             finally:
-                app.state.broker.close_waits()
+                broker.close_waits()
                 server.should_exit = True
 
 
@@ -77,7 +86,7 @@ async def talk(port: int, *parts: bytes) -> bytes:
             writer.write(part)
             await writer.drain()
         async with asyncio.timeout(PATIENCE_S):
-            while not answer.endswith((b"}", b"Unavailable")) and (data := await reader.read(65536)):
+            while not answer.endswith(b"}") and (data := await reader.read(65536)):
                 answer += data
     except ConnectionError:
         pass
@@ -168,39 +177,199 @@ async def test_a_body_that_trickles_is_refused_and_one_that_flows_is_not() -> No
             writer.close()
 
 
-async def test_half_open_connections_make_room_for_new_ones() -> None:
-    async with door(connections=20) as port:
-        open_ = [await asyncio.open_connection("127.0.0.1", port) for _ in range(100)]
-        for _, writer in open_:
-            with contextlib.suppress(ConnectionError):
-                writer.write(b"GET /")
+Open = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def opened(port: int, count: int, sent: bytes = b"") -> list[Open]:
+    found = []
+    for _ in range(count):
+        found.append(await asyncio.open_connection("127.0.0.1", port))
+        with contextlib.suppress(ConnectionError):
+            found[-1][1].write(sent)
+    return found
+
+
+def close(connections: list[Open]) -> None:
+    for _, writer in connections:
+        writer.close()
+
+
+async def until(what: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not what():  # noqa: ASYNC110 - a count of the queue, which tells nobody of its change
+            await asyncio.sleep(0.01)
+
+
+def refusal(answer: bytes) -> ErrorBody:
+    """Return the body of the last answer."""
+    return codec.decode_json(answer.rpartition(b"\r\n\r\n")[2], ErrorBody)
+
+
+POLL = post(codec.encode_json(TicketRequest("w", 1, wait_s=30.0)))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /"], ids=["silent", "half a head"])
+async def test_connections_without_a_request_make_room_for_new_ones(sent: bytes) -> None:
+    async with door(Shares(1, new=18)) as port:
+        open_ = await opened(port, 100, sent)
         assert b" 200 " in await talk(port, STATUS)
         assert await healthz(port) < 0.5
         async with asyncio.timeout(PATIENCE_S):
             for reader, _ in open_[:70]:
                 with contextlib.suppress(ConnectionResetError):  # it was ended before it had read the request
                     assert await reader.read() == b""
-        for _, writer in open_:
-            writer.close()
+        close(open_)
 
 
-async def test_long_polls_keep_their_connections_and_liveness_answers_beside_them() -> None:
-    async with door(connections=10) as port:
-        polls = []
-        for _ in range(9):
-            polls.append(await asyncio.open_connection("127.0.0.1", port))
-            polls[-1][1].write(post(codec.encode_json(TicketRequest("w", 1, wait_s=30.0))))
-            await asyncio.sleep(0.01)
-        assert b" 503 " in await talk(port, STATUS)
+async def test_a_fleet_beyond_its_share_is_refused_in_words_and_nobody_else_is() -> None:
+    async with counted_door(Shares(2)) as (port, seen):
+        polls = await opened(port, 8, POLL)
+        await until(lambda: seen.connections.open["worker"] == 8)
+        for _ in range(3):
+            answer = await talk(port, POLL)
+            assert b" 503 " in answer
+            assert b"\r\nretry-after: 5\r\n" in answer
+            assert b"\r\nconnection: close\r\n" in answer
+            problem = refusal(answer)
+            assert problem.reason == reasons.BUSY
+            assert "2 workers have (queue.max_workers)" in problem.message
+        status = codec.decode_json((await talk(port, STATUS)).partition(b"\r\n\r\n")[2], Status).connections
+        assert (status.refused, status.open["worker"], status.limits["worker"]) == (3, 8, 8)
+        assert b" 422 " in await talk(port, post(path=access.LEASES))
         assert await healthz(port) < 0.5
         assert not any(reader.at_eof() for reader, _ in polls)
+        close(polls[:1])
+        await until(lambda: seen.connections.open["worker"] < 8)
+        assert b" 422 " in await talk(port, post())
+        close(polls)
+
+
+async def test_operators_beyond_their_share_are_refused_and_workers_are_not() -> None:
+    waits = b"GET /v1/evaluations?wait_s=30 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    lease = post(codec.encode_json(LeaseRequest(0, "l", 1, wait_s=30.0)), path=access.LEASES)
+    async with counted_door(Shares(2, control=3)) as (port, seen):
+        held = await opened(port, 3, post(b"{", path=access.LEASES, Content_Length="100"))
+        await until(lambda: seen.connections.open["control"] == 3)
+        for asked in (STATUS, waits, lease):
+            problem = refusal(await talk(port, asked))
+            assert problem.reason == reasons.BUSY
+            assert "operators" in problem.message
+        assert b" 422 " in await talk(port, post())
+        assert await healthz(port) < 0.5
+        assert seen.connections.status(0.0).refused == 0, "of workers"
+        close(held)
+
+
+async def test_idle_connections_give_their_places_up_to_those_of_their_kind() -> None:
+    async with counted_door(Shares(2, control=3)) as (port, seen):
+        idle_workers, idle_operators = await opened(port, 8, post()), await opened(port, 3, STATUS)
+        for reader, _ in idle_workers + idle_operators:
+            assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+        polls = await opened(port, 8, POLL)
+        async with asyncio.timeout(PATIENCE_S):
+            for reader, _ in idle_workers:
+                await reader.read()
+        assert seen.connections.open["worker"] == 8
+        newest = await opened(port, 1, STATUS)
+        async with asyncio.timeout(PATIENCE_S):
+            await idle_operators[0][0].read()
+            assert (await newest[0][0].readline()).startswith(b"HTTP/1.1 200 ")
+        assert seen.connections.open["control"] == 3
+        close(idle_workers + idle_operators + polls + newest)
+
+
+async def test_a_connection_that_is_half_closed_holds_no_place() -> None:
+    async with counted_door(Shares(1)) as (port, seen):
+        polls = await opened(port, 4, POLL)
+        await until(lambda: seen.connections.open["worker"] == 4)
         for _, writer in polls:
+            writer.write_eof()
+        await until(lambda: seen.connections.open["worker"] == 0)
+        assert b" 422 " in await talk(port, post())
+        close(polls)
+
+
+async def test_a_kept_connection_is_counted_where_its_newest_request_belongs() -> None:
+    async with counted_door() as (port, seen):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await until(lambda: seen.connections.open["new"] == 1)
+        for request, kind in ((STATUS, "control"), (post(), "worker"), (HEALTH, "health"), (POLL, "worker")):
+            writer.write(request)
+            await until(lambda kind=kind: +seen.connections.open == {kind: 1})  # type: ignore[misc]
+            if request is not POLL:
+                assert (await reader.readline()).startswith(b"HTTP/1.1 ")
+                await reader.read(100_000)
+        writer.close()
+        await until(lambda: not +seen.connections.open)
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["in one piece", "one after the other"])
+async def test_a_second_request_before_the_first_answer_is_refused_after_that_answer(together: bool) -> None:
+    poll = post(codec.encode_json(TicketRequest("w", 1, wait_s=0.3)))
+    async with counted_door() as (port, seen):
+        for first, status in ((HEALTH, b"200"), (poll, b"204")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            if together:
+                writer.write(first + STATUS * 500)
+            else:
+                writer.write(first)
+                if first is poll:
+                    await until(lambda: seen.connections.open["worker"] == 1)
+                writer.write(STATUS * 500)
+            async with asyncio.timeout(PATIENCE_S):
+                answer = await reader.read()
+            answers = answer.split(b"HTTP/1.1 ")[1:]
+            assert answers[0].startswith(status)
+            assert not any(other.startswith(b"400") for other in answers[:-1])
+            assert answers[-1].startswith(b"400")
+            assert b"\r\nconnection: close\r\n" in answers[-1]
+            assert "send one at a time" in refusal(answers[-1]).message
             writer.close()
+        assert await healthz(port) < 0.5
 
 
-async def test_a_second_request_before_the_first_answer_ends_the_connection() -> None:
+@pytest.mark.parametrize("after", [b"\0" * 99, b"GET\r\n\r\n"])
+async def test_what_is_no_request_is_refused_after_the_answer_before_it(after: bytes) -> None:
     async with door() as port:
-        assert (await talk(port, HEALTH * 1000)).count(b"HTTP/1.1 ") <= 1
+        answer = await talk(port, HEALTH + after)
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert answer.count(b"HTTP/1.1 400 ") == 1
+
+
+async def test_requests_one_after_the_other_are_all_answered() -> None:
+    async with door() as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        for _ in range(20):
+            writer.write(post())
+            assert b" 422 " in await reader.readuntil(b"\r\n\r\n")
+            await reader.readuntil(b"}")
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "twice",
+    [
+        "Host: localhost\r\nHost: localhost",
+        "Host: localhost\r\nhOST: evil.example",
+        "Authorization: Bearer a\r\nAuthorization: Bearer b",
+        "Content-Type: application/json\r\nContent-Type: text/plain",
+        "Origin: null\r\nOrigin: null",
+        "Content-Length: 2\r\nContent-Length: 2",
+        "Content-Length: 2\r\nContent-Length: 3",
+        "Content-Length: 2\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: chunked\r\nContent-Length: 2",
+        "Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked",
+        "Transfer-Encoding: gzip",
+    ],
+)
+async def test_a_request_that_could_be_read_in_two_ways_is_refused(twice: str) -> None:
+    name = twice.partition(":")[0].lower()
+    async with door() as port:
+        answer = await talk(port, f"POST {access.TICKETS} HTTP/1.1\r\n{twice}\r\n\r\n{{}}".encode())
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        problem = refusal(answer)
+        assert problem.reason == "http_400"
+        assert name in problem.message.lower()
         assert await healthz(port) < 0.5
 
 
@@ -363,28 +532,43 @@ async def _with_groups(count: int) -> AsyncIterator[tuple[Served, QueueClient, i
         yield queue, client, len(codec.encode(sent))
 
 
-FEW_DESCRIPTORS = """
+@pytest.mark.parametrize(
+    ("descriptors", "workers"), [(2**31, 2048), (12960, 2048), (12959, 2047), (1024, 101), (128, 5), (32, 1)]
+)
+def test_connections_fit_the_file_descriptors(descriptors: int, workers: int) -> None:
+    shares = fit(2048, descriptors)
+    assert shares.max_workers == workers
+    assert shares.descriptors <= descriptors
+    assert all(shares.limits.values())
+
+
+RAISED = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
-from rollout_queue.api.connection import max_connections
-print(max_connections(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+from rollout_queue.api.connection_pool import raise_descriptors
+print(raise_descriptors(), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-@pytest.mark.parametrize(("hard", "expected"), [(128, "64 128 128"), (20000, "4096 20000 20000")])
-def test_connections_stay_well_below_the_descriptors(hard: int, expected: str) -> None:
-    if 0 <= resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
-        pytest.skip("this machine allows fewer descriptors")
-    made = subprocess.run(
-        [sys.executable, "-c", FEW_DESCRIPTORS, str(hard)], capture_output=True, text=True, check=True
-    )
-    assert made.stdout.strip() == expected
+def test_the_limit_of_file_descriptors_is_raised_to_the_hard_one() -> None:
+    made = subprocess.run([sys.executable, "-c", RAISED, "128"], capture_output=True, text=True, check=True)
+    assert made.stdout.strip() == "128 128 128"
 
 
 async def test_a_body_for_a_ticket_that_is_not_out_is_refused_before_it_is_read() -> None:
     put = post(b"", "/v1/groups/9.0", Content_Length="60000000").replace(b"POST", b"PUT", 1)
     async with door() as port:
         assert b" 410 " in await talk(port, put)
+
+
+async def test_a_groups_put_is_observed_with_its_bytes() -> None:
+    async with counted_door() as (port, seen):
+        put = post(b"x" * 60, "/v1/groups/9.0").replace(b"POST", b"PUT", 1)
+        assert b" 410 " in await talk(port, put)
+        assert b" 422 " in await talk(port, post())
+        observed = generate_latest(seen.histograms.registry).decode()
+    assert "slipstream_put_bytes_sum 60.0" in observed
+    assert "slipstream_put_seconds_count 1.0" in observed
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
@@ -442,22 +626,3 @@ async def test_groups_are_judged_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         assert await asyncio.gather(*(client.submit(group(ticket)) for ticket in tickets)) == [True] * len(tickets)
     assert len(tickets) > 1
     assert most == 1
-
-
-class _NeverScanned(set[Any]):
-    def __iter__(self) -> Iterator[Any]:
-        raise AssertionError("every new connection would take longer, the more there are")
-
-
-async def test_making_room_does_not_look_at_every_connection() -> None:
-    settings = uvicorn.Config(create_app(config(), MemoryStore()), limit_concurrency=3)
-    settings.load()
-    state = uvicorn.server.ServerState()
-    state.connections = _NeverScanned()
-    made = [Connection(settings, state, {}, asyncio.get_running_loop()) for _ in range(6)]
-    transports = [Mock(spec=asyncio.Transport) for _ in made]
-    for connection, transport in zip(made, transports, strict=True):
-        connection.connection_made(transport)
-    assert [transport.abort.called for transport in transports] == [True] * 4 + [False] * 2
-    for connection in made:
-        connection.connection_lost(None)

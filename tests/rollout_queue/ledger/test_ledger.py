@@ -302,6 +302,13 @@ class QueueMachine(SabotagedQueue):
             assert {r.id: r for r in fresh.tickets(state)} == {r.id: r for r in self.ledger.tickets(state)}
         assert fresh.run == self.ledger.run
         assert fresh.to_reissue == self.ledger.to_reissue
+        assert fresh.next_to_reissue(99) == self.ledger.next_to_reissue(99)
+        assert [r.id for r in self.ledger.next_to_reissue(99)] == [
+            r.id for _, r in sorted(self.ledger.to_reissue.items())
+        ]
+        assert self.ledger.held_by("w") == list(self.ledger.tickets(TicketState.ISSUED))
+        assert fresh.ready.choose(self.fleet, 99) == self.ledger.ready.choose(self.fleet, 99)
+        assert fresh.first_needed() == self.ledger.first_needed()
         assert (fresh.next_index, fresh.bytes, fresh.kept_bytes, fresh.tokens_sampled) == (
             self.ledger.next_index,
             self.ledger.bytes,

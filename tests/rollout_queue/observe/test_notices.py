@@ -41,6 +41,20 @@ def test_a_notice_is_said_once_whatever_its_numbers() -> None:
     ]
 
 
+def test_what_many_workers_say_is_one_notice_that_counts_them() -> None:
+    notices = Notices()
+    for again in range(3):
+        for number in range(2000):
+            who = f"node-{chr(97 + number % 26)}-{number}"
+            notices.say("tool", f"row {number} failed at {who}: no route to host", again * 10.0, who)
+            notices.say("tool", "another", again * 10.0, "w")
+    first, other = notices.list(30.0)
+    assert (first.text, first.who, first.count, first.since_s) == (
+        *("row 0 failed at node-a-0: no route to host", "node-a-0", 2000, 30.0),
+    )
+    assert (other.text, other.count) == ("another", 1)
+
+
 def test_notices_are_bounded_and_their_ids_grow() -> None:
     notices = Notices()
     for number in range(5000):

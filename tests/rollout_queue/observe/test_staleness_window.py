@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.messages import WorkerReport
 from rollout_queue.ledger.records import GroupFacts, TicketRecord, TicketState
-from rollout_queue.observe.observations import Observations
-from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, StalenessWindow, Waits, age_of
+from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, StalenessWindow, age_of
 
 
 def trained(oldest: int, arrival: int, version: int) -> TicketRecord:
@@ -50,45 +48,3 @@ def test_rates_cover_the_last_minute() -> None:
     rates = meter.rates(100.0)
     assert rates.groups == 1.0
     assert rates.tokens_sampled == 0.0
-
-
-def test_i7_a_wait_over_several_polls_keeps_its_beginning() -> None:
-    waits = Waits()
-    waits.begin("w", "a server", now=10.0, until=100.0)
-    waits.begin("w", "the depth limit", now=40.0, until=130.0)
-    assert [(w.what, w.since_s) for w in waits.list(50.0)] == [("the depth limit", 40.0)]
-
-
-def test_i7_the_wait_of_a_worker_that_went_away_is_forgotten() -> None:
-    waits = Waits()
-    waits.begin("w", "a ticket", now=10.0, until=100.0)
-    waits.begin("learner", "groups", now=10.0)
-    assert [w.who for w in waits.list(101.0)] == ["learner"]
-    waits.end("learner")
-    assert waits.list(101.0) == []
-
-
-def test_i7_episodes_that_wait_for_a_server_are_among_the_waits_beside_what_their_worker_waits_for() -> None:
-    """The registry still calls the servers serving: nothing else tells that they do not answer."""
-    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
-    seen.waits.begin("w0", "the depth limit", now=10.0)
-    seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=32), now=10.0)
-    seen.worker_reports(WorkerReport("w0", [], waiting_for_servers=30), now=15.0)
-    assert [(wait.who, wait.what, wait.since_s) for wait in seen.waits.list(16.0)] == [
-        ("w0", "the depth limit", 6.0),
-        ("w0's episodes", "a server that answers (30 wait)", 6.0),
-    ]
-    assert (seen.waiting_for_servers(16.0), seen.waiting_for_servers(300.0)) == (30, 0)
-    assert [status.waiting_for_servers for status in seen.workers(16.0)] == [30]
-    seen.worker_reports(WorkerReport("w0", []), now=17.0)
-    assert [wait.who for wait in seen.waits.list(17.0)] == ["w0"]
-    assert seen.waiting_for_servers(17.0) == 0
-
-
-def test_a_worker_that_says_no_more_has_no_open_episodes() -> None:
-    """It was stopped; the tickets of its episodes are others' by then."""
-    seen = Observations(0.0, groups_per_step=4, start_s=60.0)
-    seen.worker_reports(WorkerReport("w0", [], episodes_in_flight=9, episodes_generating=7, episodes_done=3), now=10.0)
-    (heard,), (gone,) = seen.workers(20.0), seen.workers(90.0)
-    assert (heard.episodes_in_flight, heard.episodes_generating, heard.episodes_done) == (9, 7, 3)
-    assert (gone.episodes_in_flight, gone.episodes_generating, gone.episodes_done) == (0, 0, 3)

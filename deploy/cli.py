@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_support import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands import look, queue
+from deploy.commands.arguments import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import SIGNALS, supervise
@@ -44,7 +44,6 @@ OptionalRunFilePath = Annotated[str | None, typer.Argument(metavar="[RUN.TOML]",
 Resume = Annotated[bool, typer.Option("--resume", help="go on from the newest checkpoint")]
 
 RUN = ("run.name", "run.dir")
-STORE = (*RUN, "queue.store")
 QUEUE = ("queue.host", "queue.port", "queue.token")
 MODEL = ("model.path", "model.tokenizer", "model.revision", "model.trust_remote_code")
 EVERYTHING: tuple[Need, ...] = ("task", "model", "chat", "callbacks")
@@ -107,6 +106,9 @@ def config(
     print_findings(
         [*find_algorithm_warnings(found.learner), *find_quorum_warnings(found.weight_sync, found.vllm), *missing]
     )
+
+
+app.add_typer(queue.app, name="queue")
 
 
 @app.command(**reading("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
@@ -214,16 +216,7 @@ app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 
 
-app.command(**reading(*STORE))(look.ledger)
-
-queue_app = typer.Typer(cls=queue.QueueGroup, help="Run the rollout queue; back up, move or renew its store.")
-queue_app.command(
-    **reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"),
-    epilog="slipstream queue backup, queue copy and queue new care for its store: see their --help.",
-)(queue.run)
-for command in (queue.backup, queue.copy, queue.new):
-    queue_app.command(**reading(*STORE))(command)
-app.add_typer(queue_app, name="queue")
+app.command(**reading(*RUN, "queue.store"))(look.ledger)
 
 
 @app.command(

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
 from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
 from protocol.versions import new_run_id
@@ -19,14 +20,23 @@ from rollout_queue.store.changes import Changes
 # Folders of stores that a new ledger has taken the place of.
 OLD = "old-store-"
 
+STORE = ("run.name", "run.dir", "queue.store")
 
-class QueueGroup(TyperGroup):
+
+class _QueueGroup(TyperGroup):
     """Takes anything but the name of one of its commands for the arguments of `run`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, args if args and args[0] in self.commands else ["run", *args])
 
 
+app = typer.Typer(cls=_QueueGroup, help="Run the rollout queue; back up its store, move it, or begin it anew.")
+
+
+@app.command(
+    **reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"),
+    epilog="slipstream queue backup, queue copy and queue new care for its store: see their --help.",
+)
 def run(context: typer.Context, run_file: RunFilePath) -> None:
     """Run the rollout queue."""
     from rollout_queue.service import serve
@@ -34,6 +44,7 @@ def run(context: typer.Context, run_file: RunFilePath) -> None:
     serve(load(run_file, context.args))
 
 
+@app.command(**reading(*STORE))
 def backup(
     context: typer.Context,
     run_file: RunFilePath,
@@ -44,6 +55,7 @@ def backup(
     typer.echo(f"{file}: {_counted(rows)}; read whole")
 
 
+@app.command(**reading(*STORE))
 def copy(
     context: typer.Context,
     run_file: RunFilePath,
@@ -59,6 +71,7 @@ def copy(
     typer.echo(f'store = "{target.queue.store}"')
 
 
+@app.command(**reading(*STORE))
 def new(context: typer.Context, run_file: RunFilePath) -> None:
     """Begin a new ledger beside the run's checkpoints, for a run whose store is lost; an old one is put aside."""
     config = load(run_file, context.args)

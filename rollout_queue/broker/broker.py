@@ -36,6 +36,7 @@ from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
+from rollout_queue.store import check_beside_checkpoints
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
@@ -146,6 +147,7 @@ class Broker:
 
     async def _load(self) -> None:
         contents = await self.writer.call(self.store.load)
+        check_beside_checkpoints(self.config, contents)
         if not contents.run.id:
             contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
             await self.writer.call(self.store.commit, Changes(run=contents.run))

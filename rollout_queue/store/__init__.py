@@ -20,7 +20,7 @@ def _postgres(config: RunConfig) -> Store:
     from rollout_queue.store.postgres import PostgresStore
     from rollout_queue.store.postgres_database import Database
 
-    return PostgresStore(Database(config.queue, config.run.name), config.queue.url)
+    return PostgresStore(Database(config.queue, config.run.name), config.queue.own_address)
 
 
 def _postgres_reader(config: RunConfig) -> StoreReader:

@@ -68,7 +68,7 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(SqliteStore(path)))
         source = stack.enter_context(contextlib.closing(sqlite3.connect(path)))
-        into = PostgresStore(Database(target.queue, target.run.name), target.queue.url)
+        into = PostgresStore(Database(target.queue, target.run.name), target.queue.own_address)
         stack.enter_context(contextlib.closing(into))
         if (active := into.acquire()) is not None:
             raise ConfigError(f"{target.queue.store}: the queue at {active} uses the run's schema: stop it first")

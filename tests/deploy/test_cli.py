@@ -233,6 +233,7 @@ def test_each_command_is_one_line_of_the_help(
         "init",
         "doctor",
         "config",
+        "queue",
         "worker",
         "learner",
         "vllm",
@@ -243,7 +244,6 @@ def test_each_command_is_one_line_of_the_help(
         "replay",
         "token",
         "servers",
-        "queue",
     ]
 
 

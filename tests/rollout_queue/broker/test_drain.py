@@ -10,6 +10,7 @@ from protocol.messages import BeginSession, Server, ServerChange, ServerState, W
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
+from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
@@ -64,7 +65,7 @@ async def test_a_wall_clock_that_jumps_neither_ends_nor_stretches_a_drain_and_a_
 
 async def test_a_server_that_comes_back_and_leaves_again_has_its_full_time() -> None:
     time = TwoClocks()
-    broker = Broker(CONFIG, SqliteStore(":memory:"), time.clock())
+    broker = Broker(CONFIG, MemoryStore(), time.clock())
     async with broker.running():
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for _ in range(2):

@@ -203,7 +203,7 @@ class QueueClient:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
-        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
+        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], None)
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
         await self.call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -68,6 +69,7 @@ class Broker:
         self.closing = False
         self.active_url: str | None = None
         self.failure: StoreError | ConfigError | None = None
+        self._start = secrets.token_hex(4)
         self.lock = asyncio.Lock()
         self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
@@ -339,6 +341,11 @@ class Broker:
             self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session
         )
         return self.admission.grant(load)
+
+    @property
+    def fleet_state(self) -> str:
+        """Names the state of the fleet: another after each change, and for each start of a queue."""
+        return f"{self._start}.{self.fleet.revision}"
 
     @property
     def learner_lives(self) -> bool:

@@ -317,3 +317,23 @@ async def test_a_proof_that_fails_adds_an_evaluation_up_again_once_however_many_
         assert (evaluation.done, evaluation.failed, evaluation.ended) == (0, 0, None)
         assert len(added) <= 3 * rows
         assert [ticket.id for ticket in broker.ledger.held_by("w")] == [issued[-1].id]
+
+
+async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
+    async with running() as broker:
+        first = await workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), stays)
+        assert first is not None
+        assert first.servers == broker.fleet.servers
+        known = TicketRequest("w", 1, wait_s=0.0, fleet=first.fleet)
+        again = await workers.draw_tickets(broker, known, stays)
+        assert again is not None
+        assert (again.servers, again.fleet) == (None, first.fleet)
+        report = WorkerReport("w", [], fleet=first.fleet)
+        assert (await workers.heartbeat(broker, report)).servers is None
+        await learner.put_server(broker, ServerChange(Server(SERVER, URL, ServerState.STALE), 1))
+        told = await workers.heartbeat(broker, report)
+        assert [server.state for server in told.servers or []] == [ServerState.STALE]
+        assert told.fleet != first.fleet
+        uses = await workers.draw_tickets(broker, msgspec.structs.replace(known, serving=[SERVER]), stays)
+        assert uses is not None
+        assert uses.servers == broker.fleet.servers

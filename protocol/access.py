@@ -201,6 +201,7 @@ ROLLOUTS = "/v1/rollouts"
 STATUS = "/v1/status"
 FINISH = "/v1/run/finish"
 METRICS = "/metrics"
+SCHEMA = "/openapi.json"
 HEALTH = "/healthz"
 READY = "/readyz"
 
@@ -253,6 +254,7 @@ READ_READY = Route("GET", READY, ROLES)
 READ_STATUS = Route("GET", STATUS, ROLES)
 READ_METRICS = Route("GET", METRICS, ROLES)
 READ_ROLLOUTS = Route("GET", ROLLOUTS, ROLES)
+READ_SCHEMA = Route("GET", SCHEMA, ROLES)
 
 ROUTES = (
     DRAW_TICKETS,
@@ -277,6 +279,7 @@ ROUTES = (
     READ_STATUS,
     READ_METRICS,
     READ_ROLLOUTS,
+    READ_SCHEMA,
 )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, FastAPI, Request, Response
 
 from protocol import access, reasons
@@ -16,7 +18,7 @@ from protocol.client import JSON
 from protocol.config import RunConfig
 from protocol.rollouts import RolloutView
 from protocol.status import Status
-from rollout_queue.api import learner_routes, requests, worker_routes
+from rollout_queue.api import learner_routes, requests, schema, worker_routes
 from rollout_queue.api.access import Gate, names_of_this_machine
 from rollout_queue.api.entrance import Entrance
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
@@ -50,12 +52,12 @@ router = APIRouter()
 @handles(router, access.READ_HEALTH, answers={200: str})
 async def health() -> Response:
     """Answer while the process is alive, even if its store has failed."""
-    return Response("ok")
+    return Response("ok", media_type="text/plain")
 
 
 @handles(router, access.READ_READY, answers={200: str})
 async def ready(broker: ReadyBroker) -> Response:
-    return Response("ok")
+    return Response("ok", media_type="text/plain")
 
 
 @handles(router, access.READ_STATUS, answers={200: Status})
@@ -63,7 +65,12 @@ async def read_status(broker: ReadyBroker) -> Response:
     return reply_json(status.assemble(broker))
 
 
-@handles(router, access.READ_ROLLOUTS, answers={200: list[RolloutView]})
+@handles(
+    router,
+    access.READ_ROLLOUTS,
+    answers={200: list[RolloutView]},
+    query={"limit": Annotated[int, msgspec.Meta(ge=1, lt=10**8)], "worst": bool, "eval": bool},
+)
 async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     """Answer recent rollouts as a list of `RolloutView`.
 
@@ -113,7 +120,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
     app.state.broker = broker
     app.state.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
     requests.install_error_bodies(app)
-    for routes in (worker_routes.router, learner_routes.router, router):
+    for routes in (worker_routes.router, learner_routes.router, schema.router, router):
         app.include_router(routes)
     gate = Gate(config.token, names_of_this_machine(config.queue.host))
     handlers = {route: requests.ENDPOINTS[route].handler for route in _FLEETS}

@@ -44,7 +44,7 @@ async def ask_for_evaluation(request: Request, broker: ReadyBroker) -> Response:
     return reply_json(await learner.ask_for_evaluation(broker, message))
 
 
-@handles(router, access.READ_EVALUATIONS, answers={200: list[Evaluation]})
+@handles(router, access.READ_EVALUATIONS, answers={200: list[Evaluation]}, query={"wait_s": float})
 async def read_evaluations(request: Request, broker: ReadyBroker) -> Response:
     """Answer the evaluations. Query: `wait_s`, seconds to wait for the end of one while any is open."""
     given = request.query_params.get("wait_s", "0")
@@ -94,7 +94,7 @@ async def put_server(request: Request, broker: ReadyBroker, name: str) -> Respon
     return reply_json(await learner.put_server(broker, change))
 
 
-@handles(router, access.REMOVE_SERVER, answers={200: list[Server]})
+@handles(router, access.REMOVE_SERVER, answers={200: list[Server]}, query={"now": bool})
 async def remove_server(request: Request, broker: ReadyBroker, name: str) -> Response:
     """Answer the servers that are registered then. Query: `now=true` ends the server without a drain."""
     return reply_json(await learner.remove_server(broker, name, request.query_params.get("now") == "true"))

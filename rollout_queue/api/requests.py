@@ -48,24 +48,30 @@ H = TypeVar("H", bound=Callable[..., Any])
 @dataclass(frozen=True)
 class Endpoint:
     """Handles a declared route. `takes`: type of the message in the body; bytes for a group, None for none.
-    `answers`: types of the answers that are no error, by status; None for one without a body."""
+    `answers`: types of the answers that are no error, by status; None for one without a body. `query`: types of its
+    parameters, none of which is required."""
 
     route: access.Route
     handler: Callable[..., Any]
     takes: Any
     answers: Mapping[int, Any]
+    query: Mapping[str, Any]
 
 
 ENDPOINTS: dict[access.Route, Endpoint] = {}
 
 
 def handles(
-    router: APIRouter, route: access.Route, takes: Any = None, answers: Mapping[int, Any] | None = None
+    router: APIRouter,
+    route: access.Route,
+    takes: Any = None,
+    answers: Mapping[int, Any] | None = None,
+    query: Mapping[str, Any] | None = None,
 ) -> Callable[[H], H]:
     """Register the decorated handler for a declared route; see `Endpoint`."""
 
     def register(handler: H) -> H:
-        ENDPOINTS[route] = Endpoint(route, handler, takes, answers or {200: None})
+        ENDPOINTS[route] = Endpoint(route, handler, takes, answers or {200: None}, query or {})
         registered: H = router.api_route(route.path, methods=[route.method])(handler)
         return registered
 

@@ -95,7 +95,7 @@ class Deadlines:
         while self._heap:
             at, name = self._heap[0]
             known = self._times.get(name)
-            if known is None or known.due < at:
+            if known is None:
                 heapq.heappop(self._heap)
             elif known.due > at:
                 heapq.heapreplace(self._heap, (known.due, name))

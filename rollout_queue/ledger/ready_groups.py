@@ -7,7 +7,8 @@ the server sampled by the versions in question.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
+from itertools import chain
 
 from rollout_queue.ledger.records import ServerRecord, TicketRecord
 from rollout_queue.ledger.server_registry import ServerRegistry
@@ -87,11 +88,10 @@ class ReadyGroups:
         self._order[position:] = reversed(stay)
         return chosen, tainted
 
-    def sampled_by(self, server: str, oldest: int) -> Iterator[TicketRecord]:
-        """Yield the groups of which a server sampled tokens by version `oldest` or a newer one."""
-        for version, records in self._sampled.get(server, {}).items():
-            if version >= oldest:
-                yield from records.values()
+    def sampled_by(self, server: str, oldest: int) -> list[TicketRecord]:
+        """Return the groups of which a server sampled tokens by version `oldest` or a newer one, in their order."""
+        of_versions = (records for version, records in self._sampled.get(server, {}).items() if version >= oldest)
+        return sorted(chain.from_iterable(records.values() for records in of_versions), key=_place, reverse=True)
 
     def awaited(self, fleet: ServerRegistry) -> list[str]:
         """Return the servers whose proof some group awaits, by name."""

@@ -40,6 +40,7 @@ ROUTES = {
     ("GET", access.METRICS): ANYONE,
     ("GET", access.ROLLOUTS): ANYONE,
     ("GET", access.READY): ANYONE,
+    ("GET", access.SCHEMA): ANYONE,
     ("GET", "/nowhere"): LEARNER,
     ("GET", "/v1/ticketsx"): LEARNER,
     ("POST", access.STATUS): LEARNER,

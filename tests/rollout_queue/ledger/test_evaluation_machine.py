@@ -267,7 +267,12 @@ class EvaluationMachine(SabotagedQueue):
 
     @invariant()
     def memory_is_what_a_restart_would_load(self) -> None:
-        fresh = Ledger(CONFIG, self.store.load(), self.now).evaluations
+        restarted = Ledger(CONFIG, self.store.load(), self.now)
+        for worker in ("a", "b"):
+            held = self.ledger.held_by(worker)
+            assert {t.id: t for t in held} == {t.id: t for t in restarted.held_by(worker)}
+            assert [t.evaluation for t in held] == sorted(t.evaluation or 0 for t in held)
+        fresh = restarted.evaluations
         assert [of.record for of in fresh.open] == [of.record for of in self.evaluations.open]
         assert [of.tickets for of in fresh.open] == [of.tickets for of in self.evaluations.open]
         assert fresh.ended == self.evaluations.ended

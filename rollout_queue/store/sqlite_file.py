@@ -76,6 +76,8 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
             check_layout(db, path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
+            # 32 MiB: the pages of a group that is trained soon are written over in the log, and never to the file.
+            db.execute("PRAGMA wal_autocheckpoint = 8192")
             db.execute("PRAGMA journal_size_limit = 67108864")
             check_sound(db, path)
             migrate(db, str(path))

@@ -1,15 +1,13 @@
 """Measures what a group costs the rollout queue, beside a bare echo of the same bodies, and prints JSON.
 
     python benchmarks/queue_cost.py cycle [--stores :memory: sqlite] [--kilobytes 64 1024] [--against OLD_CHECKOUT]
-    python benchmarks/queue_cost.py scale [--stores :memory:] [--against OLD_CHECKOUT]
-    python benchmarks/queue_cost.py memory [--groups 10000]
+    python benchmarks/queue_cost.py scale [--scales workers ...] [--stores :memory:] [--against OLD_CHECKOUT]
 
 `cycle`: workers draw a ticket at a time and submit its group, a learner leases
 and acknowledges `--step` groups at a time: by default one, so that a group's life is four requests.
 Queues and the echo (uvicorn without any framework, which answers as many bytes) take turns in the same rounds; the
 figure is milliseconds of a server's CPU per group, and its ratio to the echo's.
 `scale`: the same cycle with more tickets in the store, workers that wait, servers, or ready groups, one at a time.
-`memory`: fills a queue and prints its resident memory.
 
 Everything runs on this machine. `healthz_p99_ms` is asked every 20 ms throughout, besides the load.
 """
@@ -20,13 +18,14 @@ import argparse
 import asyncio
 import json
 import os
+import sqlite3
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,6 +56,7 @@ from rollout_queue.service import listen
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUTS = 8
+RUN_NAME = "cost"
 PERMITS_PER_DEPTH = 16
 BYTES_PER_TOKEN = 9  # An int32 id, a float32 log-prob and a bool of the mask.
 SERVE = (
@@ -168,22 +168,24 @@ def free_port() -> int:
 
 
 @contextmanager
-def queue(name: str, checkout: Path, store: str, *, permits: int = 256, capacity: int = 20_000) -> Iterator[Program]:
-    """Run the queue of a checkout; `permits` groups may be outstanding."""
+def queue(name: str, checkout: Path, store: str, *, permits: int = 256, tickets: int = 0) -> Iterator[Program]:
+    """Run the queue of a checkout; `permits` groups may be outstanding, `tickets` have ended before."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task.py").touch()
         run_file = Path(folder, "run.toml")
         run_file.write_text(
-            f'[run]\ndir = "{folder}"\n[model]\npath = "tiny"\n[task]\npath = "task.py:task"\n'
+            f'[run]\ndir = "{folder}"\nname = "{RUN_NAME}"\n[model]\npath = "tiny"\n[task]\npath = "task.py:task"\n'
             f"[rollout]\ngroup_size = {ROLLOUTS}\n"
             f"[learner]\ngroups_per_step = {PERMITS_PER_DEPTH}\ntoken_budget = 262144\nsteps = 1000000\n"
             f"[vllm]\nmax_model_len = 262144\n"
             f'[queue]\nport = {port}\nstore = "{store}"\ndepth = {permits / PERMITS_PER_DEPTH}\nmax_staleness = 9999\n'
-            f"ticket_timeout_s = 3600\nticket_max_age_s = 7200\ncapacity_groups = {capacity}\n"
+            f"ticket_timeout_s = 3600\nticket_max_age_s = 7200\ncapacity_groups = 20000\n"
             f"capacity_bytes = {8 * 2**30}\n"
         )
         environment = {**os.environ, "PYTHONPATH": str(checkout)}
+        if tickets:
+            fill_store(checkout, folder, tickets)
         with program(["-c", SERVE, str(run_file)], environment, folder) as process:
             yield Program(name, port, process, is_queue=True)
 
@@ -395,10 +397,74 @@ async def measure_cycle(arguments: argparse.Namespace, checkouts: dict[str, Path
     return found
 
 
+# What grows in each case, from the smallest to the largest.
+SCALES = {
+    "workers": (1, 64, 512, 2000),
+    "servers": (1, 200),
+    "ready": (0, 10_000),
+    "tickets": (0, 100_000, 1_000_000),
+}
+
+
+def fill_store(checkout: Path, folder: str, tickets: int) -> None:
+    """Put tickets that have ended into the SQLite store of a run. The checkout's own code makes the file."""
+    path = Path(folder, RUN_NAME, "queue.db")
+    path.parent.mkdir()
+    make = f"from rollout_queue.store.sqlite import SqliteStore; SqliteStore(Path({str(path)!r})).close()"
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    command = [sys.executable, "-c", f"from pathlib import Path; {make}"]
+    subprocess.run(command, env=environment, cwd=checkout, check=True)
+    names = 'id, "index", attempt, serial, worker_id, version, state, failures, reason, bytes, tokens, oldest_version'
+    rows = ((f"{n}.0", n, 0, n, "w", 0, "dropped", 0, "overage", 0, 0, 0, 0, "[]") for n in range(tickets))
+    with closing(sqlite3.connect(path)) as db, db:
+        db.executemany(f"INSERT INTO tickets ({names}, arrival_version, servers) VALUES ({', '.join('?' * 14)})", rows)
+
+
+async def make_ready(of: Program, groups: int) -> None:
+    """Let groups wait in the queue that no learner takes."""
+    connection = Connection(of.port)
+    cycle = Cycle(of, 1, {}, 1)
+    while groups:
+        request = TicketRequest("filler", min(groups, 500), wait_s=0.0)
+        reply = await connection.told("POST", access.TICKETS, request, TicketReply)
+        for ticket in reply.tickets:
+            await cycle.submit(connection, ticket, "filler")
+        groups -= len(reply.tickets)
+    connection.close()
+
+
+async def measure_scale(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
+    """Measure the cycle of 8 KiB groups while one thing grows."""
+    found = []
+    for what in arguments.scales:
+        for size in SCALES[what]:
+            workers, servers = (size if of == what else least for of, least in (("workers", 64), ("servers", 1)))
+            ready_groups, tickets = (size if of == what else 0 for of in ("ready", "tickets"))
+            with ExitStack() as stack:
+                programs = [
+                    stack.enter_context(
+                        queue(f"{name} {store}", checkout, store, permits=64 + ready_groups, tickets=tickets)
+                    )
+                    for store in (["sqlite"] if what == "tickets" else arguments.stores)
+                    for name, checkout in checkouts.items()
+                ]
+                programs.append(stack.enter_context(echo()))
+                for of in programs:
+                    await ready(of)
+                    if of.is_queue:
+                        await begin(of, servers)
+                        await make_ready(of, ready_groups)
+                figures = await rounds(programs, 8, arguments.groups, arguments.rounds, workers, 16, servers)
+            found.append({what: size, **figures})
+            print(json.dumps(found[-1]), file=sys.stderr)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["cycle", "scale", "memory"])
+    parser.add_argument("what", choices=["cycle", "scale"])
     parser.add_argument("--stores", nargs="+", default=[":memory:", "sqlite"])
+    parser.add_argument("--scales", nargs="+", default=[*SCALES], choices=[*SCALES])
     parser.add_argument("--kilobytes", nargs="+", type=int, default=[64, 1024])
     parser.add_argument("--against", type=Path, help="an older checkout, measured in the same rounds")
     parser.add_argument("--groups", type=int, default=1000)
@@ -407,7 +473,8 @@ def main() -> None:
     parser.add_argument("--step", type=int, default=1, help="groups that are leased and acknowledged at a time")
     arguments = parser.parse_args()
     checkouts = {"new": ROOT, **({"old": arguments.against.resolve()} if arguments.against else {})}
-    print(json.dumps(asyncio.run(measure_cycle(arguments, checkouts)), indent=2))
+    measure = measure_cycle if arguments.what == "cycle" else measure_scale
+    print(json.dumps(asyncio.run(measure(arguments, checkouts)), indent=2))
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from protocol.config import RunConfig
 from protocol.messages import BeginSession
 from protocol.messages import Server as Registered
 from rollout_queue.api.app import create_app
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config as kit_config
 from weight_sync.publisher import Publisher
 from weight_sync.weights.snapshot import Probe, probe_token_ids
@@ -48,7 +48,7 @@ def queue_of(config: RunConfig) -> Iterator[tuple[str, int]]:
     """Run a queue that knows the run file's servers; yield its URL and the learner's session."""
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(create_app(config, SqliteStore(MEMORY)), log_level="warning"))
+    server = uvicorn.Server(uvicorn.Config(create_app(config, MemoryStore()), log_level="warning"))
     thread = threading.Thread(target=lambda: asyncio.run(server._serve([listener])), daemon=True)
     thread.start()
     try:

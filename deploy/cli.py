@@ -14,8 +14,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli_support import ending_at_once, leave, print_error, print_findings, reading
-from deploy.commands import look
+from deploy.commands import look, queue
+from deploy.commands.arguments import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import SIGNALS, supervise
@@ -108,12 +108,7 @@ def config(
     )
 
 
-@app.command(**reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"))
-def queue(context: typer.Context, run_file: RunFilePath) -> None:
-    """Run the rollout queue."""
-    from rollout_queue.service import serve
-
-    serve(load(run_file, context.args))
+app.add_typer(queue.app, name="queue")
 
 
 @app.command(**reading("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))

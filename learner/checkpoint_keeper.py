@@ -172,7 +172,7 @@ class CheckpointKeeper:
     def _save(self, position: RunPosition) -> CheckpointInfo:
         began = time.monotonic()
         config = self._config
-        info = CheckpointInfo(position.step, position.version, start.settings(config))
+        info = CheckpointInfo(position.step, position.version, start.settings(config), position.run)
         sources = checkpoints.Sources(config.model, config.chat.template)
         kept = config.learner.keep_checkpoints
         self._saved = checkpoints.save(config.run_dir, info, self._trainer, sources, kept, self._spared())

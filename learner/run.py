@@ -65,7 +65,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     callbacks = load_callbacks(config.learner.callbacks)
     # The progress bar of each checkpoint would run through the live line.
     transformers_logging.disable_progress_bar()
-    url = queue_url or config.queue.url
+    url = queue_url or config.queue.address
     accepted = config.rollout.accept_sampler_mismatch
     progress = TerminalProgress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -53,6 +52,7 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
+from protocol.queue_urls import CHECK_EVERY_S, Moved, QueueUrls
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, EvaluationRequest, Status
 
@@ -80,6 +80,9 @@ logger = logging.getLogger(__name__)
 MSGPACK = "application/msgpack"
 
 JSON = "application/json"
+
+_ALONE = wait_random_exponential(multiplier=0.2, max=5.0)
+_AMONG_SEVERAL = wait_random_exponential(multiplier=0.1, max=1.0)
 
 # Answers of a web server that knows no POST: neither of a queue nor of a proxy before a queue that restarts.
 _NO_QUEUES = (501, 505)
@@ -135,20 +138,11 @@ class _Transient(Exception):
         self.retry_after_s = retry_after_s
 
 
-_growing_pause_s = wait_random_exponential(multiplier=0.2, max=5.0)
-
-
-def _pause_s(call: RetryCallState) -> float:
-    error = call.outcome.exception() if call.outcome is not None else None
-    asked_s = error.retry_after_s if isinstance(error, _Transient) else None
-    return max(_growing_pause_s(call), min(asked_s or 0.0, _MAX_PAUSE_S))
-
-
 class QueueClient:
     """Async client of one queue. Use it as a context manager, on one event loop.
 
     Args:
-        url: URL of the queue.
+        url: URL of the queue; or of several on one database, separated by commas. Of these the active one is asked.
         token: Sent as bearer token.
         patience_s: How long a call is retried, seconds.
         timeout_s: Time-out of one try, besides a long-poll's own wait, seconds.
@@ -166,9 +160,10 @@ class QueueClient:
         timeout_s: float = 30.0,
         said_by: str = "queue.host and queue.port of its run file, or --queue, say",
     ) -> None:
-        if not re.match(r"https?://[^/\s]+", url):
-            raise QueueError(f"{url!r} is not the URL of a queue; write it as http://host:port")
-        self.url = url.rstrip("/")
+        try:
+            self._urls = QueueUrls(url)
+        except ValueError as error:
+            raise QueueError(str(error)) from None
         self.patience_s = patience_s
         self.timeout_s = timeout_s
         self.retries = 0
@@ -176,17 +171,27 @@ class QueueClient:
         self._absent = False
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """URL of the queue that is asked."""
+        return self._urls.current
 
     async def __aenter__(self) -> Self:
         # The queue closes idle connections after 75 s. Ours close first, so that none breaks in use.
         self._session = aiohttp.ClientSession(
             headers=self._headers, connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
         )
+        if self._urls.are_several:
+            self._watch = asyncio.create_task(self._urls.watch(self._is_active))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
         if self._session is not None:
             await self._session.close()
 
@@ -198,7 +203,7 @@ class QueueClient:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
-        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], [])
+        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], None)
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
         await self.call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
@@ -342,7 +347,7 @@ class QueueClient:
         data, headers = _body(message)
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
-            wait=_pause_s,
+            wait=self._pause_s,
             stop=stop_after_delay(self.patience_s + wait_s),
             before_sleep=self._say_absent,
         )
@@ -363,6 +368,24 @@ class QueueClient:
             ) from None
         raise AssertionError("unreachable: the retry loop returns or raises")
 
+    def _pause_s(self, call: RetryCallState) -> float:
+        """Return the seconds before the next try: random and growing, or what the queue asked for."""
+        if self._urls.are_several:
+            return _AMONG_SEVERAL(call)
+        error = call.outcome.exception() if call.outcome is not None else None
+        asked_s = error.retry_after_s if isinstance(error, _Transient) else None
+        return max(_ALONE(call), min(asked_s or 0.0, _MAX_PAUSE_S))
+
+    async def _is_active(self, url: str) -> bool:
+        """Tell whether the queue at a URL answers as the active one."""
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=CHECK_EVERY_S)
+        try:
+            async with self._session.get(url + access.READY, timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, TimeoutError, OSError):
+            return False
+
     def _say_absent(self, call: RetryCallState) -> None:
         """Log one line for each absence of the queue, since no wait is invisible (I7)."""
         if not self._absent and call.outcome is not None:
@@ -380,25 +403,41 @@ class QueueClient:
     ) -> bytes:
         if self._session is None:
             raise RuntimeError("use the client as a context manager: async with QueueClient(...) as client")
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
-        asked = f"{method} {self.url}{path}"
+        url = self.url
+        asked = f"{method} {url}{path}"
+        sending = self._send(self._session, method, url + path, data, headers, timeout_s)
         try:
-            async with self._session.request(
-                method, self.url + path, data=data, headers=headers, timeout=timeout
-            ) as response:
-                body = await response.read()
-                if response.status >= 500 and response.status not in _NO_QUEUES:
-                    why = _problem(response.status, body)
-                    text = f": {why.message}" if reasons.is_ours(why.reason) else ""
-                    raise _Transient(f"{asked}: HTTP {response.status}{text}", _retry_after(response))
-                if response.status >= 400:
-                    problem = _problem(response.status, body)
-                    if problem.reason == reasons.GAVE_UP:
-                        raise GaveUp(problem.message)
-                    raise QueueRefused(response.status, problem, _retry_after(response), asked)
-                return body
+            status, body, retry_after_s = await self._urls.unless_moved(sending)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            self._urls.failed(url)
             raise _Transient(f"{asked}: {connection_failure(error)}") from error
+        except Moved:
+            raise _Transient(f"{asked}: another queue is active now, at {self.url}") from None
+        if status >= 500 and status not in _NO_QUEUES:
+            self._urls.failed(url)
+            why = _problem(status, body)
+            text = f": {why.message}" if reasons.is_ours(why.reason) else ""
+            raise _Transient(f"{asked}: HTTP {status}{text}", retry_after_s)
+        if status >= 400:
+            problem = _problem(status, body)
+            if problem.reason == reasons.GAVE_UP:
+                raise GaveUp(problem.message)
+            raise QueueRefused(status, problem, retry_after_s, asked)
+        return body
+
+    @staticmethod
+    async def _send(
+        session: aiohttp.ClientSession,
+        method: str,
+        url: str,
+        data: bytes | None,
+        headers: dict[str, str],
+        timeout_s: float,
+    ) -> tuple[int, bytes, float | None]:
+        """Return status, body and Retry-After of the answer."""
+        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        async with session.request(method, url, data=data, headers=headers, timeout=timeout) as response:
+            return response.status, await response.read(), _retry_after(response)
 
 
 def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[str, str]]:

@@ -252,6 +252,7 @@ class TicketRequest(msgspec.Struct):
             was restarted under its name. None asks for new ones only.
         serving: Servers that the worker believes to serve. If one no longer does, the answer comes at once, so that
             its episodes can go on elsewhere.
+        fleet: State of the fleet that the worker knows, from the newest reply; "" for none.
     """
 
     worker_id: str
@@ -259,14 +260,22 @@ class TicketRequest(msgspec.Struct):
     wait_s: float = 30.0
     have: list[str] | None = None
     serving: list[str] = []
+    fleet: str = ""
 
 
 class TicketReply(msgspec.Struct):
-    """Answers a request for tickets. `run`: the run's id, with which the labels of its weights begin."""
+    """Answers a request for tickets.
+
+    Attributes:
+        servers: The fleet; None if the worker knows it, by the `fleet` that it sent.
+        run: The run's id, with which the labels of its weights begin.
+        fleet: Names the state of the fleet.
+    """
 
     tickets: list[Ticket]
-    servers: list[Server]
+    servers: list[Server] | None
     run: str = ""
+    fleet: str = ""
 
 
 class TicketFailure(msgspec.Struct):
@@ -296,6 +305,7 @@ class WorkerReport(msgspec.Struct):
         fingerprint: Decides whether the queue admits the worker.
         notices: The first failure of each kind.
         draining: Requests that still run on each draining server.
+        fleet: As in `TicketRequest`.
     """
 
     worker_id: str
@@ -326,6 +336,7 @@ class WorkerReport(msgspec.Struct):
     fingerprint: Fingerprint | None = None
     notices: list[Notice] = []
     draining: dict[str, Natural] = {}
+    fleet: str = ""
 
 
 class WorkerReply(msgspec.Struct):
@@ -334,14 +345,15 @@ class WorkerReply(msgspec.Struct):
     Attributes:
         lost_tickets: Expired or superseded tickets, whose episodes must be cancelled.
         warnings: Harmless differences from the run.
-        run: As in `TicketReply`.
+        servers, run, fleet: As in `TicketReply`.
     """
 
     lost_tickets: list[str]
-    servers: list[Server]
+    servers: list[Server] | None
     finished: bool
     warnings: list[str] = []
     run: str = ""
+    fleet: str = ""
 
 
 class LeaseRequest(msgspec.Struct):

@@ -19,7 +19,7 @@ from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import bounded_by
 from rollout_queue.api.connection_pool import ConnectionPool, Shares, fit, raise_descriptors
 from rollout_queue.broker.broker import Broker
-from rollout_queue.store.base import StoreError
+from rollout_queue.store.base import StoreError, Superseded
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5
@@ -39,13 +39,24 @@ def serve(config: RunConfig) -> None:
         access.secret_of(config.token or "")
     except access.TokenError as error:
         raise ConfigError(str(error)) from None
+    while True:
+        try:
+            _serve_once(config)
+            return
+        except Superseded as error:
+            # A queue that was stopped finds another in its place. Where the store allows, it stands by from here on.
+            logger.warning("%s", error)
+
+
+def _serve_once(config: RunConfig) -> None:
+    """Serve until a signal, or until the store fails or is another queue's."""
     with contextlib.closing(listen(config.queue.host, config.queue.port)) as listener:
         config, shares = fitted(config, raise_descriptors())
         app = create_app(config, store.build(config))
         broker: Broker = app.state.broker
         server = _Server(app, shares)
         broker.on_failure = server.stop
-        logger.info("queue of run %s at %s, store %s", config.run.name, config.queue.url, config.queue.store)
+        logger.info("queue of run %s at %s", config.run.name, config.queue.local_url)
         try:
             with asyncio.Runner(loop_factory=_new_event_loop) as runner:
                 runner.run(server.serve(sockets=[listener]))

@@ -17,7 +17,16 @@ import msgspec
 from protocol import reasons
 from protocol.client import QueueError, QueueRefused, RunFinished, retry_pause_s
 from protocol.config import RunConfig
-from protocol.messages import Group, Server, Ticket, TicketFailure, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import (
+    Group,
+    Server,
+    Ticket,
+    TicketFailure,
+    TicketReply,
+    TicketRequest,
+    WorkerReply,
+    WorkerReport,
+)
 from rollout_worker.episodes.capacity import Capacity, Reservation
 from rollout_worker.episodes.limits import EpisodeLimits
 from rollout_worker.episodes.runner import EpisodeRunner
@@ -177,6 +186,7 @@ class Worker:
             failures=dict(self.counters.failures),
             notices=list(self._notices.found),
             draining=self._pool.draining,
+            fleet=self._pool.fleet,
         )
 
     async def _take_tickets(self, tasks: asyncio.TaskGroup) -> None:
@@ -191,14 +201,13 @@ class Worker:
                 self._pauses += 1
                 room = await self.capacity.wait_for_room(group_size)
             have, serving = list(self._running), self._pool.known
-            request = TicketRequest(self._id, room, wait_s=_POLL_S, have=have, serving=serving)
+            request = TicketRequest(self._id, room, _POLL_S, have, serving, self._pool.fleet)
             with self.capacity.asking():
                 try:
                     reply = await self.heartbeat.when_registered(partial(self._queue.tickets, request))
                 except RunFinished:
                     return
-            if reply.servers:  # a reply without tickets names none
-                self._pool.update(reply.servers, reply.run)
+            self._hear_of_servers(reply)
             for ticket in reply.tickets:
                 self._begin(ticket, tasks)
 
@@ -264,8 +273,12 @@ class Worker:
         )
         await self.heartbeat.run()
 
+    def _hear_of_servers(self, reply: TicketReply | WorkerReply) -> None:
+        if reply.servers is not None:
+            self._pool.update(reply.servers, reply.run, reply.fleet)
+
     def _heard(self, reply: WorkerReply) -> float:
-        self._pool.update(reply.servers, reply.run)
+        self._hear_of_servers(reply)
         for ticket_id in reply.lost_tickets:
             task = self._running.get(ticket_id)
             if task is not None and not task.cancelling():

@@ -58,7 +58,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         try:
-            return runner.run(_run(config, task, queue_url or config.queue.url, worker_id or own_name))
+            return runner.run(_run(config, task, queue_url or config.queue.address, worker_id or own_name))
         except UserCodeShutOff as error:
             logger.error("the worker ends and needs to be started again: %s", error)
             return 1

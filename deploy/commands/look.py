@@ -83,8 +83,6 @@ def ledger(context: typer.Context, run_file: RunFilePath) -> None:
 
 def print_ledger(config: RunConfig) -> None:
     """Print one JSON object a line, also beside a running queue. Raises `ConfigError` if there is no ledger."""
-    if config.queue.store == ":memory:":
-        raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
     try:
         rows = store.open_for_reading(config).read_ledger()
     except ConfigError as error:
@@ -162,14 +160,14 @@ def _registry(run_file: str | None, queue: str | None) -> _Registry:
     """Raise `ConfigError` if neither names a queue."""
     if run_file is not None:
         config = load(run_file, [])
-        return _Registry(queue or config.queue.url, config.token_for("learner"))
+        return _Registry(queue or config.queue.address, config.token_for("learner"))
     if queue is None:
         raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
     return _Registry(queue, access.token_for(access.given_token(), "learner"))
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:
-    return QueueClient(queue or config.queue.url, config.token_for("viewer"), patience_s=patience_s, timeout_s=10.0)
+    return QueueClient(queue or config.queue.address, config.token_for("viewer"), patience_s=patience_s, timeout_s=10.0)
 
 
 async def _status(client: QueueClient) -> Status:

@@ -21,6 +21,7 @@ from deploy.run.processes import Child, Children, ProcessKind, Program, describe
 from deploy.run.terminal import Terminal
 from protocol import access, reasons
 from protocol.config import RunConfig
+from protocol.queue_urls import split_urls
 
 # Exit code for a wrong setting: a restarted process would end in the same way.
 WRONG_SETTING = 2
@@ -218,12 +219,15 @@ class ProcessKeeper:
         """Return the queue's JSON object, {} if it does not answer."""
         token = self._config.token_for("viewer")
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        try:
-            async with http.get(self._config.queue.url + route, headers=headers) as response:
-                answer = await response.json(content_type=None) if response.status == 200 else None
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
-            return {}
-        return answer if isinstance(answer, Mapping) else {}
+        for url in split_urls(self._config.queue.address):
+            try:
+                async with http.get(url + route, headers=headers) as response:
+                    answer = await response.json(content_type=None) if response.status == 200 else None
+            except (aiohttp.ClientError, OSError, TimeoutError, ValueError):
+                continue
+            if isinstance(answer, Mapping):
+                return answer
+        return {}
 
     def _start(self, program: Program) -> Child:
         try:

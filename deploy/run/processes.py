@@ -97,7 +97,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
     on_gpus = {f"vllm-{index}": environment_of(seat) for index, seat in enumerate(seats)}
     own = environment_of(devices.learner) if devices and devices.learner else {}
     return [
-        program("queue", "queue", health=config.queue.url + access.HEALTH),
+        program("queue", "queue", health=config.queue.local_url + access.HEALTH),
         *(
             _with(program(name, "vllm", "--index", str(index), health=f"{url}/health"), on_gpus.get(name, {}))
             for index, (name, url) in enumerate(servers.items())
@@ -119,7 +119,8 @@ def _placement(config: RunConfig) -> Placement | None:
 
 
 def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
-    """Return the variables of a role: its token, and the PATH of this Python's environment.
+    """Return the variables of a role: its token, the queue's password of its database, and the PATH of this Python's
+    environment.
 
     The token is never on a command line, which other users can read. Queue and servers check tokens, so they get the
     run's secret; the others run the user's code, so they get the token of their role only. vLLM finds programs such as
@@ -127,6 +128,8 @@ def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     """
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
+    if role == "queue" and (password := config.queue.store_password) is not None:
+        found["PGPASSWORD"] = password
     token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
     # An empty value hides the file, which holds the secret, from processes that get a role's token.
     return found | ({access.TOKEN_VARIABLE: token, access.TOKEN_FILE_VARIABLE: ""} if token else {})

@@ -81,7 +81,7 @@ def finished(config: RunConfig) -> int | None:
 
 
 def clear(config: RunConfig) -> Path | None:
-    """Move the files of a start that made no step into a folder of their own.
+    """Move the files of a start that made no step into a folder of their own, and what its queue has stored with them.
 
     Call it for a run that is not resumed, after `check_run_directory` and with the directory held.
 
@@ -92,23 +92,23 @@ def clear(config: RunConfig) -> Path | None:
         ConfigError: A queue still runs on the directory.
     """
     folder = config.run_dir
-    if not open_for_reading(config).exists():
+    stored = open_for_reading(config)
+    if not stored.exists():
         return None
-    left = [path for path in folder.iterdir() if not path.name.startswith(_KEPT)]
-    with _held(
-        config,
-        folder / QUEUE_LOCK,
-        f"run.name = {config.run.name}: a queue still runs in {folder}; stop it, or choose another name: "
-        f"--run.name {config.run.name}-2",
-    ):
-        taken = [path.name.removeprefix(FAILED) for path in folder.glob(f"{FAILED}*")]
-        aside = folder / f"{FAILED}{1 + max((int(number) for number in taken if number.isdigit()), default=0)}"
+    taken = [path.name.removeprefix(FAILED) for path in folder.glob(f"{FAILED}*")]
+    aside = folder / f"{FAILED}{1 + max((int(number) for number in taken if number.isdigit()), default=0)}"
+    try:
+        aside.mkdir()
         try:
-            aside.mkdir()
-            for path in left:
+            stored.set_aside(aside)
+        except ConfigError:
+            aside.rmdir()
+            raise
+        for path in list(folder.iterdir()):
+            if not path.name.startswith(_KEPT):
                 path.rename(aside / path.name)
-        except OSError as error:
-            raise _unwritable(config, aside, error) from None
+    except OSError as error:
+        raise _unwritable(config, aside, error) from None
     return aside
 
 
@@ -135,7 +135,8 @@ def held_alone(config: RunConfig) -> Iterator[None]:
 
 
 def resolved(config: RunConfig) -> str:
-    """Return the resolved run file, valid from any folder. It holds no token: the environment carries it."""
+    """Return the resolved run file, valid from any folder. It holds neither the token nor the password of a database:
+    the environment carries them."""
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     queue = config.queue.model_copy(update={"token": None})
     return to_toml(config.model_copy(update={"run": run, "queue": queue}))

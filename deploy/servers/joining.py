@@ -62,9 +62,10 @@ class ServerJoin:
 
 def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> ServerJoin:
     """Choose name and address of a server that joins. Raises `ConfigError` if others could not reach it."""
-    if not _is_url(queue_url):
+    first = queue_url.partition(",")[0]
+    if not _is_url(first):
         raise ConfigError(f"--join {queue_url}: give the queue's URL, as http://host:8200")
-    url = (advertise or _own_url(config, queue_url)).rstrip("/")
+    url = (advertise or _own_url(config, first)).rstrip("/")
     if not urlsplit(url).hostname or urlsplit(url).hostname in WILDCARDS:
         raise ConfigError(f"--advertise {url}: give the URL at which others reach this server, as http://host:port")
     try:
@@ -72,7 +73,7 @@ def plan(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     except ValueError as error:
         raise ConfigError(f"--advertise: {error}") from None
     check_reachable_by_others(
-        url, queue_url, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
+        url, first, "listen for others with --vllm.host 0.0.0.0, and name the address with --advertise URL"
     )
     chosen = checked_name(name) if name is not None else default_name(url)
     return ServerJoin(chosen, url, queue_url, 64 + zlib.crc32(chosen.encode()) % 900)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -44,8 +45,14 @@ def token_of(role: str, file: Path | None) -> str:
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Raise `ConfigError` for a token among the arguments: every user of the machine can read a command line."""
+    """Raise `ConfigError` for a token, or the URL of a database with its password, among the arguments: every user of
+    the machine can read a command line."""
     for argument in arguments:
+        if re.search(r"postgres(ql)?://(.*:.*@|.*password=)", argument):
+            raise ConfigError(
+                "the URL of a database: its password does not belong on a command line, which every user of the "
+                "machine can read: set PGPASSWORD, or write it into ~/.pgpass"
+            )
         name = argument.partition("=")[0]
         if name == "--queue.token" or access.role_of(argument) is not None:
             raise ConfigError(

@@ -172,7 +172,7 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
     """
     name = list(config.server_names)[index]
     try:
-        async with QueueClient(config.queue.url, config.token_for("learner"), patience_s) as queue:
+        async with QueueClient(config.queue.address, config.token_for("learner"), patience_s) as queue:
             await queue.put_server(Server(name, config.server_names[name]))
     except QueueError as error:
         logger.info("not announced at the queue: %s", error)

@@ -63,11 +63,13 @@ class CheckpointInfo(msgspec.Struct):
         step: Optimiser steps that were done.
         version: Policy version that they had made.
         settings: The run's settings by name, as text; None in checkpoints of earlier releases.
+        run: Id of the run, which the queue's store has too; "" in those of earlier releases.
     """
 
     step: int
     version: int
     settings: dict[str, str] | None = None
+    run: str = ""
 
 
 @dataclass(frozen=True)

@@ -230,4 +230,7 @@ def _meaning(fault: ErrorDetails) -> str:
 
 
 def _shown(key: str, value: Any) -> str:
+    if key == "store" and isinstance(value, str):
+        # It may be what is refused, and so hold a password still.
+        value = re.sub("(?<=password=)[^&]*", MASK, re.sub("(://[^:@/]*:).*@", rf"\g<1>{MASK}@", value))
     return toml_value(MASK if key in SECRETS else value)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,7 +19,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.addresses import normal_url
-from protocol.config import RunConfig
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import RunPosition, Server, ServerState
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
@@ -30,19 +31,20 @@ from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
 from rollout_queue.ledger import evaluations, servers, tickets
 from rollout_queue.ledger.admission import Admission, Grant, QueueLoad
-from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.records import Decision, Refusal, ServerRecord, StoreContents, TicketState, check_range
+from rollout_queue.ledger.records import Decision, Refusal, StoreContents, TicketState
 from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
+from rollout_queue.store import check_beside_checkpoints
 from rollout_queue.store.base import Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-_ALIVE_S = 1.0
+_ALIVE_S = 0.5
 
 
 class Broker:
@@ -66,7 +68,8 @@ class Broker:
         self.ready = False
         self.closing = False
         self.active_url: str | None = None
-        self.failure: StoreError | None = None
+        self.failure: StoreError | ConfigError | None = None
+        self._start = secrets.token_hex(4)
         self.lock = asyncio.Lock()
         self.judging = asyncio.Lock()
         self.groups_came = WakeUp()
@@ -128,6 +131,9 @@ class Broker:
             self._register_servers()
         except Refusal:
             return  # `failure` says why
+        except ConfigError as error:
+            self._fail(error)
+            return
         finally:
             settled.set()
         async with asyncio.TaskGroup() as tasks:
@@ -143,6 +149,7 @@ class Broker:
 
     async def _load(self) -> None:
         contents = await self.writer.call(self.store.load)
+        check_beside_checkpoints(self.config, contents)
         if not contents.run.id:
             contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
             await self.writer.call(self.store.commit, Changes(run=contents.run))
@@ -237,7 +244,7 @@ class Broker:
         if not decision:
             return self.writer.nothing
         decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.clock.wall())
-        check_range(decision)
+        tickets.check_range(decision)
         commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
         self.fresh.changed(decision.tickets)
         for name, body in (payloads or {}).items():
@@ -306,25 +313,24 @@ class Broker:
                 logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
-        draining = [record for record in self.fleet.records if record.server.state is ServerState.DRAINING]
         workers = self.observations.workers
         return [
-            record.server.name
-            for record in draining
-            if self.clock.wall() - record.server.changed_at >= self.config.vllm.drain_timeout_s
-            or not (workers.count_on_server(record.server.name, self.now) or self.to_be_judged(record))
+            name
+            for name in self.ledger.drains
+            if self.ledger.drains.is_over(name, self.now)
+            or not (workers.count_on_server(name, self.now) or self.to_be_judged(name))
         ]
 
-    def to_be_judged(self, record: ServerRecord) -> bool:
+    def to_be_judged(self, server: str) -> bool:
         """Tell whether a newer version than the proven one may be on its way to a draining server."""
+        if (record := self.fleet.record(server)) is None:
+            return False
         newer = record.proven is not None and record.proven < self.ledger.run.version
         return record.awaits_verdict and newer and self.learner_lives
 
     def _drain_due(self) -> float:
         """Return when the first server's time to drain is over; infinity if none drains."""
-        draining = [server.changed_at for server in self.fleet.servers if server.state is ServerState.DRAINING]
-        left = [began + self.config.vllm.drain_timeout_s - self.clock.wall() for began in draining]
-        return self.now + min(1.0, *left) if left else math.inf
+        return min(self.now + 1.0, self.ledger.drains.soonest()) if self.ledger.drains else math.inf
 
     def grant(self) -> Grant:
         """Ask admission how many tickets may be issued now."""
@@ -335,6 +341,11 @@ class Broker:
             self.ledger.outstanding, self.ledger.bytes, run.version, self.fleet.served_version, run.session
         )
         return self.admission.grant(load)
+
+    @property
+    def fleet_state(self) -> str:
+        """Names the state of the fleet: another after each change, and for each start of a queue."""
+        return f"{self._start}.{self.fleet.revision}"
 
     @property
     def learner_lives(self) -> bool:
@@ -371,7 +382,7 @@ class Broker:
                 await self.expire()
                 await self.remove_drained()
 
-    def _fail(self, error: StoreError) -> None:
+    def _fail(self, error: StoreError | ConfigError) -> None:
         self.failure = error
         self.close_waits()
         self.on_failure()

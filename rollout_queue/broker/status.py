@@ -90,9 +90,7 @@ def _awaited(broker: Broker, server: Server) -> str | None:
     if server.state is ServerState.DRAINING:
         count = broker.observations.workers.count_on_server(server.name, broker.now)
         if not count:
-            record = broker.fleet.record(server.name)
-            to_be_judged = record is not None and broker.to_be_judged(record)
-            return _VERDICT if to_be_judged else _AWAITED[server.state]
+            return _VERDICT if broker.to_be_judged(server.name) else _AWAITED[server.state]
         named = broker.observations.workers.on_server(server.name, broker.now, _MAX_NAMED)
         others = f" and {count - len(named):,} others" if count > len(named) else ""
         return f"{_AWAITED[server.state]} of {', '.join(named)}{others}"
@@ -128,9 +126,7 @@ def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequenc
     waits += group_alike(
         (_wait(server) for server in servers if server.waits_for and not _is_proven(server)), "servers"
     )
-    unproven = {broker.fleet.unproven(record.group) for record in ledger.tickets(TicketState.READY)} - {None}
-    if unproven:
-        names = ", ".join(sorted(str(name) for name in unproven))
+    if names := ", ".join(ledger.ready.awaited(broker.fleet)):
         waits.append(Wait("groups in the queue", f"the proof of the weights that {names} sampled them with", 0.0))
     for evaluation in evaluations:
         if evaluation.waits_for is not None:

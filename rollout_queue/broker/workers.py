@@ -13,7 +13,7 @@ from math import ceil
 import msgspec
 
 from protocol import reasons
-from protocol.messages import Fingerprint, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import Fingerprint, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
@@ -52,7 +52,7 @@ async def draw_tickets(
         for record in delivered:
             ledger.renew_ticket(record.id, broker.now)
         if delivered:
-            return _ticket_reply(broker, delivered)
+            return _ticket_reply(broker, request, delivered)
     began = broker.now
     deadline = began + min(request.wait_s, MAX_WAIT_S)
     with broker.line.place(worker, request.serving) as place:
@@ -71,7 +71,7 @@ async def draw_tickets(
                         waits.end(worker)
                         break
             if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
-                return _ticket_reply(broker, [])
+                return _ticket_reply(broker, msgspec.structs.replace(request, fleet=""), [])
             grant = broker.grant()
             broker.admission.observe_refusal(grant)
             waits.begin(worker, grant.blocked_by or "a ticket", broker.now, until=broker.now + 2 * MAX_WAIT_S)
@@ -80,7 +80,7 @@ async def draw_tickets(
                 return None
     broker.observations.histograms.poll_s(broker.now - began)
     await commit
-    return _ticket_reply(broker, decision.tickets)
+    return _ticket_reply(broker, request, decision.tickets)
 
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
@@ -116,7 +116,8 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
         else:
             broker.ledger.renew_ticket(ticket_id, broker.now)
     run = broker.ledger.run
-    return WorkerReply(lost, broker.fleet.servers, run.finished, list(warnings), run.id)
+    servers = _fleet_for(broker, report.fleet)
+    return WorkerReply(lost, servers, run.finished, list(warnings), run.id, broker.fleet_state)
 
 
 async def sign_off(broker: Broker, worker_id: str) -> None:
@@ -301,6 +302,11 @@ def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: s
         broker.wake_all()
 
 
-def _ticket_reply(broker: Broker, records: Sequence[TicketRecord]) -> TicketReply:
+def _ticket_reply(broker: Broker, request: TicketRequest, records: Sequence[TicketRecord]) -> TicketReply:
     messages = [tickets.message(broker.ledger, record) for record in records]
-    return TicketReply(messages, broker.fleet.servers, broker.ledger.run.id)
+    return TicketReply(messages, _fleet_for(broker, request.fleet), broker.ledger.run.id, broker.fleet_state)
+
+
+def _fleet_for(broker: Broker, known: str) -> list[Server] | None:
+    """Return the fleet for a worker that knows it in the state `known`; None if it is still in that state."""
+    return None if known == broker.fleet_state else broker.fleet.servers

@@ -24,7 +24,7 @@ from protocol.config import RunConfig
 from protocol.messages import BeginSession, Group
 from protocol.status import Ended, Evaluation, EvaluationRequest
 from rollout_queue.ledger.ledger import Ledger
-from rollout_queue.ledger.open_evaluations import OpenEvaluation
+from rollout_queue.ledger.open_evaluations import EvalTally, OpenEvaluation
 from rollout_queue.ledger.records import (
     Decision,
     EvalRecord,
@@ -195,28 +195,26 @@ def with_ends(ledger: Ledger, fleet: ServerRegistry, decision: Decision, wall_ti
         decision: The decision.
         wall_time: Current wall-clock time, seconds.
     """
-    fleet = fleet.after(decision.servers) if decision.servers and ledger.evaluations.open else fleet
     changed = {record.number: record for record in decision.evaluations}
     tickets: defaultdict[int, list[TicketRecord]] = defaultdict(list)
     for ticket in decision.tickets:
         if ticket.evaluation is not None:
             tickets[ticket.evaluation].append(ticket)
     for of in ledger.evaluations.open:
-        record = changed.get(number := of.record.number, of.record)
-        touched = decision.servers or number in changed or number in tickets
+        record, ends = changed.get(number := of.record.number, of.record), tickets.get(number, ())
+        touched = decision.servers or number in changed or ends
         if not touched or record.result is not None or number in decision.forgotten:
             continue
-        # A tally is copied below, which most decisions need not.
-        if record.rows is None or of.tally.ended + len(tickets[number]) < record.rows:
+        if record.rows is None or of.tally.ended + len(ends) < record.rows:
             continue
-        if (tally := of.tally.and_also(tickets[number])).ended != record.rows:
+        if any(ticket.state is TicketState.REISSUED for ticket in ends):
             continue
-        after = {**of.tickets, **{ticket.index: ticket for ticket in tickets[number]}}
-        if any(ticket.state is TicketState.REISSUED or _unproven(ticket, fleet) for ticket in after.values()):
-            continue
-        changed[number] = msgspec.structs.replace(
-            record, result=tally.evaluation(record, max(0.0, wall_time - record.asked_at), "complete")
-        )
+        tally = of.tally.and_also(ends) if ends else of.tally
+        if tally.ended == record.rows and not _unproven_servers(tally, fleet.after(decision.servers)):
+            seconds = max(0.0, wall_time - record.asked_at)
+            changed[number] = msgspec.structs.replace(record, result=tally.evaluation(record, seconds, "complete"))
+    if not changed:
+        return decision
     ended = ledger.evaluations.ended
     over = len(ended) + sum(record.result is not None for record in changed.values()) - MAX_ENDED
     return msgspec.structs.replace(
@@ -266,14 +264,14 @@ def _ended_early(of: OpenEvaluation, fleet: ServerRegistry, how: Ended, wall_tim
 
 
 def _failed_if_unproven(ticket: TicketRecord, fleet: ServerRegistry) -> TicketRecord:
-    if _unproven(ticket, fleet) is None:
+    if ticket.state is not TicketState.EVALUATED or fleet.unproven(ticket.group) is None:
         return ticket
     return msgspec.structs.replace(ticket, state=TicketState.DROPPED, reason=reasons.UNVERIFIED_SERVER)
 
 
-def _unproven(ticket: TicketRecord, fleet: ServerRegistry) -> str | None:
-    """Return the name of a server if an evaluated ticket waits for its proof; None if there is none."""
-    return fleet.unproven(ticket.group) if ticket.state is TicketState.EVALUATED else None
+def _unproven_servers(tally: EvalTally, fleet: ServerRegistry) -> list[str]:
+    """Return the servers that sampled rows with weights that are not proven on them yet, by name."""
+    return sorted(name for name, version in tally.newest.items() if not fleet.is_proven(name, version))
 
 
 def _awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
@@ -284,7 +282,7 @@ def _awaited_proof(of: OpenEvaluation, fleet: ServerRegistry) -> str | None:
     """
     if of.record.rows is None or of.tally.ended < of.record.rows:
         return None
-    names = sorted({name for ticket in of.tickets.values() if (name := _unproven(ticket, fleet)) is not None})
+    names = _unproven_servers(of.tally, fleet)
     return f"the proof of the weights that {', '.join(names)} sampled its rows with" if names else None
 
 

@@ -6,7 +6,6 @@ holds. Versions grow by one a step and never go back, across resumes too.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -45,17 +44,14 @@ def lease(ledger: Ledger, fleet: ServerRegistry, lease_id: str, max_groups: int,
     """Lease up to `max_groups` ready groups, those with the oldest tokens first: they are the next to grow over-age.
 
     Groups that the learner still has (`have`) after its lease expired are leased again besides. Groups tainted by a
-    failed proof are dropped instead, and those whose proof is still to come wait (I5).
+    failed proof that would be leased are dropped instead, and those whose proof is still to come wait (I5).
     """
-    held = set(have)
-    at_hand = [*ledger.tickets(TicketState.READY), *undelivered(ledger, lease_id, have)]
-    tainted = [record for record in at_hand if fleet.distrusted(record.group, record.serial) is not None]
-    dropped = tickets.drop(tainted, reasons.UNVERIFIED_SERVER)
-    gone = {record.id for record in dropped}
-    sound = [record for record in ledger.tickets(TicketState.READY) if record.id not in gone]
-    fresh = (record for record in sound if record.id not in held and fleet.unproven(record.group) is None)
-    chosen = heapq.nsmallest(max_groups, fresh, key=lambda r: (r.group.oldest_version, r.index))
-    chosen += [record for record in sound if record.id in held]
+    held = [record for name in dict.fromkeys(have) if (record := ledger.get(name, TicketState.READY)) is not None]
+    at_hand = [*held, *undelivered(ledger, lease_id, have)]
+    chosen, met = ledger.ready.choose(fleet, max_groups, {record.id for record in held})
+    tainted = {record.id: record for record in at_hand if fleet.distrusted(record.group, record.serial) is not None}
+    chosen += [record for record in held if record.id not in tainted and fleet.unproven(record.group) is None]
+    dropped = tickets.drop([*met, *tainted.values()], reasons.UNVERIFIED_SERVER)
     return Decision((*(record.to(TicketState.LEASED, lease_id=lease_id) for record in chosen), *dropped))
 
 

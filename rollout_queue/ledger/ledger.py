@@ -2,73 +2,35 @@
 
 `tickets`, `leases`, `evaluations` and `servers` read it and decide; only `apply` changes records and counts. It holds
 no payload. Counts, sums and indices are those of the training: tickets of evaluations are in none of them. Deadlines
-are kept here only: after a restart of the queue each ticket and lease gets its full time again. Times are seconds of
-the caller's clock.
+are kept here only: after a restart of the queue each ticket, lease and draining server gets its full time again. Times
+are seconds of the caller's clock.
+
+Nothing that a request reads costs more with the number of tickets: what is looked up is indexed.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain
 
 from protocol import reasons
 from protocol.config import RunConfig
+from protocol.messages import ServerState
 from protocol.status import TicketCounts
+from rollout_queue.ledger.deadlines import Deadlines
 from rollout_queue.ledger.open_evaluations import Evaluations
+from rollout_queue.ledger.ready_groups import ReadyGroups
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
     LIVE,
     OUTSTANDING,
     Decision,
+    ServerRecord,
     StoreContents,
     TicketRecord,
     TicketState,
 )
-
-
-class Deadlines:
-    """Deadlines of tickets or leases, by id.
-
-    Args:
-        timeout_s: Time from the start or the latest renewal, seconds.
-        max_age_s: Time from the start, however often it was renewed, seconds.
-    """
-
-    def __init__(self, timeout_s: float, max_age_s: float = math.inf) -> None:
-        self._timeout_s = timeout_s
-        self._max_age_s = max_age_s
-        self._due: dict[str, float] = {}
-        self._ends: dict[str, float] = {}
-
-    def start(self, name: str, now: float) -> None:
-        """Start the time of an id; one that was out already starts anew."""
-        self._ends[name] = now + self._max_age_s
-        self._due[name] = min(now + self._timeout_s, self._ends[name])
-
-    def renew(self, name: str, now: float) -> None:
-        """Renew an id, since its holder was heard from. Nothing happens to one that is not out."""
-        if name in self._due:
-            self._due[name] = min(now + self._timeout_s, self._ends[name])
-
-    def end(self, name: str) -> None:
-        """End an id, if it is out."""
-        self._due.pop(name, None)
-        self._ends.pop(name, None)
-
-    def has_outlived(self, name: str, now: float) -> bool:
-        """Tell whether an id has reached its maximum age. Raises KeyError if it is not out."""
-        return self._ends[name] <= now
-
-    def expired(self, now: float) -> list[str]:
-        """Return the ids whose time is over, in the order of their starts."""
-        return [name for name, due in self._due.items() if due <= now]
-
-    def soonest(self) -> float:
-        """Return the first deadline; infinity if nothing is out."""
-        return min(self._due.values(), default=math.inf)
-
 
 # A client's own reason becomes a label of the metrics: both its length and the number of them are bounded.
 _MAX_REASON_CHARACTERS = 80
@@ -88,6 +50,8 @@ class Ledger:
         bytes: Bytes of ready and leased groups, which bound what is accepted.
         kept_bytes: Those of trained groups besides, which a resume may bring back.
         to_reissue: Ended training tickets whose rows wait to be issued again, by index.
+        ready: The ready groups, in the order of their leases.
+        drains: Draining servers, each with the time that it has left.
         evaluations: The evaluations, with their tickets.
     """
 
@@ -100,16 +64,22 @@ class Ledger:
         self.tokens_sampled = contents.tokens_sampled
         self.bytes = self.kept_bytes = 0
         self.to_reissue = {record.index: record for record in contents.to_reissue}
+        self._rows_to_reissue = sorted(self.to_reissue)
         self._live: dict[str, TicketRecord] = {}
         self._by_state: dict[TicketState, dict[str, TicketRecord]] = {state: {} for state in LIVE}
+        self._held: dict[str, dict[str, TicketRecord]] = {}  # issued tickets by worker
         self._leases: dict[str, set[str]] = {}
+        self.ready = ReadyGroups()
         self._ticket_deadlines = Deadlines(config.queue.ticket_timeout_s, config.ticket_max_age_s)
         self._lease_deadlines = Deadlines(config.queue.lease_timeout_s)
+        self.drains = Deadlines(config.vllm.drain_timeout_s)
         self.evaluations = Evaluations(contents.evaluations, contents.evaluation_tickets, now)
         for record in sorted(contents.live, key=lambda record: (record.step or 0, record.serial)):
             self._enter(record, now)
         for record in contents.evaluation_tickets:
             self._enter(record, now)
+        for server in contents.servers:
+            self._watch_drain(server, now)
 
     def get(self, ticket_id: str, state: TicketState | None = None) -> TicketRecord | None:
         """Return the live ticket of this id, if it is in `state` (None: any)."""
@@ -122,8 +92,12 @@ class Ledger:
 
     def held_by(self, worker_id: str) -> list[TicketRecord]:
         """Return the tickets of both kinds that a worker holds, those of evaluations first."""
-        issued = chain(self.evaluations.tickets(TicketState.ISSUED), self.tickets(TicketState.ISSUED))
-        return [record for record in issued if record.worker_id == worker_id]
+        held = self._held.get(worker_id, {}).values()
+        return sorted(held, key=lambda record: (record.evaluation is None, record.evaluation or 0))
+
+    def next_to_reissue(self, count: int) -> list[TicketRecord]:
+        """Return the first of `to_reissue`, those with the lowest index, at most `count`."""
+        return [self.to_reissue[index] for index in self._rows_to_reissue[:count]]
 
     def was_pruned(self, ticket_id: str) -> bool:
         """Tell whether a ticket without a record was issued once and is now counted in the sums only."""
@@ -133,7 +107,7 @@ class Ledger:
     def first_needed(self) -> int:
         """Return the lowest index of the training with a live ticket or a row to issue again; else the next index."""
         live = (record.index for record in self._live.values() if record.evaluation is None)
-        return min([self.next_index, *self.to_reissue, *live])
+        return min([self.next_index, *self._rows_to_reissue[:1], *live])
 
     def oldest_serial(self) -> int:
         """Return the lowest serial of the live tickets; the next one if there are none."""
@@ -217,7 +191,7 @@ class Ledger:
         for record in decision.tickets:
             before = self._live.get(record.id)
             if before is not None and before.state is record.state is TicketState.ISSUED:
-                self._live[record.id] = record  # Its time goes on.
+                self._keep(record)  # Its time goes on.
                 continue
             if before is not None:
                 self._leave(before)
@@ -227,8 +201,18 @@ class Ledger:
         for record in self.evaluations.apply(decision, now):
             if record.id in self._live:
                 self._leave(record)
+        for server in decision.servers:
+            self._watch_drain(server, now)
         if decision.run is not None:
             self.run = decision.run
+
+    def _watch_drain(self, record: ServerRecord, now: float) -> None:
+        """Start a server's time as it begins to drain."""
+        name = record.server.name
+        if record.removed or record.server.state is not ServerState.DRAINING:
+            self.drains.end(name)
+        elif name not in self.drains:
+            self.drains.start(name, now)
 
     def _count(self, before: TicketRecord | None, after: TicketRecord) -> None:
         """Count a change of a training ticket. `before`: its record, if it was live."""
@@ -241,24 +225,38 @@ class Ledger:
         self.counts[after.state] += 1
         if after.state is TicketState.ISSUED:
             self.next_index = max(self.next_index, after.index + 1)
-            self.to_reissue.pop(after.index, None)
+            self._reissued(after.index)
         elif after.state is TicketState.REISSUED:
+            self._reissued(after.index)
             self.to_reissue[after.index] = after
+            insort(self._rows_to_reissue, after.index)
         elif after.state is TicketState.DROPPED:
             if before is None:
-                del self.to_reissue[after.index]
+                self._reissued(after.index)
             self.drops[after.reason or "unknown"] += 1
         elif after.state is TicketState.READY and before is not None and before.state is TicketState.ISSUED:
             self.tokens_sampled += after.group.tokens
 
-    def _enter(self, record: TicketRecord, now: float) -> None:
-        if record.state not in LIVE:
-            return
+    def _reissued(self, index: int) -> None:
+        """Take a row from those to be issued again, if it is one."""
+        if self.to_reissue.pop(index, None) is not None:
+            del self._rows_to_reissue[bisect_left(self._rows_to_reissue, index)]
+
+    def _keep(self, record: TicketRecord) -> None:
         self._live[record.id] = record
         if record.evaluation is None:
             self._by_state[record.state][record.id] = record
         if record.state is TicketState.ISSUED:
+            self._held.setdefault(record.worker_id, {})[record.id] = record
+
+    def _enter(self, record: TicketRecord, now: float) -> None:
+        if record.state not in LIVE:
+            return
+        self._keep(record)
+        if record.state is TicketState.ISSUED:
             self._ticket_deadlines.start(record.id, now)
+        elif record.state is TicketState.READY:
+            self.ready.add(record)
         self._count_bytes(record, 1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases.setdefault(record.lease_id, set()).add(record.id)
@@ -269,6 +267,12 @@ class Ledger:
         self._by_state[record.state].pop(record.id, None)
         if record.state is TicketState.ISSUED:
             self._ticket_deadlines.end(record.id)
+            held = self._held[record.worker_id]
+            del held[record.id]
+            if not held:
+                del self._held[record.worker_id]
+        elif record.state is TicketState.READY:
+            self.ready.remove(record.id)
         self._count_bytes(record, -1)
         if record.lease_id is not None and record.state is TicketState.LEASED:
             self._leases[record.lease_id].discard(record.id)

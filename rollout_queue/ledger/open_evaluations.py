@@ -44,10 +44,16 @@ class _Mean(msgspec.Struct):
 
 
 class EvalTally:
-    """Adds up ended rows, each once. The cost of `evaluation` does not grow with their number."""
+    """Adds up ended rows, each once. The cost of `evaluation` does not grow with their number.
+
+    Attributes:
+        failures: Failed rows by reason.
+        newest: The newest version by which each server sampled a row that is done.
+    """
 
     def __init__(self, tickets: Iterable[TicketRecord] = ()) -> None:
         self.failures: Counter[str] = Counter()
+        self.newest: dict[str, int] = {}
         self._rewards, self._best = _Mean(), _Mean()
         self._components: defaultdict[str, _Mean] = defaultdict(_Mean)
         self._passes = True
@@ -76,6 +82,8 @@ class EvalTally:
         self._rollouts += len(result.rewards)
         self._tokens += sum(result.lengths)
         self._finished.update(result.finished)
+        for server, version in ticket.group.newest.items():
+            self.newest[server] = max(version, self.newest.get(server, version))
         versions = [version for by in ticket.group.servers for version in (by.oldest, by.newest)]
         seen = [*versions, *(self._versions or ())]
         self._versions = (min(seen), max(seen)) if seen else None
@@ -215,6 +223,11 @@ class Evaluations:
     def tickets(self, state: TicketState) -> list[TicketRecord]:
         """Return the tickets of open evaluations that are in `state`."""
         return [ticket for of in self._open.values() for ticket in of.in_state(state)]
+
+    def sampled_by(self, server: str, oldest: int) -> list[TicketRecord]:
+        """Return the evaluated tickets of evaluations of which a server sampled tokens by version `oldest` or newer."""
+        concerned = (of for of in self._open.values() if of.tally.newest.get(server, -1) >= oldest)
+        return [ticket for of in concerned for ticket in of.in_state(TicketState.EVALUATED)]
 
     def was_accepted(self, ticket_id: str) -> bool:
         """Return whether a ticket's group was accepted. Only the newest accepted tickets are remembered."""

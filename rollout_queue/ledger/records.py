@@ -12,7 +12,6 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol import reasons
 from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKind, VersionSpan
 from protocol.status import Evaluation
 
@@ -58,6 +57,14 @@ class GroupFacts(msgspec.Struct, frozen=True):
             for oldest, newest in _ranges({span.version for span in of_it})
         )
         return cls(size, group.sampled_tokens, min(sampled.oldest for sampled in servers), servers)
+
+    @property
+    def newest(self) -> dict[str, int]:
+        """The newest version by which each of its servers sampled it."""
+        found: dict[str, int] = {}
+        for sampled in self.servers:
+            found[sampled.server] = max(sampled.newest, found.get(sampled.server, sampled.newest))
+        return found
 
     def sampled_within(self, first: int, end: int) -> bool:
         """Tell whether some token has a version in `[first, end)`."""
@@ -306,18 +313,6 @@ class Decision(msgspec.Struct, frozen=True):
     def trains(self) -> tuple[TicketRecord, ...]:
         """Its tickets of the training."""
         return tuple(record for record in self.tickets if record.evaluation is None)
-
-
-# Every store holds integers of 64 bits.
-_MAX_NUMBER = 2**63
-
-
-def check_range(decision: Decision) -> None:
-    """Refuse a decision with a number that no store can hold (OUT_OF_RANGE)."""
-    for of in decision.tickets:
-        largest = max(of.index, of.version, of.arrival_version, of.group.tokens, of.step or 0, of.trained_version or 0)
-        if largest >= _MAX_NUMBER:
-            raise Refusal(reasons.OUT_OF_RANGE, f"ticket {of.id}: {largest} is beyond what the store can hold")
 
 
 class StoreContents(msgspec.Struct):

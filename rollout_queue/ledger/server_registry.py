@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from protocol import reasons
+from protocol import codec, reasons
 from protocol.messages import Server, ServerState
-from rollout_queue.ledger.records import Distrust, GroupFacts, Refusal, ServerRecord
+from rollout_queue.ledger.records import Distrust, GroupFacts, Refusal, SampledBy, ServerRecord
 
 _MAX_SERVERS = 1024
 
@@ -49,23 +49,44 @@ _REASON_MAY_CHANGE = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
 
 
 class ServerRegistry:
-    """Servers by name. Decisions are pure; `apply` takes in what was stored."""
+    """Servers by name. Decisions are pure; `apply` takes in what was stored.
+
+    What requests read of the whole fleet is kept up to date change by change, or derived once for each.
+
+    Attributes:
+        revision: Grows by one with each change of `servers`.
+    """
 
     def __init__(self, records: Iterable[ServerRecord] = ()) -> None:
-        self._records = {record.server.name: record for record in records}
+        self._records: dict[str, ServerRecord] = {}
+        self._in_fleet: dict[str, ServerRecord] = {}
+        self._servers: dict[str, Server] = {}
+        self._serving: dict[str, int] = {}  # version by name
+        self._served_version: int | None = None
+        self._encoded: bytes | None = None
+        self._encoded_servers: dict[str, bytes] = {}
+        self.revision = 0
+        for record in records:
+            self.apply(record)
 
     @property
     def servers(self) -> list[Server]:
-        return [record.server for record in self.records]
+        return list(self._servers.values())
+
+    @property
+    def encoded(self) -> bytes:
+        """`servers` as JSON."""
+        if self._encoded is None:
+            self._encoded = b"[" + b",".join(self._encoded_servers.values()) + b"]"
+        return self._encoded
 
     @property
     def records(self) -> list[ServerRecord]:
         """Records of the servers in the fleet; those that have left are left out."""
-        return [record for record in self._records.values() if not record.removed]
+        return list(self._in_fleet.values())
 
     def get(self, name: str) -> Server | None:
-        record = self._present(name)
-        return record.server if record is not None else None
+        return self._servers.get(name)
 
     def record(self, name: str) -> ServerRecord | None:
         """Return the record of a server that is or was in the fleet."""
@@ -83,13 +104,11 @@ class ServerRegistry:
     @property
     def served_version(self) -> int | None:
         """The lowest version that serves; None if no server serves."""
-        return min(
-            (server.version or 0 for server in self.servers if server.state is ServerState.SERVING), default=None
-        )
+        return self._served_version
 
     def all_serve(self, names: Iterable[str]) -> bool:
         """Tell whether each of these servers serves."""
-        return set(names) <= {server.name for server in self.servers if server.state is ServerState.SERVING}
+        return all(name in self._serving for name in names)
 
     def decide(self, wanted: Server, wall_time: float, serial: int) -> ServerRecord | None:
         """Return the server's next record; None if nothing changes.
@@ -102,7 +121,7 @@ class ServerRegistry:
         Raises:
             Refusal: SERVER_UNKNOWN; TOO_MANY; TRANSITION_FORBIDDEN or VERSION_MISSING for a change that is not allowed.
         """
-        known = self._present(wanted.name)
+        known = self._in_fleet.get(wanted.name)
         # It is cut, not refused: the length of an error's text must not keep a server in service.
         reason = wanted.reason and wanted.reason[:_MAX_REASON_CHARACTERS]
         if known is None:
@@ -132,7 +151,7 @@ class ServerRegistry:
 
     def leave(self, name: str, wall_time: float) -> ServerRecord | None:
         """Return the record of a server that shall drain; None if it drains already. Refuses an unknown server."""
-        known = self._present(name)
+        known = self._in_fleet.get(name)
         if known is None:
             raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
         if known.server.state is ServerState.DRAINING:
@@ -144,11 +163,27 @@ class ServerRegistry:
 
     def gone(self, name: str) -> ServerRecord | None:
         """Return the record of a server that has left; None if it had left before."""
-        known = self._present(name)
+        known = self._in_fleet.get(name)
         return msgspec.structs.replace(known, removed=True) if known is not None else None
 
     def apply(self, record: ServerRecord) -> None:
-        self._records[record.server.name] = record
+        name, server = record.server.name, record.server
+        before = self.get(name)
+        self._records[name] = record
+        if record.removed:
+            for of_fleet in (self._in_fleet, self._servers, self._encoded_servers):
+                of_fleet.pop(name, None)
+        else:
+            self._in_fleet[name], self._servers[name] = record, server
+            self._encoded_servers[name] = codec.encode_json(server)
+        if server.state is ServerState.SERVING and not record.removed:
+            self._serving[name] = server.version or 0
+        else:
+            self._serving.pop(name, None)
+        self._served_version = min(self._serving.values(), default=None)
+        if before != self.get(name):
+            self.revision += 1
+            self._encoded = None
 
     def distrusted(self, group: GroupFacts, serial: int) -> str | None:
         """Return the server whose distrust forbids to train this group; None if there is none.
@@ -159,20 +194,18 @@ class ServerRegistry:
         """
         for sampled in group.servers:
             record = self._records.get(sampled.server)
-            for distrust in record.distrust if record is not None else ():
-                covered = distrust.until_serial is None or serial < distrust.until_serial
-                before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
-                if covered and before_end and sampled.newest >= distrust.version:
-                    return sampled.server
+            if record is not None and distrusts(record, sampled, serial):
+                return sampled.server
         return None
+
+    def is_proven(self, name: str, version: int) -> bool:
+        """Tell whether this version, or a newer one, was proven on a server. True for a server that is not known."""
+        record = self._records.get(name)
+        return record is None or (record.proven is not None and version <= record.proven)
 
     def unproven(self, group: GroupFacts) -> str | None:
         """Return a server that sampled tokens of this group with weights not proven on it yet; None if none did."""
-        for sampled in group.servers:
-            record = self._records.get(sampled.server)
-            if record is not None and (record.proven is None or sampled.newest > record.proven):
-                return sampled.server
-        return None
+        return next((by.server for by in group.servers if not self.is_proven(by.server, by.newest)), None)
 
     def check_group(self, group: GroupFacts, serial: int) -> None:
         """Reject a group sampled by servers that may not have sampled it.
@@ -214,23 +247,33 @@ class ServerRegistry:
                     f"proven on it: it {'has left' if record.removed else f'is {record.server.state}'}",
                 )
 
-    def _present(self, name: str) -> ServerRecord | None:
-        record = self._records.get(name)
-        return record if record is not None and not record.removed else None
-
     def _check_room(self, name: str) -> None:
-        if len(self.records) >= _MAX_SERVERS or (name not in self._records and len(self._records) >= _MAX_EVER):
+        if len(self._in_fleet) >= _MAX_SERVERS or (name not in self._records and len(self._records) >= _MAX_EVER):
             raise Refusal(
                 reasons.TOO_MANY,
-                f"{len(self.records)} servers are registered, and {len(self._records)} ever were, which is all that "
+                f"{len(self._in_fleet)} servers are registered, and {len(self._records)} ever were, which is all that "
                 f"one run may have",
             )
 
 
+def distrusts(record: ServerRecord, sampled: SampledBy, serial: int) -> bool:
+    """Tell whether a server's distrust forbids to train what it sampled for the ticket of this serial."""
+    for distrust in record.distrust:
+        covered = distrust.until_serial is None or serial < distrust.until_serial
+        before_end = distrust.until_version is None or sampled.oldest < distrust.until_version
+        if covered and before_end and sampled.newest >= distrust.version:
+            return True
+    return False
+
+
+def awaits_proof(record: ServerRecord) -> bool:
+    """Tell whether the proof of what the server has sampled may still come."""
+    return (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
+
+
 def lost(record: ServerRecord, group: GroupFacts) -> bool:
     """Tell whether the server left service before the proof of what it sampled of the group."""
-    waits = (record.server.state in AWAITS_PROOF or record.awaits_verdict) and not record.removed
-    return not waits and any(
+    return not awaits_proof(record) and any(
         sampled.server == record.server.name and (record.proven is None or sampled.newest > record.proven)
         for sampled in group.servers
     )

@@ -19,7 +19,7 @@ from protocol.messages import Server, ServerState
 from rollout_queue.ledger import tickets
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Distrust, Refusal, ServerRecord, TicketRecord, TicketState
-from rollout_queue.ledger.server_registry import AWAITS_PROOF, ServerRegistry, lost
+from rollout_queue.ledger.server_registry import AWAITS_PROOF, ServerRegistry, awaits_proof, distrusts, lost
 
 # Entries of distrust of one server, beyond which old ones are forgotten.
 _MAX_DISTRUST = 32
@@ -38,7 +38,7 @@ def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float)
     if before is not None and before.state in AWAITS_PROOF and wanted.state is ServerState.JOINING:
         record = _left_unproven(record, ledger.run.version + 1)  # its old process may have swapped in more
     known = fleet.record(wanted.name)
-    decision = _changed(ledger, _tidied(record, ledger))
+    decision = _changed(ledger, known, _tidied(record, ledger))
     if _times_at(record, ledger.issued) > (0 if known is None else _times_at(known, ledger.issued)):
         decision = msgspec.structs.replace(decision, tickets=(*decision.tickets, *_issued_before(ledger)))
     return decision
@@ -47,14 +47,15 @@ def put(fleet: ServerRegistry, ledger: Ledger, wanted: Server, wall_time: float)
 def drain(fleet: ServerRegistry, ledger: Ledger, name: str, wall_time: float) -> Decision:
     """Let a server leave: it takes no new episode from now on."""
     record = fleet.leave(name, wall_time)
-    return Decision() if record is None else _changed(ledger, record)
+    return Decision() if record is None else _changed(ledger, fleet.record(name), record)
 
 
 def remove(fleet: ServerRegistry, ledger: Ledger, names: Iterable[str]) -> Decision:
     """Remove servers that have drained, or shall go at once."""
     records = [record for name in names if (record := fleet.gone(name)) is not None]
-    changed = [ticket for record in records for ticket in _changed(ledger, record).tickets]
-    return Decision(tuple({ticket.id: ticket for ticket in changed}.values()), servers=tuple(records))
+    changes = [_changed(ledger, fleet.record(record.server.name), record) for record in records]
+    changed = {ticket.id: ticket for change in changes for ticket in change.tickets}
+    return Decision(tuple(changed.values()), servers=tuple(records))
 
 
 def distrust_unproven(fleet: ServerRegistry, ledger: Ledger, version: int) -> Decision:
@@ -62,12 +63,12 @@ def distrust_unproven(fleet: ServerRegistry, ledger: Ledger, version: int) -> De
 
     The groups concerned are dropped when they would be leased, and rows of evaluations are issued again.
     """
-    records = [
-        _left_unproven(record, version)
-        for record in fleet.records
-        if record.proven is not None and record.proven + 1 < version
-    ]
-    again = {ticket.id: ticket for record in records for ticket in _evaluated_again(ledger, record)}
+    records: list[ServerRecord] = []
+    again: dict[str, TicketRecord] = {}
+    for known in fleet.records:
+        if known.proven is not None and known.proven + 1 < version:
+            records.append(record := _left_unproven(known, version))
+            again |= {ticket.id: ticket for ticket in _evaluated_again(ledger, record, known.proven + 1)}
     return Decision(tuple(again.values()), servers=tuple(records))
 
 
@@ -87,19 +88,47 @@ def _issued_before(ledger: Ledger) -> list[TicketRecord]:
     ]
 
 
-def _changed(ledger: Ledger, record: ServerRecord) -> Decision:
+def _changed(ledger: Ledger, known: ServerRecord | None, record: ServerRecord) -> Decision:
     """Change a record, drop the ready groups that can no longer be trained because of it, and evaluate rows again that
-    it sampled."""
-    tainted = (ticket for ticket in ledger.tickets(TicketState.READY) if _taints(record, ticket))
+    it sampled.
+
+    Args:
+        known: The record before.
+    """
+    oldest = _oldest_tainted(known, record)
+    if oldest is None:
+        return Decision(servers=(record,))
+    tainted = [ticket for ticket in ledger.ready.sampled_by(record.server.name, oldest) if _taints(record, ticket)]
     dropped = tickets.drop(tainted, reasons.UNVERIFIED_SERVER)
-    return Decision((*dropped, *_evaluated_again(ledger, record)), servers=(record,))
+    return Decision((*dropped, *_evaluated_again(ledger, record, oldest)), servers=(record,))
 
 
-def _evaluated_again(ledger: Ledger, record: ServerRecord) -> list[TicketRecord]:
-    """Return the evaluated tickets whose weights failed their proof or left service before it, to be issued again."""
+def _oldest_tainted(known: ServerRecord | None, record: ServerRecord) -> int | None:
+    """Return the oldest version whose tokens can no longer be trained because of a change; None if there is none.
+
+    Groups that come later are refused, and those that come back from the learner are dropped before they are leased.
+    """
+    before = () if known is None else known.distrust
+    versions = [new.version for new in record.distrust if not any(old == new or _covers(old, new) for old in before)]
+    if not awaits_proof(record) and (known is None or awaits_proof(known)):
+        versions.append(0 if record.proven is None else record.proven + 1)
+    return min(versions, default=None)
+
+
+def _covers(old: Distrust, new: Distrust) -> bool:
+    """Tell whether a distrust forbids all that another one does."""
+    limits = ((old.until_serial, new.until_serial), (old.until_version, new.until_version))
+    return old.version <= new.version and all(
+        before is None or (after is not None and after <= before) for before, after in limits
+    )
+
+
+def _evaluated_again(ledger: Ledger, record: ServerRecord, oldest: int) -> list[TicketRecord]:
+    """Return the evaluated tickets whose weights, of version `oldest` or newer, failed their proof or left service
+    before it, to be issued again."""
     return [
         ticket.to(TicketState.REISSUED, reason=reasons.UNVERIFIED_SERVER, result=None)
-        for ticket in ledger.evaluations.tickets(TicketState.EVALUATED)
+        for ticket in ledger.evaluations.sampled_by(record.server.name, oldest)
         if _taints(record, ticket)
     ]
 
@@ -107,9 +136,8 @@ def _evaluated_again(ledger: Ledger, record: ServerRecord) -> list[TicketRecord]
 def _taints(record: ServerRecord, ticket: TicketRecord) -> bool:
     """Tell whether tokens of a group are from weights of this server that failed their proof, or left service before
     it."""
-    if record.distrust and ServerRegistry([record]).distrusted(ticket.group, ticket.serial) is not None:
-        return True
-    return lost(record, ticket.group)
+    own = (sampled for sampled in ticket.group.servers if sampled.server == record.server.name)
+    return any(distrusts(record, sampled, ticket.serial) for sampled in own) or lost(record, ticket.group)
 
 
 def _left_unproven(record: ServerRecord, below: int) -> ServerRecord:

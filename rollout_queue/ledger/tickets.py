@@ -14,6 +14,9 @@ from protocol.messages import Ticket
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import EVAL_TICKET, Decision, GroupFacts, Refusal, TicketRecord, TicketState
 
+# Every store holds integers of 64 bits.
+_MAX_STORED = 2**63
+
 # Not counted as a failed attempt: a worker that ends has not tried the row.
 _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERPRINT})
 
@@ -21,7 +24,7 @@ _NO_ATTEMPT = frozenset({reasons.failed(reasons.WORKER_STOPPED), reasons.FINGERP
 def issue(ledger: Ledger, worker_id: str, count: int) -> Decision:
     """Issue `count` training tickets to a worker: first rows to issue again, lowest index first, then new rows."""
     version, serial = ledger.run.version, ledger.issued
-    again = [ledger.to_reissue[index] for index in sorted(ledger.to_reissue)[:count]]
+    again = ledger.next_to_reissue(count)
     records = [
         TicketRecord(
             index=ended.index,
@@ -139,6 +142,14 @@ def expire(ledger: Ledger, now: float) -> Decision:
 
 def drop(records: Iterable[TicketRecord], reason: str) -> tuple[TicketRecord, ...]:
     return tuple(record.to(TicketState.DROPPED, reason=reason, lease_id=None) for record in records)
+
+
+def check_range(decision: Decision) -> None:
+    """Refuse a decision with a number that no store can hold (OUT_OF_RANGE)."""
+    for of in decision.tickets:
+        largest = max(of.index, of.version, of.arrival_version, of.group.tokens, of.step or 0, of.trained_version or 0)
+        if largest >= _MAX_STORED:
+            raise Refusal(reasons.OUT_OF_RANGE, f"ticket {of.id}: {largest} is beyond what the store can hold")
 
 
 def _failed(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> TicketRecord:

@@ -4,28 +4,92 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from protocol.config import RunConfig
+import msgspec
+
+from protocol import checkpoints
+from protocol.config import ConfigError, RunConfig
+from rollout_queue.ledger.records import RunState, StoreContents
 from rollout_queue.store.base import Store, StoreReader
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
+from rollout_queue.store.memory import MemoryReader, MemoryStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
+from rollout_queue.store.sqlite_reader import SqliteReader
+
+
+def _postgres(config: RunConfig) -> Store:
+    from rollout_queue.store.postgres import PostgresStore
+    from rollout_queue.store.postgres_database import Database
+
+    return PostgresStore(Database(config.queue, config.run.name), config.queue.own_address)
+
+
+def _postgres_reader(config: RunConfig) -> StoreReader:
+    from rollout_queue.store.postgres_database import Database
+    from rollout_queue.store.postgres_reader import PostgresReader
+
+    return PostgresReader(Database(config.queue, config.run.name))
+
 
 STORES: Mapping[str, Callable[[RunConfig], Store]] = {
     "sqlite": lambda config: SqliteStore(config.run_dir / FILE_NAME),
-    ":memory:": lambda _: SqliteStore(MEMORY),
+    ":memory:": lambda _: MemoryStore(),
+    "postgresql": _postgres,
 }
 
 
-# A store in memory leaves nothing, but an earlier start of the run may have used the file.
 STORE_READERS: Mapping[str, Callable[[RunConfig], StoreReader]] = {
     "sqlite": lambda config: SqliteReader(config.run_dir / FILE_NAME),
-    ":memory:": lambda config: SqliteReader(config.run_dir / FILE_NAME),
+    ":memory:": lambda config: MemoryReader(config.run_dir / FILE_NAME),
+    "postgresql": _postgres_reader,
 }
 
 
 def build(config: RunConfig) -> Store:
     """Open the run's store. Raises `ConfigError` if it cannot be used."""
-    return STORES[config.queue.store](config)
+    return STORES[config.queue.store_kind](config)
 
 
 def open_for_reading(config: RunConfig) -> StoreReader:
     """Open what the queues of the run have stored, without holding it."""
-    return STORE_READERS[config.queue.store](config)
+    return STORE_READERS[config.queue.store_kind](config)
+
+
+class _Checkpoint(msgspec.Struct):
+    """What a checkpoint's state.json says of its place; `run` is "" in those of earlier releases."""
+
+    version: int
+    run: str = ""
+
+
+def check_beside_checkpoints(config: RunConfig, contents: StoreContents) -> None:
+    """Refuse a store that does not know of the newest checkpoint in the run directory.
+
+    The queue acknowledges a step before a checkpoint holds it, so such a store is another run's, or was lost in part.
+
+    Raises:
+        ConfigError: Names what is wrong and the remedy.
+    """
+    kept = checkpoints.complete(config.run_dir)
+    if not kept or config.queue.store_kind == ":memory:":
+        return
+    newest, run = kept[max(kept)], contents.run
+    if run == RunState():
+        fault = "is empty"
+    else:
+        # No learner has begun yet: a new ledger, begun by `slipstream queue new`.
+        if not run.session:
+            return
+        try:
+            found = msgspec.json.decode((newest / checkpoints.STATE).read_bytes(), type=_Checkpoint)
+        except (OSError, msgspec.DecodeError):
+            return  # the learner says which checkpoint it takes instead
+        if found.run and found.run != run.id:
+            fault = f"is that of another run, {run.id}, not of {found.run}"
+        elif found.version > run.version:
+            fault = f"has lost what came after version {run.version}, and the checkpoint has version {found.version}"
+        else:
+            return
+    raise ConfigError(
+        f"queue.store = {config.queue.store}: it {fault}, beside {newest}; put the run's own store or a backup of it "
+        f"there, or begin a new ledger, which has rows trained once more, with slipstream queue new run.toml"
+    )

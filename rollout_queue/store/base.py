@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import fcntl
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +19,7 @@ from rollout_queue.ledger.records import RunState, StoreContents, TicketRecord, 
 from rollout_queue.store.changes import Changes, Payload
 
 # Seconds after which an active queue that has committed nothing is taken for dead. It commits at least each second.
-MAX_SILENCE_S = 5.0
+MAX_SILENCE_S = 3.0
 
 
 class StoreError(QueueError):
@@ -71,7 +72,6 @@ class Store(Protocol):
 
         Raises:
             Superseded: Another queue is the active one. Nothing was stored.
-            OverflowError: A number is beyond what the store can hold. Nothing was stored.
         """
         ...
 
@@ -138,6 +138,23 @@ class StoreReader(Protocol):
 
     def run_state(self) -> RunState:
         """Return how far the run is, `RunState()` if nothing is stored. Raises `ConfigError` if it cannot be read."""
+        ...
+
+    def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
+        """Copy one state of the whole store into a new SQLite file. Return the number of rows of each table.
+
+        Raises:
+            ConfigError: It cannot be read.
+            sqlite3.Error: The file cannot be written.
+        """
+        ...
+
+    def set_aside(self, folder: Path) -> None:
+        """Take what is stored out of the way: its files into `folder`, or under another name, with that of `folder`.
+
+        Raises:
+            ConfigError: A queue uses it, or it cannot be moved.
+        """
         ...
 
 

@@ -70,6 +70,13 @@ MIGRATIONS: tuple[Migration, ...] = (
         "a checksum is kept of each group that comes from now on",
         ("ALTER TABLE payloads ADD COLUMN checksum INT",),
     ),
+    Migration(
+        "each commit checks that no other queue has become the active one",
+        (
+            "CREATE TABLE owner (one INTEGER PRIMARY KEY CHECK (one = 1), epoch INT, seen_at REAL)",
+            "INSERT INTO owner VALUES (1, 0, NULL)",
+        ),
+    ),
 )
 
 

@@ -66,6 +66,7 @@ class ServerPool:
     Attributes:
         waiting: Number of episodes that wait for a server.
         run_id: Id of this run, with which the labels of its weights begin.
+        fleet: Names the state of the registry that was taken in last.
     """
 
     def __init__(
@@ -79,7 +80,7 @@ class ServerPool:
         abort_grace_s: float = ABORT_GRACE_S,
     ) -> None:
         self.waiting = 0
-        self.run_id = ""
+        self.run_id = self.fleet = ""
         self._router = Router()
         self._breakers: defaultdict[str, Breaker] = defaultdict(Breaker)
         self._requests: defaultdict[str, set[Request]] = defaultdict(set)
@@ -129,9 +130,9 @@ class ServerPool:
                 url, ids = await self._to_abort.get()
                 tasks.create_task(self._aborted(url, ids))
 
-    def update(self, servers: Iterable[Server], run_id: str = "") -> None:
-        """Take in the registry from a reply of the queue."""
-        self.run_id = run_id
+    def update(self, servers: Iterable[Server], run_id: str = "", fleet: str = "") -> None:
+        """Take in the registry from a reply of the queue; `fleet` names its state."""
+        self.run_id, self.fleet = run_id, fleet
         known = self._router.draining
         for left in self._router.update(servers):
             if left.how is not Leave.FINISH:

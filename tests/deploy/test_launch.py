@@ -44,7 +44,7 @@ from protocol.client import QueueClient
 
 def run(config, queue_url, resume):
     async def everyone():
-        async with QueueClient(config.queue.url, config.token) as queue:
+        async with QueueClient(config.queue.address, config.token) as queue:
             while True:
                 status = await queue.status()
                 if status.workers and status.servers:
@@ -123,7 +123,7 @@ def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
         os.kill(pid, signal.SIGKILL)
         again = f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 1 s (restart 1 of 3 in a row)"
         read_until(launcher, again, *([f"{name} answers after"] if name != "worker-0" else []))
-    url = load(run_file).queue.url
+    url = load(run_file).queue.address
     until(lambda: "worker-0" in {worker.worker_id for worker in asyncio.run(status(url)).workers})
     told = release(launcher, run_file)
     assert "queue of run small" in told

@@ -11,7 +11,8 @@ import pytest
 
 from protocol import access
 from protocol.config import load
-from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.conftest import run_directory, save_checkpoint
 from tests.deploy.stage import WAITS_FOR_CHILDREN, Stage, until
 

@@ -93,7 +93,7 @@ class SmallRun:
         """None: the queue does not answer."""
 
         async def ask() -> Status:
-            async with QueueClient(self.config.queue.url, patience_s=0.1, timeout_s=5) as client:
+            async with QueueClient(self.config.queue.address, patience_s=0.1, timeout_s=5) as client:
                 return await client.status()
 
         try:

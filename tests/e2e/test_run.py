@@ -71,7 +71,7 @@ def test_the_whole_loop_trains_on_a_real_vllm(small_run: SmallRun) -> None:
     seen = small_run.wait_for(lambda now: now.step >= 2)
     assert seen.groups.outstanding <= seen.groups.limit + small_run.config.learner.groups_per_step
     assert seen.workers[0].capacity == small_run.config.worker.episodes
-    page = get(f"{small_run.config.queue.url}/metrics").decode()
+    page = get(f"{small_run.config.queue.address}/metrics").decode()
     assert "slipstream_policy_version" in page
     shown = subprocess.run(
         [sys.executable, "-m", "deploy.cli", "status", str(small_run.run_file)], capture_output=True, text=True

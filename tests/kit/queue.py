@@ -19,7 +19,7 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.service import listen
 from rollout_queue.store.base import Store
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit.messages import SERVER
 
 
@@ -46,7 +46,7 @@ class Served:
 async def serving(config: RunConfig, store: Store | None = None) -> AsyncIterator[Served]:
     """Serve the queue on a free port inside the context. Its clock stands still until the test changes it."""
     time = FakeTime()
-    app = create_app(config, store or SqliteStore(MEMORY), time.clock())
+    app = create_app(config, store or MemoryStore(), time.clock())
     async with listening(app) as url:
         yield Served(url, app.state.broker, time)
 

@@ -338,7 +338,7 @@ async def test_a_fingerprint_that_differs_is_told_alone(status: int) -> None:
 
 async def test_no_tickets_yet_is_an_empty_reply() -> None:
     async with running(says(status=204)) as queue, QueueClient(queue.url) as client:
-        assert await client.tickets(TicketRequest("w", 1, 0.0)) == TicketReply([], [])
+        assert await client.tickets(TicketRequest("w", 1, 0.0)) == TicketReply([], None)
 
 
 async def test_a_finished_run_ends_the_tickets() -> None:

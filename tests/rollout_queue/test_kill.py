@@ -122,7 +122,7 @@ class Traffic:
 
 async def test_i1_kill_9_loses_nothing_that_was_accepted_and_trains_nothing_twice(process: Process) -> None:
     process.start()
-    async with QueueClient(process.config.queue.url, patience_s=30.0) as client, asyncio.timeout(60.0):
+    async with QueueClient(process.config.queue.address, patience_s=30.0) as client, asyncio.timeout(60.0):
         policy = await client.begin_session(BeginSession(0, 0, STEPS, resume=False))
         await serve_version(client, 0)
         traffic = Traffic(client)
@@ -151,7 +151,7 @@ async def test_a_restarted_queue_admits_no_more_than_the_bound(process: Process)
     # No ticket is to expire here, however slow the restart.
     process.run_file.write_text(process.run_file.read_text().replace("ticket_timeout_s = 2", "ticket_timeout_s = 60"))
     process.start()
-    async with QueueClient(process.config.queue.url, patience_s=30.0) as client:
+    async with QueueClient(process.config.queue.address, patience_s=30.0) as client:
         await client.begin_session(BeginSession(0, 0, STEPS, resume=False))
         await serve_version(client, 0)
         before = (await client.tickets(TicketRequest("w", 100, wait_s=0.0))).tickets
@@ -172,7 +172,7 @@ async def test_a_restarted_queue_admits_no_more_than_the_bound(process: Process)
 
 async def test_a_signal_ends_the_queue_although_clients_wait(process: Process) -> None:
     process.start()
-    async with QueueClient(process.config.queue.url, patience_s=20.0) as client:
+    async with QueueClient(process.config.queue.address, patience_s=20.0) as client:
         session = (await client.begin_session(BeginSession(0, 0, STEPS, resume=False))).session
         polls = [
             asyncio.create_task(client.tickets(TicketRequest("w", 1, wait_s=60.0))),

@@ -39,7 +39,8 @@ from rollout_queue.ledger import leases
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
 from rollout_queue.service import fitted
 from rollout_queue.store.base import StoreError
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
+from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, move_server, serve_version, serving
@@ -739,7 +740,7 @@ async def test_every_refusal_is_a_problem(status: int, reason: str, method: str,
         assert codec.decode_json(await response.read(), ErrorBody).reason == reason
 
 
-class FailingStore(SqliteStore):
+class FailingStore(MemoryStore):
     """Its disk is full from the moment that `full` is set."""
 
     full = False
@@ -751,7 +752,7 @@ class FailingStore(SqliteStore):
 
 
 async def test_a_store_that_fails_stops_the_queue_before_it_diverges() -> None:
-    store = FailingStore(MEMORY)
+    store = FailingStore()
     async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=0.5) as client:
         await client.begin_session(BeginSession(0, 0, 100, resume=False))
         await serve_version(client, 0)

@@ -151,7 +151,7 @@ async def story(folder: Path, started: Processes) -> None:
         run_file.write_text(to_toml(run))
         started.slipstream("queue", "queue", str(run_file))
         started.slipstream("worker", "worker", str(run_file), "--name", "w1")
-        async with QueueClient(run.queue.url, patience_s=60.0) as client, asyncio.timeout(240.0):
+        async with QueueClient(run.queue.address, patience_s=60.0) as client, asyncio.timeout(240.0):
             first = Learner(client, vllm, url)
             await first.begin(run, 0, 0, resume=False)
             await first.train()

@@ -479,7 +479,7 @@ async def test_an_answer_without_tickets_says_nothing_of_servers():
     empty = iter([True, True])
 
     async def tickets(request):
-        return TicketReply([], []) if next(empty, False) else await original(request)
+        return TicketReply([], None) if next(empty, False) else await original(request)
 
     queue.tickets = tickets
     await roll(task(), fake(), queue=queue)

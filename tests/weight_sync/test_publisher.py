@@ -23,7 +23,7 @@ from protocol.messages import BeginSession, Server, ServerState
 from rollout_queue.api.app import create_app
 from rollout_queue.ledger.records import ServerRecord
 from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
@@ -61,7 +61,7 @@ class World:
             self.urls.append(await self.stack.enter_async_context(serving(fake)))
         listener = socket.create_server(("127.0.0.1", 0))
         self.queue_url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(self.config(), SqliteStore(MEMORY))
+        app = create_app(self.config(), MemoryStore())
         apply = ServerRegistry.apply
 
         def noted(fleet: ServerRegistry, record: ServerRecord) -> None:

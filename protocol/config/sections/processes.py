@@ -2,11 +2,69 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import re
+import socket
+from typing import Annotated, Literal, Self
+from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
-from pydantic import field_validator
+from pydantic import AfterValidator, field_validator
 
-from protocol.config.sections.base import Bytes, Count, Host, Port, Seconds, Section, is_number, own_url, setting
+from protocol.config.sections.base import (
+    WILDCARDS,
+    Bytes,
+    Count,
+    Host,
+    Port,
+    Seconds,
+    Section,
+    is_number,
+    own_url,
+    setting,
+    url_of,
+)
+from protocol.queue_urls import split_urls
+
+
+def _checked_urls(value: str) -> str:
+    """Return the URLs, tidied; "auto" as it is. Raises `ValueError` for something else."""
+    return value if value == "auto" else ",".join(split_urls(value))
+
+
+QueueUrl = Annotated[str, AfterValidator(_checked_urls)]
+
+STORES = ("sqlite", ":memory:", "postgresql")
+
+# A login ends at the last @, so that none of a password is left that should have been percent-encoded.
+_POSTGRES = re.compile(r"postgres(?:ql)?://(?:(?P<login>.*)@)?(?P<rest>[^?@]*)(?:\?(?P<query>[^@]*))?")
+
+
+class StoreName(str):
+    """The value of `queue.store`: what is printed, written and sent of it holds no password.
+
+    Attributes:
+        password: That of a URL; None if it held none.
+    """
+
+    password: str | None
+
+    def __new__(cls, value: str) -> Self:
+        """Take the password out of a URL. Raises `ValueError` for what names no store."""
+        if isinstance(value, cls):
+            return value
+        password = None
+        if value not in STORES[:2]:
+            found = _POSTGRES.fullmatch(value)
+            if found is None:
+                raise ValueError(f"must be {', '.join(map(repr, STORES[:2]))} or a URL postgresql://host/database")
+            user, colon, given = (found["login"] or "").partition(":")
+            query = parse_qsl(found["query"] or "", keep_blank_values=True)
+            password = unquote(given) if colon else dict(query).get("password")
+            value = f"postgresql://{user}{'@' if user else ''}{found['rest']}"
+            if kept := urlencode([pair for pair in query if "password" not in pair[0]], safe="/"):
+                value += f"?{kept}"
+        self = super().__new__(cls, value)
+        self.password = password
+        return self
 
 
 class QueueSection(Section):
@@ -18,6 +76,12 @@ class QueueSection(Section):
     port: Port = setting(
         8200, description="port that the queue listens on", why="free on most machines, and not vLLM's"
     )
+    url: QueueUrl = setting(
+        "auto",
+        description="URL of the queue for all others; several, separated by commas, for queues that share one "
+        "PostgreSQL database, of which the active one is asked; auto is made of queue.host and queue.port",
+        why="one machine needs none, and `--queue URL` names it elsewhere",
+    )
     token: str | None = setting(
         None,
         description="the run's secret, which every role's token is derived from; SLIPSTREAM_TOKEN in the environment "
@@ -25,10 +89,11 @@ class QueueSection(Section):
         why="loopback needs no token; on every other address the start is refused without one",
         repr=False,
     )
-    store: Literal["sqlite", ":memory:"] = setting(
+    store: str = setting(
         "sqlite",
-        description="sqlite survives kill -9; :memory: is for throw-away runs",
-        why="a crash of any process loses nothing",
+        description="sqlite survives kill -9; postgresql://host/database survives the queue's machine, too, and lets "
+        "other queues stand by; :memory: is for throw-away runs",
+        why="a crash of any process loses nothing, and nothing else is needed",
     )
     capacity_groups: Count = setting(
         10_000,
@@ -112,9 +177,40 @@ class QueueSection(Section):
             raise ValueError("must be 'auto' or a number above 0 and at most 10000")
         return value
 
+    @field_validator("store")
+    @classmethod
+    def _store_is_known(cls, value: str) -> str:
+        return StoreName(value)
+
     @property
-    def url(self) -> str:
+    def store_kind(self) -> str:
+        """Which of the stores it is: `sqlite`, `:memory:` or `postgresql`."""
+        return self.store.partition("://")[0]
+
+    @property
+    def store_password(self) -> str | None:
+        """The password that stood in `store`, which itself holds none."""
+        return self.store.password if isinstance(self.store, StoreName) else None
+
+    @property
+    def address(self) -> str:
+        """`url` with "auto" resolved."""
+        return self.local_url if self.url == "auto" else self.url
+
+    @property
+    def local_url(self) -> str:
+        """URL by which this machine reaches the queue that listens here."""
         return own_url(self.host, self.port)
+
+    @property
+    def own_address(self) -> str:
+        """URL by which others know this queue, as far as its settings say."""
+        if self.url != "auto":
+            for url in split_urls(self.url):
+                if urlsplit(url).port == self.port:
+                    return url
+        host = socket.gethostname() if self.host in WILDCARDS else self.host
+        return url_of(host, self.port)
 
 
 class WorkerSection(Section):

@@ -14,7 +14,8 @@ from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import FILE_NAME, SqliteStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.conftest import save_checkpoint
 from tests.deploy.stage import STAYS, Stage, until
 
@@ -80,6 +81,7 @@ def over(run_file: Path, made: int, *given: str, finished: bool = True) -> RunCo
     config = load(run_file, [*given])
     config.run_dir.mkdir(parents=True, exist_ok=True)
     store = SqliteStore(config.run_dir / FILE_NAME)
+    store.acquire()
     store.commit(Changes(run=RunState(version=made, step=made, finished=finished)))
     store.close()
     save_checkpoint(run_file, made)

@@ -10,7 +10,9 @@ from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import FILE_NAME, SqliteReader, SqliteStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
+from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.deploy.conftest import save_checkpoint
 
 
@@ -21,6 +23,7 @@ def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = Fals
     if store is not None:
         opened = SqliteStore(config.run_dir / FILE_NAME)
         if store:
+            opened.acquire()
             opened.commit(Changes(run=RunState(version=store, step=store)))
         opened.close()
         (config.run_dir / "logs").mkdir()
@@ -96,7 +99,7 @@ def test_nothing_is_moved_under_a_queue_that_runs(run_file: Path) -> None:
     config = holding(run_file, store=0)
     store = SqliteStore(config.run_dir / FILE_NAME)
     try:
-        with pytest.raises(ConfigError, match=r"a queue still runs in .*small; stop it, or choose another name"):
+        with pytest.raises(ConfigError, match=r"small/queue\.db is in use by another queue: stop that one"):
             run_directory.clear(config)
         assert (config.run_dir / FILE_NAME).exists()
     finally:
@@ -107,6 +110,7 @@ def test_steps_are_counted_over_all_starts_of_a_run(tmp_path: Path) -> None:
     """A resume from the first step has the version go on."""
     store = SqliteStore(tmp_path / FILE_NAME)
     assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 0
+    store.acquire()
     store.commit(Changes(run=RunState(version=9, step=0)))
     assert SqliteReader(tmp_path / FILE_NAME).run_state().version == 9, "beside the queue that has it open"
     store.close()
@@ -124,17 +128,18 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_starts(run_
         run_directory.check_run_directory(config, resume=False)
 
 
-def test_the_written_run_file_loads_from_anywhere_and_holds_no_token(
+def test_the_written_run_file_loads_from_anywhere_and_holds_no_secret(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run_file.parent)
-    config = load("run.toml", ["--run.dir", "here", "--queue.token", "hunter2", "--learner.steps", "7"])
+    secrets = ["--queue.token", "hunter2", "--queue.store", "postgresql://me:hunter2@db/runs"]
+    config = load("run.toml", ["--run.dir", "here", *secrets, "--learner.steps", "7"])
     written = run_directory.write_resolved(config)
     monkeypatch.chdir(tmp_path)
     again = load(run_file.parent / written)
     assert again.run_dir == run_file.parent / "here" / "small"
     assert (again.model, again.task, again.learner) == (config.model, config.task, config.learner)
-    assert again.queue.token is None
+    assert (again.queue.token, again.queue.store) == (None, "postgresql://me@db/runs")
     assert "hunter2" not in (run_file.parent / written).read_text()
 
 

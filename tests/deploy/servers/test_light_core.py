@@ -81,7 +81,7 @@ def test_queue_and_worker_find_each_other_and_are_shown(
     def registered() -> bool:
         assert [process.poll() for process in queue_and_worker] == [None, None], (run_file.parent / "log").read_text()
         try:
-            with urllib.request.urlopen(f"{load(run_file).queue.url}/v1/status", timeout=5) as answer:
+            with urllib.request.urlopen(f"{load(run_file).queue.address}/v1/status", timeout=5) as answer:
                 return worker in answer.read().decode()
         except OSError:
             return False

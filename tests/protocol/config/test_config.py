@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
 from protocol.config.schema import REMOVED
 from protocol.config.sections import Section
+from protocol.config.sections.processes import STORES
 from protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
@@ -121,7 +122,8 @@ def test_what_does_not_fit_together_is_said_of_where_it_was_given(
         ("weight_sync.probe_tolerance = 0", "probe_tolerance = 0: must be 'auto' or a number above 0 and at most 1000"),
         ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
-        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite' or ':memory:'"),
+        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite', ':memory:' or a URL postgresql://"),
+        ('queue.store = "mysql://u:hunter2@h/d?password=hunter2"', 'store = "mysql://u:***@h/d?password=***": must be'),
         ("rollout.group_size = 1", "rollout.group_size = 1: must be at least 2"),
         ("rollout.temperature = 0", "rollout.temperature = 0: must be at least 0.01"),
         ('rollout.temperature = "hot"', 'rollout.temperature = "hot": must be a number'),
@@ -156,7 +158,7 @@ def test_a_wrong_value_is_told_with_its_name_and_what_it_must_be(folder: Path, l
     ("text", "says"),
     [
         (MINIMAL + "[queue]\ncapacity = 3\n", "queue.capacity is not a setting; did you mean queue.capacity_bytes?"),
-        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, token"),
+        (MINIMAL + "[queue]\nzebra = 3\n", "queue.zebra is not a setting; [queue] has: host, port, url, token"),
         (MINIMAL + "[rollout]\nmax_tokens_turn = 3\n", "did you mean rollout.max_turn_tokens?"),
         (MINIMAL + "[que]\nport = 3\n", "[que] is not a section; did you mean [queue]?"),
         (MINIMAL + "[zebra]\nport = 3\n", "[zebra] is not a section; the sections are: run, model, task"),
@@ -202,6 +204,30 @@ def test_a_setting_that_takes_this_or_that_has_one_fault_which_names_both(
     message = fault(folder / "run.toml", [f"--{setting}", value])
     assert message.startswith(f"command line: {says}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("written", "shown", "password"),
+    [
+        ("sqlite", "sqlite", None),
+        (":memory:", ":memory:", None),
+        ("postgresql://db.example/runs", "postgresql://db.example/runs", None),
+        ("postgres://me@db:5433/runs", "postgresql://me@db:5433/runs", None),
+        ("postgresql://me:hunter2@a,b:1/runs?sslmode=require", "postgresql://me@a,b:1/runs?sslmode=require", "hunter2"),
+        ("postgresql:///runs?host=/tmp&password=hunter2", "postgresql:///runs?host=/tmp", "hunter2"),
+        ("postgresql://me:a%40b@c/d@db/runs", "postgresql://me@db/runs", "a@b@c/d"),
+        ("postgresql://?service=runs", "postgresql://?service=runs", None),
+    ],
+)
+def test_the_password_of_a_database_is_kept_apart_from_its_url(
+    folder: Path, written: str, shown: str, password: str | None
+) -> None:
+    config = load_text(folder, MINIMAL + f'[queue]\nstore = "{written}"\n')
+    assert (config.queue.store, config.queue.store_password) == (shown, password)
+    assert config.queue.store_kind in STORES
+    for text in (to_toml(config), repr(config), config.model_dump_json(), str(config.queue.model_copy())):
+        assert password is None or password not in text
+    assert load_text(folder, to_toml(config)).queue.store == shown
 
 
 @pytest.mark.parametrize("setting", ["queue.host", "weight_sync.host", "vllm.host", "worker.agent_host"])
@@ -443,7 +469,7 @@ def test_i8_a_listener_beyond_this_machine_needs_a_token(
 
 def test_a_loopback_host_needs_no_token_and_an_address_of_version_6_makes_a_url(folder: Path) -> None:
     config = load_text(folder, 'queue.host = "::1"\nvllm.host = "::1"\n' + MINIMAL)
-    assert config.queue.url == "http://[::1]:8200"
+    assert config.queue.address == "http://[::1]:8200"
     assert config.vllm.urls == ["http://[::1]:8100"]
 
 

@@ -31,7 +31,7 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger import validation
 from rollout_queue.observe.observations import Observations
 from rollout_queue.service import listen
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, listening, serve_version, serving
@@ -61,7 +61,7 @@ async def counted_door(
     shares: Shares = SHARES, token: str | None = None, **limits: Any
 ) -> AsyncIterator[tuple[int, Observations]]:
     """As `door`, and what the queue has observed."""
-    app = create_app(config(queue={"token": token}), SqliteStore(MEMORY))
+    app = create_app(config(queue={"token": token}), MemoryStore())
     broker: Broker = app.state.broker
     seen = broker.observations
     pool = ConnectionPool(shares, seen.connections, broker.clock.monotonic)
@@ -596,7 +596,7 @@ async def test_a_groups_put_is_observed_with_its_bytes() -> None:
 
 
 async def test_bodies_that_are_read_at_one_time_share_a_bounded_room() -> None:
-    app = create_app(config(), SqliteStore(MEMORY))
+    app = create_app(config(), MemoryStore())
     bodies: ByteBudget = app.state.bodies
     async with listening(app) as url, QueueClient(url, patience_s=5.0) as client:
         await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))

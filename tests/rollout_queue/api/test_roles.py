@@ -11,7 +11,7 @@ from protocol.config import ConfigError
 from protocol.messages import ErrorBody
 from rollout_queue import service
 from rollout_queue.api.app import create_app
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.queue import serving
 
@@ -56,7 +56,7 @@ def written(path: str) -> str:
 
 
 def test_every_route_of_the_queue_is_declared_once_and_has_its_roles_in_the_table() -> None:
-    app = create_app(config(), SqliteStore(MEMORY))
+    app = create_app(config(), MemoryStore())
     registered = sorted((method, route.path) for route in app.routes for method in route.methods)  # type: ignore[attr-defined]
     declared = sorted((route.method, route.path) for route in access.ROUTES)
     assert registered == declared

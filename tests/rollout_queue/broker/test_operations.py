@@ -33,7 +33,8 @@ from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
+from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
@@ -44,7 +45,7 @@ URL = "http://127.0.0.1:8100"
 @asynccontextmanager
 async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
     """A broker with a learner session and a server that serves version 0."""
-    broker = Broker(config(**sections), SqliteStore(MEMORY), FakeTime().clock())
+    broker = Broker(config(**sections), MemoryStore(), FakeTime().clock())
     async with broker.running():
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
@@ -316,3 +317,23 @@ async def test_a_proof_that_fails_adds_an_evaluation_up_again_once_however_many_
         assert (evaluation.done, evaluation.failed, evaluation.ended) == (0, 0, None)
         assert len(added) <= 3 * rows
         assert [ticket.id for ticket in broker.ledger.held_by("w")] == [issued[-1].id]
+
+
+async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
+    async with running() as broker:
+        first = await workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), stays)
+        assert first is not None
+        assert first.servers == broker.fleet.servers
+        known = TicketRequest("w", 1, wait_s=0.0, fleet=first.fleet)
+        again = await workers.draw_tickets(broker, known, stays)
+        assert again is not None
+        assert (again.servers, again.fleet) == (None, first.fleet)
+        report = WorkerReport("w", [], fleet=first.fleet)
+        assert (await workers.heartbeat(broker, report)).servers is None
+        await learner.put_server(broker, ServerChange(Server(SERVER, URL, ServerState.STALE), 1))
+        told = await workers.heartbeat(broker, report)
+        assert [server.state for server in told.servers or []] == [ServerState.STALE]
+        assert told.fleet != first.fleet
+        uses = await workers.draw_tickets(broker, msgspec.structs.replace(known, serving=[SERVER]), stays)
+        assert uses is not None
+        assert uses.servers == broker.fleet.servers

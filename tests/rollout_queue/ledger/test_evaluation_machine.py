@@ -17,7 +17,8 @@ from rollout_queue.ledger import evaluations, leases, servers, tickets
 from rollout_queue.ledger.evaluations import Asking
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.open_evaluations import Evaluations, OpenEvaluation
-from rollout_queue.ledger.records import Decision, GroupFacts, SampledBy, TicketRecord, TicketState
+from rollout_queue.ledger.records import Decision, GroupFacts, Refusal, SampledBy, TicketRecord, TicketState
+from rollout_queue.ledger.server_registry import lost
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
@@ -158,6 +159,11 @@ class EvaluationMachine(SabotagedQueue):
     def hand_in(self, ticket: TicketRecord, rewards: list[float]) -> None:
         version = self.ledger.run.version
         facts = GroupFacts(1, 1, version, (SampledBy(SERVER, version, version),))
+        try:
+            self.fleet.check_group(facts, ticket.serial)
+        except Refusal as refusal:
+            self.commit(tickets.fail(self.ledger, ticket, reasons.rejected(refusal.reason), retryable=True))
+            return
         self.accepted.add((ticket.evaluation, ticket.index))
         self.commit(evaluations.accept(ticket, group(ticket.id, rewards=rewards), facts))
 
@@ -180,6 +186,15 @@ class EvaluationMachine(SabotagedQueue):
             self.ask_for_tickets(worker, 12)
             for ticket in self.out[left:]:
                 self.hand_in(ticket, [1.0])
+
+    @precondition(lambda self: not self.ledger.run.finished)
+    @rule()
+    def learner_is_killed_before_it_proves_what_sampled_rows(self) -> None:
+        self.all_goes_well(group_size=1, published=True, left=2)
+        self.step()
+        for ticket in self.out:
+            self.hand_in(ticket, [1.0])
+        self.learner_killed_and_resumed(0)
 
     @rule()
     def a_row_never_works(self) -> None:
@@ -218,6 +233,14 @@ class EvaluationMachine(SabotagedQueue):
             over = of.record.rows is not None and ended == of.record.rows
             assert not over or self.waits_for_proof(of), "all rows have ended, and it has not"
 
+    @invariant()
+    def i5_no_row_is_done_by_weights_that_failed_or_whose_proof_cannot_come(self) -> None:
+        for ticket in self.evaluations.tickets(TicketState.EVALUATED):
+            assert self.fleet.distrusted(ticket.group, ticket.serial) is None
+            record = self.fleet.record(SERVER)
+            assert record is not None
+            assert not lost(record, ticket.group)
+
     def waits_for_proof(self, of: OpenEvaluation) -> bool:
         """I5: whether a row was sampled between a swap and its proof."""
         done = (ticket for ticket in of.tickets.values() if ticket.state is TicketState.EVALUATED)
@@ -238,12 +261,18 @@ class EvaluationMachine(SabotagedQueue):
                 reasons.DEADLINE,
                 reasons.RUN_FINISHED,
                 reasons.UNVERIFIED_SERVER,
+                reasons.rejected(reasons.UNVERIFIED_SERVER),
             }
             assert (evaluation.reward is None) == (evaluation.done == 0)
 
     @invariant()
     def memory_is_what_a_restart_would_load(self) -> None:
-        fresh = Ledger(CONFIG, self.store.load(), self.now).evaluations
+        restarted = Ledger(CONFIG, self.store.load(), self.now)
+        for worker in ("a", "b"):
+            held = self.ledger.held_by(worker)
+            assert {t.id: t for t in held} == {t.id: t for t in restarted.held_by(worker)}
+            assert [t.evaluation for t in held] == sorted(t.evaluation or 0 for t in held)
+        fresh = restarted.evaluations
         assert [of.record for of in fresh.open] == [of.record for of in self.evaluations.open]
         assert [of.tickets for of in fresh.open] == [of.tickets for of in self.evaluations.open]
         assert fresh.ended == self.evaluations.ended

@@ -34,7 +34,7 @@ from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.records import LIVE, Refusal
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
@@ -58,7 +58,7 @@ class Run:
 
     def __init__(self) -> None:
         self.time = FakeTime()
-        self.store = SqliteStore(MEMORY)
+        self.store = MemoryStore()
         self.broker = Broker(SETTINGS, self.store, self.time.clock())
         self.out: list[Ticket] = []
 

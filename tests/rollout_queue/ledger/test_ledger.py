@@ -30,7 +30,7 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.messages import SERVER
 from tests.kit.queue_machine import SabotagedQueue
@@ -302,6 +302,13 @@ class QueueMachine(SabotagedQueue):
             assert {r.id: r for r in fresh.tickets(state)} == {r.id: r for r in self.ledger.tickets(state)}
         assert fresh.run == self.ledger.run
         assert fresh.to_reissue == self.ledger.to_reissue
+        assert fresh.next_to_reissue(99) == self.ledger.next_to_reissue(99)
+        assert [r.id for r in self.ledger.next_to_reissue(99)] == [
+            r.id for _, r in sorted(self.ledger.to_reissue.items())
+        ]
+        assert self.ledger.held_by("w") == list(self.ledger.tickets(TicketState.ISSUED))
+        assert fresh.ready.choose(self.fleet, 99) == self.ledger.ready.choose(self.fleet, 99)
+        assert fresh.first_needed() == self.ledger.first_needed()
         assert (fresh.next_index, fresh.bytes, fresh.kept_bytes, fresh.tokens_sampled) == (
             self.ledger.next_index,
             self.ledger.bytes,
@@ -544,7 +551,7 @@ def test_the_queue_knows_the_sessions_of_the_time_line_that_survives() -> None:
 
 
 def test_a_resume_from_before_the_newest_checkpoint_reissues_what_was_forgotten() -> None:
-    store = SqliteStore(MEMORY)
+    store = MemoryStore()
     bench = Bench()
     bench.groups(1)
     bench.step(1)

@@ -61,7 +61,7 @@ async def beat(client: QueueClient, worker: str = "w", given: Fingerprint | None
 async def ask(client: QueueClient, worker: str = "w", count: int = 1, **fields: Any) -> TicketReply:
     request = TicketRequest(worker, count, **{"wait_s": 0.0, **fields})
     body = await client.call("POST", access.TICKETS, request, wait_s=request.wait_s)
-    return msgspec.json.decode(body, type=TicketReply) if body else TicketReply([], [])
+    return msgspec.json.decode(body, type=TicketReply) if body else TicketReply([], None)
 
 
 async def refusal(call: Any) -> tuple[int, str]:

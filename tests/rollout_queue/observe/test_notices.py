@@ -22,7 +22,7 @@ from protocol.messages import (
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -107,7 +107,7 @@ def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path
     settings.run_dir.mkdir(parents=True)
 
     def told() -> str:
-        made = Broker(settings, SqliteStore(MEMORY), Clock())
+        made = Broker(settings, MemoryStore(), Clock())
         for _ in range(16):
             made.observations.variance.ended(True, Rewards(0.0, True))
         return made.observations.variance.notice() or ""

@@ -18,7 +18,6 @@ from deploy.commands.look import print_ledger
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import (
     HOLDS_PAYLOAD,
-    Decision,
     GroupFacts,
     RowResult,
     RunState,
@@ -28,8 +27,11 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.store import migrations
 from rollout_queue.store.base import LedgerRow, StoreError
+from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
-from rollout_queue.store.sqlite import FILE_NAME, MEMORY, SqliteReader, SqliteStore
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
+from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.kit import config
 
 NEXT = Migration(
@@ -43,6 +45,7 @@ READS: tuple[Callable[[Path], Any], ...] = (
     lambda path: SqliteReader(path).read_ledger(),
     lambda path: SqliteReader(path).run_state(),
 )
+ISSUED = Changes(tickets={"4.1": TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0)})
 GROUP = GroupFacts(300, 6, 3, (SampledBy("vllm-0", 3, 4),))
 
 
@@ -69,8 +72,9 @@ def store_file(tmp_path: Path) -> Path:
     path = tmp_path / FILE_NAME
     store = SqliteStore(path)
     run = RunState(version=4, step=4, total_steps=9, session=2, checkpoint_step=2)
-    held = {record.id: b"group" for record in records() if record.state in HOLDS_PAYLOAD}
-    store.commit(Decision(records(), run), held)
+    held = {record.id: Payload.of(b"group") for record in records() if record.state in HOLDS_PAYLOAD}
+    store.acquire()
+    store.commit(Changes(tickets={record.id: record for record in records()}, payloads=held, run=run))
     store.close()
     return path
 
@@ -91,7 +95,8 @@ def test_a_migrated_file_keeps_what_it_held_and_has_the_layout_of_a_new_one(stor
     store = SqliteStore(store_file)
     found = store.records([record.id for record in records()])
     assert tuple(found.values()) == records()
-    assert store.payloads([*found]) == {record.id: b"group" for record in records() if record.state in HOLDS_PAYLOAD}
+    held = {record.id for record in records() if record.state in HOLDS_PAYLOAD}
+    assert store.payloads([*found]) == dict.fromkeys(held, Payload.of(b"group"))
     assert store.load().run.version == 4
     store.close()
     new_file = tmp_path / "new" / FILE_NAME
@@ -185,7 +190,8 @@ def test_a_new_file_whose_making_was_killed_is_made_when_it_is_opened_again(tmp_
         path = tmp_path / f"{at}.db"
         assert migrate_and_die(path, at) == -signal.SIGKILL
         store = SqliteStore(path)
-        store.commit(Decision((TicketRecord(index=0, attempt=0, serial=0, worker_id="w", version=0),)), {})
+        store.acquire()
+        store.commit(ISSUED)
         store.close()
 
 
@@ -195,7 +201,6 @@ def test_a_user_is_told_what_a_migration_did(store_file: Path, caplog: pytest.Lo
     assert f"migrated to layout {BEFORE + 1}: notes are kept" in caplog.text
     caplog.clear()
     SqliteStore(store_file).close()
-    SqliteStore(MEMORY).close()
     assert caplog.text == ""
 
 
@@ -261,7 +266,8 @@ def test_a_store_that_another_program_writes_to_is_not_called_broken(
 def test_the_ledger_can_be_read_beside_a_running_queue(tmp_path: Path) -> None:
     path = tmp_path / "50% #1?" / FILE_NAME
     store = SqliteStore(path)
-    store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
+    store.acquire()
+    store.commit(ISSUED)
     assert SqliteReader(path).read_ledger() == [LedgerRow("4.1", 4, TicketState.ISSUED, None, None, None)]
     store.close()
 
@@ -286,9 +292,10 @@ def test_slipstream_ledger_prints_every_ticket(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(ConfigError, match=r"there is no ledger"):
         print_ledger(run)
     store = SqliteStore(run.run_dir / FILE_NAME)
-    store.commit(Decision((TicketRecord(index=4, attempt=1, serial=0, worker_id="w", version=0),)), {})
+    store.acquire()
+    store.commit(ISSUED)
     store.close()
     print_ledger(run)
     assert [json.loads(line)["ticket_id"] for line in capsys.readouterr().out.splitlines()] == ["4.1"]
     with pytest.raises(ConfigError, match=r'queue.store = ":memory:" keeps no ledger'):
-        print_ledger(config(run={"dir": str(tmp_path), "name": "audit"}, queue={"store": MEMORY}))
+        print_ledger(config(run={"dir": str(tmp_path), "name": "audit"}, queue={"store": ":memory:"}))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import msgspec
 import pytest
 
-from protocol.config import ConfigError, QueueSection, RunConfig
+from protocol.config import ConfigError, RunConfig
+from protocol.config.sections.processes import STORES
 from protocol.messages import Server, ServerState
 from protocol.status import Evaluation
 from rollout_queue import store as stores
@@ -28,12 +29,16 @@ from rollout_queue.ledger.records import (
     TicketState,
 )
 from rollout_queue.store.base import LedgerRow, Store, StoreError
+from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
+from tests.kit.postgres import cluster
 
 # Each store, and whether it keeps what was committed when it is closed and opened again.
 VARIANTS = {
     "sqlite": True,
     ":memory:": False,
+    "postgresql": True,
 }
 FACTS = GroupFacts(
     bytes=300, tokens=7, oldest_version=2, servers=(SampledBy("vllm-0", 2, 3), SampledBy("vllm-1", 3, 4))
@@ -41,20 +46,31 @@ FACTS = GroupFacts(
 
 
 def test_every_store_of_the_schema_is_registered_and_tested() -> None:
-    named = set(get_args(QueueSection.model_fields["store"].annotation))
-    assert set(stores.STORES) == set(stores.STORE_READERS) == named == set(VARIANTS)
+    assert set(stores.STORES) == set(stores.STORE_READERS) == set(STORES) == set(VARIANTS)
 
 
 @pytest.fixture(params=VARIANTS)
 def run_config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
-    return config(run={"dir": str(tmp_path)}, queue={"store": request.param})
+    return with_store(request.param, tmp_path)
 
 
 @pytest.fixture
 def store(run_config: RunConfig) -> Iterator[Store]:
-    store = stores.build(run_config)
+    store = active(run_config)
     yield store
     store.close()
+
+
+def with_store(kind: str, tmp_path: Path) -> RunConfig:
+    """A run file that names a store in which nothing is yet. Skips the test where the store cannot be had."""
+    store = cluster().new_database() if kind == "postgresql" else kind
+    return config(run={"dir": str(tmp_path)}, queue={"store": store})
+
+
+def active(run_config: RunConfig) -> Store:
+    store = stores.build(run_config)
+    assert store.acquire() is None
+    return store
 
 
 def ticket(index: int, state: TicketState = TicketState.ISSUED, attempt: int = 0, **fields: Any) -> TicketRecord:
@@ -64,7 +80,12 @@ def ticket(index: int, state: TicketState = TicketState.ISSUED, attempt: int = 0
 
 
 def commit(store: Store, *tickets: TicketRecord, **payloads: bytes) -> None:
-    store.commit(Decision(tickets), {name.replace("_", "."): body for name, body in payloads.items()})
+    bodies = {name.replace("_", "."): Payload.of(body) for name, body in payloads.items()}
+    store.commit(Changes.of([Decision(tickets)], bodies))
+
+
+def decide(store: Store, *decisions: Decision) -> None:
+    store.commit(Changes.of(decisions, {}))
 
 
 def test_a_new_store_is_empty(store: Store) -> None:
@@ -75,9 +96,9 @@ def test_a_new_store_is_empty(store: Store) -> None:
 
 
 def test_what_is_stored_is_read_beside_the_queue(store: Store, run_config: RunConfig) -> None:
-    store.commit(Decision((ticket(4),), run=RunState(version=9)), {})
+    decide(store, Decision((ticket(4),), run=RunState(version=9)))
     reader = stores.open_for_reading(run_config)
-    if not VARIANTS[run_config.queue.store]:
+    if not VARIANTS[run_config.queue.store_kind]:
         assert (reader.exists(), reader.run_state()) == (False, RunState())
         return
     assert reader.exists()
@@ -87,9 +108,9 @@ def test_what_is_stored_is_read_beside_the_queue(store: Store, run_config: RunCo
 
 @pytest.mark.parametrize("kind", VARIANTS)
 def test_a_run_that_has_stored_nothing_has_no_ledger(kind: str, tmp_path: Path) -> None:
-    reader = stores.open_for_reading(config(run={"dir": str(tmp_path)}, queue={"store": kind}))
+    reader = stores.open_for_reading(with_store(kind, tmp_path))
     assert (reader.exists(), reader.run_state()) == (False, RunState())
-    with pytest.raises(ConfigError, match="there is no ledger; has the run's queue been started"):
+    with pytest.raises(ConfigError, match=r"there is no ledger; has the run's queue been started|keeps no ledger"):
         reader.read_ledger()
 
 
@@ -134,9 +155,9 @@ def test_run_and_servers_come_back(store: Store) -> None:
     server = ServerRecord(
         Server("a", "http://a", ServerState.QUARANTINED, 4, "probe", 7.5), True, (Distrust(4), Distrust(2, 8, 3))
     )
-    store.commit(Decision(run=RunState(session=1), servers=(ServerRecord(Server("a", "http://old")),)), {})
-    store.commit(Decision(run=run, servers=(server,)), {})
-    store.commit(Decision(servers=(ServerRecord(Server("b", "http://b")),)), {})
+    decide(store, Decision(run=RunState(session=1), servers=(ServerRecord(Server("a", "http://old")),)))
+    decide(store, Decision(run=run, servers=(server,)))
+    decide(store, Decision(servers=(ServerRecord(Server("b", "http://b")),)))
     contents = store.load()
     assert contents.run == run
     assert contents.servers == [server, ServerRecord(Server("b", "http://b"))]
@@ -176,28 +197,81 @@ def test_a_commit_replaces_the_record_before_it(store: Store) -> None:
     commit(store, ticket(0))
     commit(store, ticket(0, TicketState.READY), **{"0_0": b"group"})
     assert store.load().counts == {TicketState.READY: 1}
-    assert store.payloads(["0.0"]) == {"0.0": b"group"}
+    assert store.payloads(["0.0"]) == {"0.0": Payload.of(b"group")}
 
 
 @pytest.mark.parametrize("state", list(TicketState))
 def test_a_payload_goes_with_the_ticket_that_no_longer_holds_one(store: Store, state: TicketState) -> None:
     commit(store, ticket(0, TicketState.READY), ticket(1, TicketState.READY), **{"0_0": b"zero", "1_0": b"one"})
     commit(store, ticket(0, state, group=FACTS))
-    kept = {"0.0": b"zero"} if state in HOLDS_PAYLOAD else {}
-    assert store.payloads(["0.0", "1.0", "7.0"]) == {**kept, "1.0": b"one"}
+    kept = {"0.0": Payload.of(b"zero")} if state in HOLDS_PAYLOAD else {}
+    assert store.payloads(["0.0", "1.0", "7.0"]) == {**kept, "1.0": Payload.of(b"one")}
 
 
-def test_a_commit_that_fails_changes_nothing(store: Store) -> None:
+def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig) -> None:
+    if not VARIANTS[run_config.queue.store_kind]:
+        pytest.skip("nothing can fail in memory")
     commit(store, ticket(0))
     before = store.load()
     broken: Any = object()
-    decision = Decision((ticket(0, TicketState.READY), ticket(1)), RunState(session=1))
+    after = {record.id: record for record in (ticket(0, TicketState.READY), ticket(1))}
+    sound = {"0.0": Payload.of(b"group")}
     with pytest.raises(StoreError):
-        store.commit(decision, {"0.0": b"group", "1.0": broken})
+        store.commit(Changes(tickets=after, run=RunState(session=1), payloads={**sound, "1.0": Payload(broken, None)}))
     assert store.load() == before
     assert store.payloads(["0.0"]) == {}
-    store.commit(decision, {"0.0": b"group"})
+    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=sound))
     assert store.load().run.session == 1
+
+
+def test_a_payload_keeps_its_checksum_and_shows_a_changed_byte(store: Store) -> None:
+    body = bytes(range(256)) * 1000
+    commit(store, ticket(0, TicketState.READY), **{"0_0": body})
+    (found,) = store.payloads(["0.0"]).values()
+    assert (found, found.is_sound) == (Payload.of(body), True)
+    assert not msgspec.structs.replace(found, body=b"\1" + body[1:]).is_sound
+    store.commit(Changes(payloads={"0.0": Payload(body, None)}))
+    assert store.payloads(["0.0"])["0.0"].checksum is None
+
+
+def test_many_records_and_payloads_are_asked_for_at_once(store: Store) -> None:
+    tickets = [ticket(index, TicketState.READY) for index in range(250)]
+    commit(store, *tickets, **{f"{record.index}_0": b"x" for record in tickets})
+    names = [record.id for record in reversed(tickets)]
+    assert list(store.records([*names, "7.7"])) == names
+    assert set(store.payloads([*names, "7.7"])) == set(names)
+    assert (store.records([]), store.payloads([])) == ({}, {})
+
+
+def test_decisions_that_are_committed_together_leave_what_they_would_one_by_one(store: Store) -> None:
+    one_by_one = [
+        Decision((ticket(0), ticket(1)), RunState(session=1)),
+        Decision((ticket(0, TicketState.READY),)),
+        Decision(
+            (ticket(0, TicketState.TRAINED, step=1), ticket(1, TicketState.DROPPED, reason="a")), RunState(step=1)
+        ),
+        Decision((ticket(0, TicketState.FORGOTTEN, step=1),), servers=(ServerRecord(Server("a", "u")),)),
+        Decision((ticket(2, TicketState.READY),), RunState(step=1, pruned_below=1)),
+    ]
+    bodies = {"0.0": Payload.of(b"zero"), "2.0": Payload.of(b"two")}
+    together = MemoryStore()
+    for decision in one_by_one:
+        held = {record.id: bodies[record.id] for record in decision.tickets if record.state is TicketState.READY}
+        together.commit(Changes.of([decision], held, together.load().run.pruned_below))
+    store.commit(Changes.of(one_by_one, bodies))
+    assert store.load() == together.load()
+    assert store.payloads([*bodies]) == together.payloads([*bodies]) == {"2.0": bodies["2.0"]}
+
+
+def test_the_size_grows_with_what_is_stored(store: Store) -> None:
+    before = store.size()
+    assert before.bytes >= before.log_bytes >= 0
+    commit(
+        store,
+        *(ticket(index, TicketState.READY) for index in range(20)),
+        **{f"{n}_0": b"x" * 50_000 for n in range(20)},
+    )
+    assert store.size().bytes > before.bytes + 900_000
 
 
 def test_forgotten_after_finds_what_a_resume_must_issue_again(store: Store) -> None:
@@ -222,26 +296,26 @@ def test_tickets_below_the_mark_are_kept_as_sums_that_go_on_agreeing(store: Stor
     before = store.load()
     for below in (1, 1, 3):
         run = RunState(pruned_below=below)
-        store.commit(Decision(run=run), {})
+        decide(store, Decision(run=run))
         assert msgspec.structs.replace(store.load(), run=before.run) == before
     assert set(store.records([record_id for i in range(5) for record_id in (f"{i}.0", f"{i}.1")])) == {"3.0", "4.0"}
     commit(store, ticket(3, TicketState.DROPPED, reason="b"))
-    store.commit(Decision(run=RunState(pruned_below=5)), {})
+    decide(store, Decision(run=RunState(pruned_below=5)))
     contents = store.load()
     assert (contents.next_index, contents.drops, contents.tokens_sampled) == (5, {"a": 2, "b": 2}, 2 * FACTS.tokens)
     assert contents.counts == {TicketState.FORGOTTEN: 1, TicketState.REISSUED: 1, TicketState.DROPPED: 4}
 
 
 def test_a_store_that_was_closed_opens_again_with_what_it_keeps(run_config: RunConfig) -> None:
-    store = stores.build(run_config)
+    store = active(run_config)
     decision = Decision((ticket(0, TicketState.READY),), RunState(version=3), (ServerRecord(Server("a", "u")),))
-    store.commit(decision, {"0.0": b"group"})
+    store.commit(Changes.of([decision], {"0.0": Payload.of(b"group")}))
     before = store.load()
     store.close()
-    again = stores.build(run_config)
-    if VARIANTS[run_config.queue.store]:
+    again = active(run_config)
+    if VARIANTS[run_config.queue.store_kind]:
         assert again.load() == before
-        assert again.payloads(["0.0"]) == {"0.0": b"group"}
+        assert again.payloads(["0.0"]) == {"0.0": Payload.of(b"group")}
     else:
         assert again.load() == StoreContents()
     again.close()
@@ -256,15 +330,15 @@ def test_evaluations_come_back_and_let_go_of_their_tickets_at_their_end(store: S
     out = TicketRecord(1, 0, 7, "v", 4, evaluation=0)
     elsewhere = TicketRecord(0, 0, 7, "v", 4, evaluation=1)
     before = TicketRecord(0, 0, 7, "v", 4, TicketState.REISSUED, 1, "expired", evaluation=0)
-    store.commit(Decision((before, out, elsewhere), evaluations=(one, other)), {})
-    store.commit(Decision((done,)), {})
+    decide(store, Decision((before, out, elsewhere), evaluations=(one, other)))
+    decide(store, Decision((done,)))
     contents = store.load()
     assert contents.evaluations == [one, other]
     assert contents.evaluation_tickets == [done, out, elsewhere]
     assert (contents.live, contents.to_reissue, contents.counts, contents.next_index) == ([], [], {}, 0)
     ended = msgspec.structs.replace(one, result=Evaluation(5, 4, 2, rows=8, versions=(4, 5)))
-    store.commit(Decision(evaluations=(ended,)), {})
+    decide(store, Decision(evaluations=(ended,)))
     contents = store.load()
     assert (contents.evaluations, contents.evaluation_tickets) == ([ended, other], [elsewhere])
-    store.commit(Decision(forgotten=(0, 1)), {})
+    decide(store, Decision(forgotten=(0, 1)))
     assert store.load() == StoreContents()

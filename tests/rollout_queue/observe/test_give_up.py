@@ -10,8 +10,8 @@ import pytest
 from protocol import access, codec, reasons
 from protocol.client import QueueClient, QueueError, QueueRefused
 from protocol.messages import BeginSession, LeaseRequest, Notice, TicketFailure, TicketRequest, WorkerReport
-from rollout_queue.ledger.early_failure import EarlyFailureCheck
 from rollout_queue.ledger.records import Refusal, TicketRecord
+from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.queue import serve_version, serving

@@ -1,0 +1,87 @@
+"""The URLs of a run's queues: one, or several on one database, of which one is active and the others stand by."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+# With several queues, the active one is asked so often whether it still is, and has so long to answer, seconds.
+CHECK_EVERY_S = 1.0
+
+
+class Moved(Exception):
+    """Another queue became the active one while a call waited for an answer."""
+
+
+def split_urls(given: str) -> list[str]:
+    """Return the URLs in a list that is separated by commas. Raises `ValueError`, which names the one that is none."""
+    found = [url.strip().rstrip("/") for url in given.split(",")]
+    for url in found:
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise ValueError(f"{url!r} is not the URL of a queue; write it as http://host:port")
+    return found
+
+
+class QueueUrls:
+    """Knows which of a run's queues to ask.
+
+    Args:
+        given: Their URLs, separated by commas. Raises `ValueError` if one is none.
+    """
+
+    def __init__(self, given: str) -> None:
+        self._urls = split_urls(given)
+        self._at = 0
+        self._moved = asyncio.Event()
+
+    @property
+    def current(self) -> str:
+        """URL of the queue to ask: the active one, as far as is known."""
+        return self._urls[self._at]
+
+    @property
+    def are_several(self) -> bool:
+        return len(self._urls) > 1
+
+    def failed(self, url: str) -> None:
+        """Note that a queue did not answer, or stands by: the next one is asked."""
+        if url == self.current:
+            self._move(self._at + 1)
+
+    async def watch(self, is_active: Callable[[str], Awaitable[bool]]) -> None:
+        """Ask the current queue whether it is the active one, and find the one that is if not. Runs until cancelled.
+
+        A queue that was stopped still accepts connections, so calls alone would wait for it until their time-outs.
+        """
+        while True:
+            await asyncio.sleep(CHECK_EVERY_S)
+            if await is_active(self.current):
+                continue
+            for further in range(1, len(self._urls)):
+                if await is_active(self._urls[(self._at + further) % len(self._urls)]):
+                    self._move(self._at + further)
+                    break
+
+    async def unless_moved(self, call: Coroutine[Any, Any, T]) -> T:
+        """Make a call to the current queue. Raises `Moved` as soon as it is not the current one any more."""
+        if not self.are_several:
+            return await call
+        asked, moved = asyncio.ensure_future(call), asyncio.ensure_future(self._moved.wait())
+        try:
+            await asyncio.wait((asked, moved), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise Moved
+            return asked.result()
+        finally:
+            asked.cancel()
+            moved.cancel()
+
+    def _move(self, to: int) -> None:
+        if len(self._urls) > 1:
+            self._at = to % len(self._urls)
+            self._moved.set()
+            self._moved = asyncio.Event()

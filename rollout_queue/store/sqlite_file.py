@@ -1,0 +1,173 @@
+"""The file of the SQLite store: opens it, finds damage, and notices when it is taken away under a running queue."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from protocol.config import ConfigError
+from rollout_queue.store.base import StoreError, hold_lock_file
+from rollout_queue.store.migrations import FIRST_LAYOUT, layout_of, migrate, newest_layout
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "queue.db"
+
+# SQLite's own beside it: its write-ahead log, which holds the newest commits, and the index over that.
+LOG, INDEX = "-wal", "-shm"
+
+# Seconds that the look through the payloads may take at the start. Each of them has a checksum besides.
+MAX_CHECK_S = 5.0
+
+# Errors that pass: the file itself is sound.
+_PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+_DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+def restore(path: Path) -> str:
+    """Return what to do about a file that cannot be used."""
+    return (
+        f"move it away with its {path.name}{LOG} and {path.name}{INDEX}, put a backup in its place if you have one "
+        f"(slipstream queue backup makes one), and start the queue again"
+    )
+
+
+def failed(path: Path, error: sqlite3.Error) -> StoreError:
+    """Return the error of a store in use, with its remedy."""
+    if _code(error) in _DAMAGED:
+        return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
+    return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+
+
+@contextlib.contextmanager
+def only_queue(path: Path) -> Iterator[None]:
+    """Hold the lock file beside the file. Raises `ConfigError` if a queue does."""
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(hold_lock_file(path.with_suffix(".lock")))
+        except BlockingIOError:
+            raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+        yield
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[sqlite3.Connection]:
+    """Open the file for a queue: create, check or migrate it. A lock file allows one queue.
+
+    Raises:
+        ConfigError: The file cannot be used.
+        StoreError: It cannot be used now, as while another program has it locked.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(only_queue(path))
+        log = Path(f"{path}{LOG}")
+        # SQLite would throw such a log away, and begin anew.
+        if path.exists() and not path.stat().st_size and log.exists() and log.stat().st_size:
+            raise ConfigError(f"{path} is empty, and its {log.name} is not: it was cut off; {restore(path)}")
+        try:
+            # check_same_thread: the broker calls from one thread of an executor, not from the one that opened it.
+            db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            stack.enter_context(contextlib.closing(db))
+            check_layout(db, path)
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA journal_size_limit = 67108864")
+            check_sound(db, path)
+            migrate(db, str(path))
+        except sqlite3.Error as error:
+            if _code(error) in _PASSING:
+                raise StoreError(
+                    f"{path}: cannot be opened now: {error}; end what else has it open, or free its disk, then start "
+                    f"the queue again"
+                ) from error
+            raise ConfigError(f"{path}: cannot be used as the queue's store: {error}; {restore(path)}") from error
+        yield db
+
+
+def check_layout(db: sqlite3.Connection, path: Path) -> None:
+    """Refuse a file that this release cannot read; raises `ConfigError`."""
+    layout, newest = layout_of(db), newest_layout()
+    if layout > newest:
+        raise ConfigError(
+            f"{path}: written by a newer release of Slipstream (layout {layout}, this one knows {newest}): upgrade, or "
+            f"move it away"
+        )
+    if 0 < layout < FIRST_LAYOUT:
+        raise ConfigError(
+            f"{path}: written by an older checkout of Slipstream (layout {layout}, the oldest known here is "
+            f"{FIRST_LAYOUT}): finish the run with that checkout, or choose a new run.name"
+        )
+
+
+def check_sound(db: sqlite3.Connection, path: Path) -> None:
+    """Look through a file for damage: the records whole, then payloads for at most `MAX_CHECK_S`.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    tables = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    for table in sorted(tables, key=lambda name: name == "payloads"):
+        timer = threading.Timer(MAX_CHECK_S, db.interrupt)
+        if table == "payloads":
+            timer.start()
+        try:
+            faults = [fault for (fault,) in db.execute(f"PRAGMA quick_check({table})") if fault != "ok"]
+        except sqlite3.OperationalError as error:
+            if _code(error) != sqlite3.SQLITE_INTERRUPT:
+                raise
+            logger.warning("%s: its payloads were looked through for %g s, not to their end", path, MAX_CHECK_S)
+            faults = []
+        finally:
+            timer.cancel()
+        # SQLite says so, too, if it was interrupted while it wrote down what it found.
+        if faults and faults != ["interrupted"]:
+            raise ConfigError(f"{path} is damaged, in its {table}: {faults[0].splitlines()[-1]}; {restore(path)}")
+
+
+def count_rows(db: sqlite3.Connection) -> dict[str, int]:
+    """Return the number of rows of each table."""
+    names = [name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table' ORDER BY name")]
+    return {name: db.execute(f"SELECT COUNT(*) FROM {name}").fetchone()[0] for name in names}
+
+
+class FileWatch:
+    """Notices that the files which a queue has open are no longer those that stand on the disk.
+
+    SQLite itself goes on writing into a file that was deleted, and what it commits is lost.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Begin to watch. The log is there once something was committed."""
+        self._path = path
+        self._size = 0
+        self._known = {Path(f"{path}{end}"): self._identity(Path(f"{path}{end}")) for end in ("", LOG, INDEX)}
+
+    def check(self) -> None:
+        """Raise `StoreError` if a file was deleted, replaced or cut off."""
+        for path, known in self._known.items():
+            if self._identity(path) != known:
+                raise StoreError(
+                    f"the queue's store {self._path}: {path.name} was deleted, replaced or cut off while the queue "
+                    f"ran, and what was stored since may be lost: {restore(self._path)}"
+                )
+
+    def _identity(self, path: Path) -> tuple[int, int] | None:
+        try:
+            found = path.stat()
+        except OSError:
+            return None
+        if path == self._path:
+            # It never gets smaller by itself.
+            if found.st_size < self._size:
+                return None
+            self._size = found.st_size
+        return (found.st_dev, found.st_ino) if found.st_size else None
+
+
+def _code(error: sqlite3.Error) -> int:
+    """Return SQLite's primary code of an error; 0 if it has none."""
+    return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF

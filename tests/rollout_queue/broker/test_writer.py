@@ -1,0 +1,141 @@
+"""Decisions are committed in groups, and nobody is told of one before the store has it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from protocol import reasons
+from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
+from rollout_queue.broker import learner, workers
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.writer import Writer
+from rollout_queue.ledger.records import Decision, Refusal, TicketRecord
+from rollout_queue.store.base import StoreError
+from rollout_queue.store.changes import Changes
+from rollout_queue.store.sqlite import SqliteStore
+from tests.kit import config
+from tests.kit.messages import SERVER
+from tests.kit.queue import FakeTime
+from tests.rollout_queue.broker.test_operations import URL, stays
+
+
+class SlowStore(SqliteStore):
+    """Holds each commit until it is let go, or fails it."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.begun = threading.Semaphore(0)
+        self.go = threading.Semaphore(0)
+        self.commits: list[list[str]] = []
+        self.error: Exception | None = None
+
+    def commit(self, changes: Changes) -> None:
+        if not changes.tickets:
+            super().commit(changes)
+            return
+        self.begun.release()
+        assert self.go.acquire(timeout=20)
+        if self.error is not None:
+            raise self.error
+        super().commit(changes)
+        self.commits.append(list(changes.tickets))
+
+
+def ticket(index: int) -> Decision:
+    return Decision((TicketRecord(index, 0, index, "w", 0),))
+
+
+@pytest.fixture
+def store(tmp_path: Any) -> SlowStore:
+    store = SlowStore(tmp_path / "queue.db")
+    store.acquire()
+    return store
+
+
+async def until(is_true: Any) -> None:
+    for _ in range(4000):
+        if is_true():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came")
+
+
+async def test_what_comes_while_one_is_written_goes_together_with_the_next(store: SlowStore) -> None:
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    running = asyncio.create_task(writer.run())
+    told: list[int] = []
+
+    async def tell(index: int) -> None:
+        await writer.add(ticket(index), {})
+        told.append(index)
+
+    first = asyncio.create_task(tell(0))
+    await until(lambda: store.begun.acquire(blocking=False))
+    others = [asyncio.create_task(tell(index)) for index in range(1, 50)]
+    await asyncio.sleep(0.05)
+    assert told == []
+    store.go.release()
+    await first
+    await asyncio.sleep(0.05)
+    assert told == [0], "some were told of what is not in the store"
+    store.go.release()
+    await asyncio.gather(*others)
+    assert store.commits == [["0.0"], [f"{index}.0" for index in range(1, 50)]]
+    running.cancel()
+    writer.close()
+
+
+async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to_those_after(store: SlowStore) -> None:
+    failures: list[Exception] = []
+    writer = Writer(store, failures.append, lambda *_: None)
+    running = asyncio.create_task(writer.run())
+    waiting = [asyncio.ensure_future(awaited(writer.add(ticket(0), {})))]
+    await until(lambda: store.begun.acquire(blocking=False))
+    waiting += [asyncio.ensure_future(awaited(writer.add(ticket(index), {}))) for index in (1, 2)]
+    store.error = StoreError("disk full")
+    store.go.release()
+    assert await asyncio.gather(*waiting) == [reasons.STORE_FAILED] * 3
+    for later in (lambda: writer.add(ticket(3), {}), lambda: asyncio.ensure_future(writer.call(store.load))):
+        with pytest.raises(Refusal, match="disk full"):
+            await later()  # type: ignore[misc]
+    assert [str(error) for error in failures] == ["disk full"]
+    await running
+    writer.close()
+
+
+async def awaited(commit: Any) -> str | None:
+    try:
+        await commit
+    except Refusal as refusal:
+        return refusal.reason
+    return None
+
+
+async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_at_once(store: SlowStore) -> None:
+    """A worker whose answer is still to come holds its permit: it is not given twice."""
+    broker = Broker(config(), store, FakeTime().clock())
+    store.go.release(100)  # the servers of the run file, and the session
+    async with broker.running():
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
+        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
+            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
+        while store.go.acquire(blocking=False):
+            pass
+        while store.begun.acquire(blocking=False):
+            pass
+        asked = asyncio.create_task(workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), stays))
+        await until(lambda: store.begun.acquire(blocking=False))
+        await asyncio.sleep(0.05)
+        assert not asked.done()
+        assert broker.ledger.issued == 1
+        store.go.release(100)
+        reply = await asked
+        assert reply is not None
+        assert store.records(["0.0"]).keys() == {"0.0"}
+        with suppress(Refusal):
+            broker.close_waits()

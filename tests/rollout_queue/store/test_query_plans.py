@@ -1,0 +1,79 @@
+"""No statement of a running queue walks through a table: what it costs does not grow with the run."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from protocol.config import QueueSection
+from protocol.messages import Server
+from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord
+from rollout_queue.store import migrations, sql
+from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.postgres import PostgresStore
+from rollout_queue.store.postgres_database import Database, adapted
+from tests.kit.postgres import cluster
+
+# Changes of every kind.
+EVERYTHING = Changes(
+    tickets={"0.0": TicketRecord(0, 0, 0, "w", 0)},
+    payloads={"0.0": Payload.of(b"group")},
+    let_go=frozenset({"1.0"}),
+    run=RunState(),
+    prune_below=1,
+    servers={"a": ServerRecord(Server("a", "http://a"))},
+    evaluations={0: EvalRecord(0, 5, 4, 8, 2, 0.5, 60.0, 1.5)},
+    evaluation_tickets={(0, 0): TicketRecord(0, 0, 0, "w", 0, evaluation=0)},
+    ended=frozenset({1}),
+    forgotten=frozenset({1}),
+)
+
+
+@pytest.fixture
+def db() -> Iterator[sqlite3.Connection]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as db:
+        migrations.migrate(db, "queue.db")
+        yield db
+
+
+def test_no_statement_of_a_commit_or_a_lease_scans_a_table(db: sqlite3.Connection) -> None:
+    statements = [(write.statement, write.rows[0]) for write in sql.writes(EVERYTHING)]
+    assert len(statements) == 11, "a change of every kind"
+
+    def seen(statement: str, parameters: tuple[object, ...]) -> list[sql.Row]:
+        statements.append((statement, parameters))
+        return db.execute(statement, parameters).fetchall()
+
+    class Reading(sql.SqlStore):
+        def _read(self, of):  # type: ignore[no-untyped-def]
+            return of(seen)
+
+    store = Reading()
+    store.records(["0.0", "1.0"])
+    store.payloads(["0.0"])
+    store.forgotten_after(3)
+    store.first_forgotten_after(3)
+    for statement, parameters in statements:
+        plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
+        assert not [step for step in plan if step.startswith("SCAN")], (statement, plan)
+        db.execute(statement, parameters)
+
+
+def test_postgresql_scans_no_table_either_however_little_it_knows_of_them() -> None:
+    """Right after a start there are no statistics, and prepared statements are planned without their parameters."""
+    database = Database(QueueSection(store=cluster().new_database()), "run")
+    with closing(PostgresStore(database, "")) as store, closing(database.connect()) as db:
+        assert store.acquire() is None
+        db.execute(b"SET plan_cache_mode = force_generic_plan")
+        store.commit(Changes(tickets={f"{index}.0": TicketRecord(index, 0, index, "w", 0) for index in range(2000)}))
+        for write in sql.writes(EVERYTHING):
+            found = db.execute(b"EXPLAIN " + adapted(write.statement), write.rows[0]).fetchall()
+            plan = "\n".join(line for (line,) in found)
+            assert "Seq Scan" not in plan, plan
+
+
+def test_changes_of_nothing_run_no_statement() -> None:
+    assert list(sql.writes(Changes())) == []

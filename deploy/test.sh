@@ -12,6 +12,14 @@ if [[ ${1:-} == --all ]]; then
     all=(--all)
     shift
 fi
+# The tests of the store in PostgreSQL start clusters of their own: tests/kit/postgres.py.
+has_postgres() { command -v postgres >/dev/null || compgen -G "/usr/lib/postgresql/*/bin/postgres" >/dev/null; }
+if ! has_postgres && command -v apt-get >/dev/null; then
+    as_root=()
+    if [[ $EUID -ne 0 ]]; then as_root=(sudo -n); fi
+    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -q postgresql >/dev/null 2>&1 || true
+fi
+has_postgres || echo "test: no PostgreSQL here, and none could be installed: the tests of that store are skipped" >&2
 # Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile anew.
 unset PYTHONDONTWRITEBYTECODE
 ruff format --check .

@@ -232,5 +232,5 @@ def _meaning(fault: ErrorDetails) -> str:
 def _shown(key: str, value: Any) -> str:
     if key == "store" and isinstance(value, str):
         # It may be what is refused, and so hold a password still.
-        value = re.sub("://.*@|(?<=password=)[^&]*", lambda found: f"://{MASK}@" if "@" in found[0] else MASK, value)
+        value = re.sub("(?<=password=)[^&]*", MASK, re.sub("(://[^:@/]*:).*@", rf"\g<1>{MASK}@", value))
     return toml_value(MASK if key in SECRETS else value)

@@ -77,6 +77,13 @@ MIGRATIONS: tuple[Migration, ...] = (
             "INSERT INTO owner VALUES (1, 0, NULL)",
         ),
     ),
+    Migration(
+        "a change of a ticket's state touches no index",
+        (
+            "DROP INDEX tickets_by_state",
+            """CREATE INDEX tickets_forgotten ON tickets (step, "index") WHERE state = 'forgotten'""",
+        ),
+    ),
 )
 
 

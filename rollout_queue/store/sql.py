@@ -95,8 +95,9 @@ _FIRST_FORGOTTEN_AFTER = f"""SELECT MIN("index") FROM tickets{_FORGOTTEN_AFTER}"
 LEDGER = """SELECT id, "index", state, reason, step, trained_version FROM tickets ORDER BY serial"""
 RUN = "SELECT record FROM run"
 
-# Ids that one statement asks for.
-_IDS = 100
+# Ids that one statement asks for at most. Their number is made a power of two, by repeating the last: a statement is
+# prepared once, and would be another one for each number.
+_IDS = 128
 
 
 class Write(NamedTuple):
@@ -199,7 +200,8 @@ def _contents(query: Query) -> StoreContents:
 def _by_id(select: str, ids: Sequence[str], query: Query) -> list[Row]:
     found: list[Row] = []
     for first in range(0, len(ids), _IDS):
-        some = ids[first : first + _IDS]
+        some = list(ids[first : first + _IDS])
+        some += some[-1:] * ((1 << (len(some) - 1).bit_length()) - len(some))
         found += query(f"{select} WHERE id IN ({', '.join('?' * len(some))})", some)
     return found
 

@@ -55,8 +55,7 @@ class SqliteStore(SqlStore):
         with self._guard():
             self._sync_to_disk(changes.run is not None)
             self._db.execute("BEGIN IMMEDIATE")
-            owned = self._db.execute("UPDATE owner SET seen_at = ? WHERE epoch = ?", (time.time(), self._epoch))
-            if owned.rowcount != 1:
+            if self._db.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
                 raise Superseded(
                     f"another queue has opened {self._path} since, though this one still runs: was its lock file "
                     f"deleted? This one has stored nothing more, and ends"

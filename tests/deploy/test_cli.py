@@ -233,7 +233,6 @@ def test_each_command_is_one_line_of_the_help(
         "init",
         "doctor",
         "config",
-        "queue",
         "worker",
         "learner",
         "vllm",
@@ -243,6 +242,7 @@ def test_each_command_is_one_line_of_the_help(
         "ledger",
         "replay",
         "token",
+        "queue",
         "servers",
     ]
 

@@ -17,7 +17,7 @@ SECTIONS = {
     if field.annotation is not None
 }
 # Names of files, modules and attributes that look like a setting.
-NOT_SETTINGS = {"py", "md", "toml", "jsonl", "log"}
+NOT_SETTINGS = {"py", "md", "toml", "jsonl", "log", "db"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

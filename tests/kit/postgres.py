@@ -30,8 +30,8 @@ ROLE = "slipstream"
 STARTS_WITHIN_S = 60.0
 
 # PostgreSQL ends, and its folder goes, when the process that holds the other end of stdin does, however it ends.
-_GUARD = """trap '' INT TERM; read line; kill -QUIT "$(head -1 "$1/postmaster.pid" 2>/dev/null)" 2>/dev/null
-while [ -e "$1/postmaster.pid" ] && kill -0 "$(head -1 "$1/postmaster.pid")" 2>/dev/null; do sleep 0.05; done
+_GUARD = """trap '' INT TERM; read line; exec 2>/dev/null; kill -QUIT "$(head -1 "$1/postmaster.pid")"
+while [ -e "$1/postmaster.pid" ] && kill -0 "$(head -1 "$1/postmaster.pid")"; do sleep 0.05; done
 rm -rf "$(dirname "$1")" """
 
 

@@ -1,4 +1,4 @@
-"""Runs the queue's decisions without HTTP, on the real store, with crashes at random times.
+"""Runs the queue's decisions without HTTP, on a store, with crashes at random times.
 
 State machines that test these decisions are built on it.
 """
@@ -17,6 +17,7 @@ from rollout_queue.ledger import evaluations, servers
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision
 from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.store.base import Store
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.memory import MemoryStore
 from tests.kit.messages import SERVER
@@ -33,9 +34,13 @@ class SabotagedQueue(RuleBasedStateMachine):
 
     run_config: ClassVar[RunConfig]
 
+    def open_store(self) -> Store:
+        """Open a new store for an example."""
+        return MemoryStore()
+
     def __init__(self) -> None:
         super().__init__()
-        self.store = MemoryStore()
+        self.store = self.open_store()
         self.now = 0.0
         self.crash_after_commit = False
         self.restart_queue()

@@ -182,4 +182,13 @@ def test_i8_a_token_on_a_command_line_is_refused_and_not_repeated(arguments: lis
         check_arguments(["up", "run.toml", *arguments])
     assert SECRET not in str(error.value)
     assert arguments[-1] not in str(error.value)
-    check_arguments(["up", "run.toml", "--queue.port", "8200"])
+    check_arguments(["up", "run.toml", "--queue.port", "8200", "--queue.store", "postgresql://me@db:5433/runs"])
+
+
+@pytest.mark.parametrize(
+    "argument", ["postgresql://me:hunter2@db/runs", "--queue.store=postgres://db/runs?password=hunter2"]
+)
+def test_the_password_of_a_database_is_refused_on_a_command_line(argument: str) -> None:
+    with pytest.raises(ConfigError, match=r"its password does not belong on a command line.*PGPASSWORD") as error:
+        check_arguments(["queue", "copy", "run.toml", "--to", argument])
+    assert "hunter2" not in str(error.value)

@@ -31,6 +31,14 @@ def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
         assert placed == {"queue": other, "vllm-0": server, "worker-0": other, "learner": other}
 
 
+def test_the_password_of_the_queue_s_database_reaches_the_queue_alone(run_file: Path) -> None:
+    programs = of(run_file, "--queue.store", "postgresql://me:hunter2@db/runs")
+    assert {name: program.env["PGPASSWORD"] for name, program in programs.items() if "PGPASSWORD" in program.env} == {
+        "queue": "hunter2"
+    }
+    assert not [program for program in programs.values() if "hunter2" in " ".join(program.command)]
+
+
 def test_a_platform_without_affinity_pins_nothing(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "sched_setaffinity")
     monkeypatch.delattr(os, "sched_getaffinity")

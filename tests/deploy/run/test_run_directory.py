@@ -128,17 +128,18 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_starts(run_
         run_directory.check_run_directory(config, resume=False)
 
 
-def test_the_written_run_file_loads_from_anywhere_and_holds_no_token(
+def test_the_written_run_file_loads_from_anywhere_and_holds_no_secret(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run_file.parent)
-    config = load("run.toml", ["--run.dir", "here", "--queue.token", "hunter2", "--learner.steps", "7"])
+    secrets = ["--queue.token", "hunter2", "--queue.store", "postgresql://me:hunter2@db/runs"]
+    config = load("run.toml", ["--run.dir", "here", *secrets, "--learner.steps", "7"])
     written = run_directory.write_resolved(config)
     monkeypatch.chdir(tmp_path)
     again = load(run_file.parent / written)
     assert again.run_dir == run_file.parent / "here" / "small"
     assert (again.model, again.task, again.learner) == (config.model, config.task, config.learner)
-    assert again.queue.token is None
+    assert (again.queue.token, again.queue.store) == (None, "postgresql://me@db/runs")
     assert "hunter2" not in (run_file.parent / written).read_text()
 
 

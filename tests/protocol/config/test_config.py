@@ -16,6 +16,7 @@ from pydantic import ValidationError, model_validator
 from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
 from protocol.config.schema import REMOVED
 from protocol.config.sections import Section
+from protocol.config.sections.processes import STORES
 from protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
@@ -121,7 +122,8 @@ def test_what_does_not_fit_together_is_said_of_where_it_was_given(
         ("weight_sync.probe_tolerance = 0", "probe_tolerance = 0: must be 'auto' or a number above 0 and at most 1000"),
         ("queue.depth = 0", "queue.depth = 0: must be 'auto' or a number above 0"),
         ('queue.depth = "deep"', "queue.depth = \"deep\": must be 'auto' or a number above 0"),
-        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite', ':memory:' or a URL"),
+        ('queue.store = "redis"', "queue.store = \"redis\": must be 'sqlite', ':memory:' or a URL postgresql://"),
+        ('queue.store = "mysql://u:hunter2@h/d?password=hunter2"', 'store = "mysql://u:***@h/d?password=***": must be'),
         ("rollout.group_size = 1", "rollout.group_size = 1: must be at least 2"),
         ("rollout.temperature = 0", "rollout.temperature = 0: must be at least 0.01"),
         ('rollout.temperature = "hot"', 'rollout.temperature = "hot": must be a number'),
@@ -202,6 +204,30 @@ def test_a_setting_that_takes_this_or_that_has_one_fault_which_names_both(
     message = fault(folder / "run.toml", [f"--{setting}", value])
     assert message.startswith(f"command line: {says}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("written", "shown", "password"),
+    [
+        ("sqlite", "sqlite", None),
+        (":memory:", ":memory:", None),
+        ("postgresql://db.example/runs", "postgresql://db.example/runs", None),
+        ("postgres://me@db:5433/runs", "postgresql://me@db:5433/runs", None),
+        ("postgresql://me:hunter2@a,b:1/runs?sslmode=require", "postgresql://me@a,b:1/runs?sslmode=require", "hunter2"),
+        ("postgresql:///runs?host=/tmp&password=hunter2", "postgresql:///runs?host=/tmp", "hunter2"),
+        ("postgresql://me:a%40b@c/d@db/runs", "postgresql://me@db/runs", "a@b@c/d"),
+        ("postgresql://?service=runs", "postgresql://?service=runs", None),
+    ],
+)
+def test_the_password_of_a_database_is_kept_apart_from_its_url(
+    folder: Path, written: str, shown: str, password: str | None
+) -> None:
+    config = load_text(folder, MINIMAL + f'[queue]\nstore = "{written}"\n')
+    assert (config.queue.store, config.queue.store_password) == (shown, password)
+    assert config.queue.store_kind in STORES
+    for text in (to_toml(config), repr(config), config.model_dump_json(), str(config.queue.model_copy())):
+        assert password is None or password not in text
+    assert load_text(folder, to_toml(config)).queue.store == shown
 
 
 @pytest.mark.parametrize("setting", ["queue.host", "weight_sync.host", "vllm.host", "worker.agent_host"])

@@ -281,6 +281,30 @@ async def test_idle_connections_give_their_places_up_to_those_of_their_kind() ->
         close(idle_workers + idle_operators + polls + newest)
 
 
+async def test_a_kept_connection_is_not_closed_while_its_next_request_is_answered() -> None:
+    async with counted_door(Shares(1)) as (port, seen):
+        held = await opened(port, 4, post())
+        for number, (reader, writer) in enumerate(held):
+            assert b" 422 " in await reader.readuntil(b"}")
+            writer.write(post(codec.encode_json(TicketRequest(f"w{number}", 1, wait_s=30.0))))
+        await until(lambda: {f"w{number}" for number in range(4)} <= {wait.who for wait in seen.waits.list(0.0)})
+        assert refusal(await talk(port, POLL)).reason == reasons.BUSY
+        assert not any(reader.at_eof() for reader, _ in held)
+        close(held)
+
+
+async def test_a_connection_that_reads_its_refusal_holds_no_place_of_workers() -> None:
+    put = post(b"", "/v1/groups/9.0", Content_Length="60000000").replace(b"POST", b"PUT", 1)
+    async with counted_door(Shares(1)) as (port, seen):
+        held = await opened(port, 4, put)
+        for reader, _ in held:
+            assert b" 410 " in await reader.readuntil(b"}")
+        await until(lambda: +seen.connections.open == {"closing": 4})
+        polls = await opened(port, 4, POLL)
+        await until(lambda: +seen.connections.open == {"closing": 4, "worker": 4})
+        close(held + polls)
+
+
 async def test_a_connection_that_is_half_closed_holds_no_place() -> None:
     async with counted_door(Shares(1)) as (port, seen):
         polls = await opened(port, 4, POLL)

@@ -22,7 +22,7 @@ from protocol.messages import BeginSession, TicketRequest, WorkerReport
 from rollout_queue.api.app import create_app
 from rollout_queue.api.requests import HTTP_STATUS
 from rollout_queue.api.schema import openapi
-from rollout_queue.store.sqlite import MEMORY, SqliteStore
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.queue import listening, serve_version, serving
 
@@ -113,7 +113,7 @@ def live_queue() -> Iterator[str]:
     urls: list[str] = []
 
     async def serve() -> None:
-        app = create_app(config(), SqliteStore(MEMORY))
+        app = create_app(config(), MemoryStore())
         async with listening(app) as url, QueueClient(url, patience_s=5.0) as client:
             await client.begin_session(BeginSession(0, 0, 100, resume=False))
             await serve_version(client, 0)

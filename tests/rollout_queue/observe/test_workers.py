@@ -55,13 +55,14 @@ def test_a_worker_does_what_most_of_its_episodes_do(does: str, waits_for: str | 
 
 def test_a_poll_that_ends_after_its_worker_has_left_does_not_bring_it_back() -> None:
     workers = WorkerReports(8)
-    workers.report(WorkerReport("w", []), now=0.0)
+    for name in ("w", "v"):
+        workers.report(WorkerReport(name, []), now=0.0)
     workers.leave("w")
     workers.seen("w", now=1.0)
-    assert [status.does for status in statuses(workers, 1.0)] == ["left"]
-    assert workers.count_on_server("a", 1.0) == 0
+    assert {status.worker_id: status.does for status in statuses(workers, 1.0)} == {"w": "left", "v": "idle"}
+    assert workers.count_on_server("a", 1.0) == 1
     workers.report(WorkerReport("w", []), now=2.0)
-    assert workers.count_on_server("a", 2.0) == 1
+    assert workers.count_on_server("a", 2.0) == 2
 
 
 def test_the_longest_silent_are_forgotten_where_there_are_too_many_and_all_after_an_hour() -> None:

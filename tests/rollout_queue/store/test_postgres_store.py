@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,6 +22,7 @@ from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.postgres import PostgresStore
 from rollout_queue.store.postgres_database import LAYOUTS, Database, schema_of
 from rollout_queue.store.postgres_reader import PostgresReader
+from tests.kit.copies import start_function
 from tests.kit.postgres import Cluster, cluster, killable_cluster
 from tests.kit.relay import Relay, relay
 
@@ -112,6 +116,42 @@ def test_a_silent_owner_is_disconnected_and_stores_nothing_more(place: Place) ->
         first.commit(one(2))
     second.commit(one(3))
     assert stored(second) == {1, 3}
+
+
+def commit_until_superseded(url: str, pipe: int) -> None:
+    """Be an active queue, and say how it ended."""
+    store = PostgresStore(Database(QueueSection(store=url), RUN), "http://stopped:8200")
+    store.acquire()
+    try:
+        for index in range(100_000):
+            store.commit(one(index))
+            os.write(pipe, b".")
+    except Superseded:
+        os.write(pipe, b"superseded")
+
+
+def test_i1_a_process_that_is_stopped_is_taken_over_from_and_ends_when_it_wakes_up(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(postgres, "MAX_SILENCE_S", 0.5)
+    said, theirs = os.pipe()
+    process = start_function([postgres.__name__], commit_until_superseded, place.url, pipes=(theirs,))
+    os.close(theirs)
+    with os.fdopen(said, "rb") as answers:
+        assert answers.read(20) == b"." * 20
+        store = place.store("two")
+        assert store.acquire() == "http://stopped:8200"
+        process.send_signal(signal.SIGSTOP)
+        while store.acquire() is not None:
+            time.sleep(0.05)
+        kept = stored(store)
+        process.send_signal(signal.SIGCONT)
+        rest = answers.read()
+        assert rest.endswith(b"superseded")
+        told = 20 + rest.count(b".")
+    process.wait(30)
+    assert stored(store) == kept
+    assert kept >= set(range(told)), "what it was told is stored, is"
 
 
 def test_empty_changes_show_that_the_owner_is_alive(place: Place) -> None:

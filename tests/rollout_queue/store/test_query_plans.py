@@ -8,10 +8,14 @@ from contextlib import closing
 
 import pytest
 
+from protocol.config import QueueSection
 from protocol.messages import Server
 from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord
 from rollout_queue.store import migrations, sql
 from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.postgres import PostgresStore
+from rollout_queue.store.postgres_database import Database, adapted
+from tests.kit.postgres import cluster
 
 # Changes of every kind.
 EVERYTHING = Changes(
@@ -56,6 +60,19 @@ def test_no_statement_of_a_commit_or_a_lease_scans_a_table(db: sqlite3.Connectio
         plan = [row[3] for row in db.execute(f"EXPLAIN QUERY PLAN {statement}", parameters)]
         assert not [step for step in plan if step.startswith("SCAN")], (statement, plan)
         db.execute(statement, parameters)
+
+
+def test_postgresql_scans_no_table_either_however_little_it_knows_of_them() -> None:
+    """Right after a start there are no statistics, and prepared statements are planned without their parameters."""
+    database = Database(QueueSection(store=cluster().new_database()), "run")
+    with closing(PostgresStore(database, "")) as store, closing(database.connect()) as db:
+        assert store.acquire() is None
+        db.execute(b"SET plan_cache_mode = force_generic_plan")
+        store.commit(Changes(tickets={f"{index}.0": TicketRecord(index, 0, index, "w", 0) for index in range(2000)}))
+        for write in sql.writes(EVERYTHING):
+            found = db.execute(b"EXPLAIN " + adapted(write.statement), write.rows[0]).fetchall()
+            plan = "\n".join(line for (line,) in found)
+            assert "Seq Scan" not in plan, plan
 
 
 def test_changes_of_nothing_run_no_statement() -> None:

@@ -30,6 +30,7 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.store.base import LedgerRow, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.postgres import cluster
 
@@ -221,6 +222,56 @@ def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig
     assert store.payloads(["0.0"]) == {}
     store.commit(Changes(tickets=after, run=RunState(session=1), payloads=sound))
     assert store.load().run.session == 1
+
+
+def test_a_payload_keeps_its_checksum_and_shows_a_changed_byte(store: Store) -> None:
+    body = bytes(range(256)) * 1000
+    commit(store, ticket(0, TicketState.READY), **{"0_0": body})
+    (found,) = store.payloads(["0.0"]).values()
+    assert (found, found.is_sound) == (Payload.of(body), True)
+    assert not msgspec.structs.replace(found, body=b"\1" + body[1:]).is_sound
+    store.commit(Changes(payloads={"0.0": Payload(body, None)}))
+    assert store.payloads(["0.0"])["0.0"].checksum is None
+
+
+def test_many_records_and_payloads_are_asked_for_at_once(store: Store) -> None:
+    tickets = [ticket(index, TicketState.READY) for index in range(250)]
+    commit(store, *tickets, **{f"{record.index}_0": b"x" for record in tickets})
+    names = [record.id for record in reversed(tickets)]
+    assert list(store.records([*names, "7.7"])) == names
+    assert set(store.payloads([*names, "7.7"])) == set(names)
+    assert (store.records([]), store.payloads([])) == ({}, {})
+
+
+def test_decisions_that_are_committed_together_leave_what_they_would_one_by_one(store: Store) -> None:
+    one_by_one = [
+        Decision((ticket(0), ticket(1)), RunState(session=1)),
+        Decision((ticket(0, TicketState.READY),)),
+        Decision(
+            (ticket(0, TicketState.TRAINED, step=1), ticket(1, TicketState.DROPPED, reason="a")), RunState(step=1)
+        ),
+        Decision((ticket(0, TicketState.FORGOTTEN, step=1),), servers=(ServerRecord(Server("a", "u")),)),
+        Decision((ticket(2, TicketState.READY),), RunState(step=1, pruned_below=1)),
+    ]
+    bodies = {"0.0": Payload.of(b"zero"), "2.0": Payload.of(b"two")}
+    together = MemoryStore()
+    for decision in one_by_one:
+        held = {record.id: bodies[record.id] for record in decision.tickets if record.state is TicketState.READY}
+        together.commit(Changes.of([decision], held, together.load().run.pruned_below))
+    store.commit(Changes.of(one_by_one, bodies))
+    assert store.load() == together.load()
+    assert store.payloads([*bodies]) == together.payloads([*bodies]) == {"2.0": bodies["2.0"]}
+
+
+def test_the_size_grows_with_what_is_stored(store: Store) -> None:
+    before = store.size()
+    assert before.bytes >= before.log_bytes >= 0
+    commit(
+        store,
+        *(ticket(index, TicketState.READY) for index in range(20)),
+        **{f"{n}_0": b"x" * 50_000 for n in range(20)},
+    )
+    assert store.size().bytes > before.bytes + 900_000
 
 
 def test_forgotten_after_finds_what_a_resume_must_issue_again(store: Store) -> None:

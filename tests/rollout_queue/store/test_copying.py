@@ -1,0 +1,124 @@
+"""Copies of a store as a whole: backups beside a running queue, the move to PostgreSQL, and the way back."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from protocol.config import ConfigError, RunConfig
+from protocol.messages import Server
+from rollout_queue import store as stores
+from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord, TicketState
+from rollout_queue.store import copying
+from rollout_queue.store.base import Store
+from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
+from tests.kit import config
+from tests.kit.postgres import cluster
+
+IDS = [f"{index}.0" for index in range(40)]
+# Something in every table; what is below 3 becomes sums.
+EVERYTHING = Changes(
+    tickets={f"{index}.0": TicketRecord(index, 0, index, "w", 0, TicketState.READY) for index in range(40)},
+    payloads={f"{index}.0": Payload.of(bytes([index]) * 5000) for index in range(3, 40)},
+    run=RunState(version=9, step=8, session=1, id="run-x", pruned_below=3),
+    prune_below=3,
+    servers={"a": ServerRecord(Server("a", "http://a"))},
+    evaluations={4: EvalRecord(4, 5, 4, 8, 2, 0.5, 60.0, 1.5)},
+    evaluation_tickets={(4, 1): TicketRecord(1, 0, 7, "w", 0, evaluation=4)},
+)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def run_config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
+    store = cluster().new_database() if request.param == "postgresql" else request.param
+    return config(run={"dir": str(tmp_path)}, queue={"store": store})
+
+
+@pytest.fixture
+def store(run_config: RunConfig) -> Iterator[Store]:
+    with closing(active(run_config)) as store:
+        store.commit(EVERYTHING)
+        yield store
+
+
+def active(run_config: RunConfig) -> Store:
+    store = stores.build(run_config)
+    assert store.acquire() is None
+    return store
+
+
+def test_a_backup_beside_a_running_queue_is_a_store_of_its_own(
+    store: Store, run_config: RunConfig, tmp_path: Path
+) -> None:
+    file = tmp_path / "backups" / FILE_NAME
+    file.parent.mkdir()
+    rows = copying.back_up(stores.open_for_reading(run_config), file)
+    assert (rows["tickets"], rows["payloads"], rows["sums"], rows["evaluation_tickets"]) == (37, 37, 1, 1)
+    assert [path.name for path in file.parent.iterdir()] == [FILE_NAME], "one file, whole"
+    before, held = store.load(), store.payloads(IDS)
+    store.commit(Changes(let_go=frozenset(IDS)))
+    with closing(SqliteStore(file)) as restored:
+        assert restored.acquire() is None
+        assert restored.load() == before
+        assert restored.payloads(IDS) == held
+        assert len(held) == 37
+        restored.commit(Changes(let_go=frozenset(IDS)))
+
+
+def test_a_backup_replaces_no_file(store: Store, run_config: RunConfig, tmp_path: Path) -> None:
+    file = tmp_path / "backup.db"
+    file.write_text("precious")
+    with pytest.raises(ConfigError, match=r"backup\.db is there already: choose another file"):
+        copying.back_up(stores.open_for_reading(run_config), file)
+    with pytest.raises(ConfigError, match=r"nowhere/backup\.db: cannot be written.*choose another place"):
+        copying.back_up(stores.open_for_reading(run_config), tmp_path / "nowhere" / "backup.db")
+    assert file.read_text() == "precious"
+
+
+def test_a_damaged_store_gives_no_backup(tmp_path: Path) -> None:
+    run_config = config(run={"dir": str(tmp_path)})
+    path = run_config.run_dir / FILE_NAME
+    with closing(active(run_config)) as store:
+        store.commit(EVERYTHING)
+    with closing(sqlite3.connect(path)) as db:
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'payloads'").fetchone()[0]
+        page = db.execute("PRAGMA page_size").fetchone()[0]
+    with path.open("r+b") as file:
+        file.seek((root - 1) * page + 8)
+        file.write(b"\xff" * 64)
+    with pytest.raises(ConfigError, match=r"queue\.db|backup\.db"):
+        copying.back_up(stores.open_for_reading(run_config), tmp_path / "backup.db")
+    assert not (tmp_path / "backup.db").exists()
+
+
+def test_a_run_without_a_store_has_no_backup(run_config: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no store; has the run's queue been started"):
+        copying.back_up(stores.open_for_reading(run_config), tmp_path / "backup.db")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_standing_run_moves_to_postgresql_whole(tmp_path: Path) -> None:
+    here = config(run={"dir": str(tmp_path)})
+    there = config(run={"dir": str(tmp_path)}, queue={"store": cluster().new_database()})
+    with pytest.raises(ConfigError, match=r"there is no .*queue\.db to copy from"):
+        copying.move_to_postgres(here, there)
+    with closing(active(here)) as store:
+        store.commit(EVERYTHING)
+        before, held = store.load(), store.payloads(IDS)
+        with pytest.raises(ConfigError, match="is in use by another queue"):
+            copying.move_to_postgres(here, there)
+    with closing(active(there)), pytest.raises(ConfigError, match=r"the queue at http.* uses the run's schema"):
+        copying.move_to_postgres(here, there)
+    rows = copying.move_to_postgres(here, there)
+    assert (rows["tickets"], rows["payloads"]) == (37, 37)
+    with closing(active(there)) as moved:
+        assert moved.load() == before
+        assert moved.payloads(IDS) == held
+    with pytest.raises(ConfigError, match=r"it holds a run run already: choose another run\.name"):
+        copying.move_to_postgres(here, there)

@@ -1,0 +1,127 @@
+"""Every store keeps the same of the same run: the queue's state machines on all of them at once, with restarts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import cache
+from itertools import count
+from typing import Any, TypeVar
+
+import msgspec
+from hypothesis import settings
+
+from protocol.config import RunConfig
+from rollout_queue import store as stores
+from rollout_queue.ledger.records import StoreContents, TicketRecord
+from rollout_queue.store.base import Store, StoreSize
+from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.memory import MemoryStore
+from tests.kit import config
+from tests.kit.postgres import cluster, find_programs
+from tests.rollout_queue.ledger.test_evaluation_machine import EvaluationMachine
+from tests.rollout_queue.ledger.test_ledger import QueueMachine
+
+T = TypeVar("T")
+
+_examples = count()
+
+
+@cache
+def database() -> str:
+    return cluster().new_database()
+
+
+class EveryStore:
+    """Is a store in memory that others have to agree with: SQLite, and PostgreSQL where it is installed."""
+
+    blocks = False
+
+    def __init__(self) -> None:
+        self._open = ExitStack()
+        folder = self._open.enter_context(tempfile.TemporaryDirectory())
+        kinds = ["sqlite", *([database()] if find_programs() else [])]
+        name = f"example-{next(_examples)}"
+        self._configs = [config(run={"dir": folder, "name": name}, queue={"store": kind}) for kind in kinds]
+        self._memory = MemoryStore()
+        self._others: list[Store] = [self._opened(each) for each in self._configs]
+
+    def reopen(self) -> None:
+        """Open all but that in memory again, as after a restart of the queue."""
+        for index, run_config in enumerate(self._configs):
+            self._others[index].close()
+            self._others[index] = self._opened(run_config)
+
+    def _opened(self, run_config: RunConfig) -> Store:
+        store = stores.build(run_config)
+        assert store.acquire() is None
+        return store
+
+    def acquire(self) -> str | None:
+        return None
+
+    def commit(self, changes: Changes) -> None:
+        for store in (self._memory, *self._others):
+            store.commit(changes)
+
+    def load(self) -> StoreContents:
+        return self._agreed(lambda store: store.load(), _sorted)
+
+    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
+        return self._agreed(lambda store: store.payloads(ticket_ids))
+
+    def records(self, ticket_ids: Sequence[str]) -> dict[str, TicketRecord]:
+        return self._agreed(lambda store: store.records(ticket_ids))
+
+    def forgotten_after(self, step: int) -> list[TicketRecord]:
+        return self._agreed(lambda store: sorted(store.forgotten_after(step), key=lambda record: record.id))
+
+    def first_forgotten_after(self, step: int) -> int | None:
+        return self._agreed(lambda store: store.first_forgotten_after(step))
+
+    def size(self) -> StoreSize:
+        return self._memory.size()
+
+    def close(self) -> None:
+        for store in self._others:
+            store.close()
+        self._open.close()
+
+    def _agreed(self, ask: Callable[[Any], T], shape: Callable[[T], T] = lambda found: found) -> T:
+        found = shape(ask(self._memory))
+        for store in self._others:
+            assert shape(ask(store)) == found, type(store).__name__
+        return found
+
+
+def _sorted(contents: StoreContents) -> StoreContents:
+    return msgspec.structs.replace(contents, to_reissue=sorted(contents.to_reissue, key=lambda record: record.id))
+
+
+class RestartedQueue(QueueMachine):
+    store: EveryStore
+
+    def open_store(self) -> Store:
+        return EveryStore()
+
+    def restart_queue(self) -> None:
+        self.store.reopen()
+        super().restart_queue()
+
+
+class RestartedEvaluations(EvaluationMachine):
+    store: EveryStore
+
+    def open_store(self) -> Store:
+        return EveryStore()
+
+    def restart_queue(self) -> None:
+        self.store.reopen()
+        super().restart_queue()
+
+
+TestI1OnEveryStore = RestartedQueue.TestCase
+TestI1OnEveryStore.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestEvaluationsOnEveryStore = RestartedEvaluations.TestCase
+TestEvaluationsOnEveryStore.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)

@@ -260,7 +260,8 @@ async def measure(port: int, pid: int, given: argparse.Namespace, template: Path
         await asyncio.to_thread(more.wait_up)
         found.append(await phase("fleet and beyond", given.seconds / 3))
         lasted = time.perf_counter() - came
-        status = codec.decode_json((await connection.ask("GET", access.STATUS))[1], dict)
+        last = queue_cost.Connection(port)
+        status = codec.decode_json((await last.ask("GET", access.STATUS))[1], dict)
         beyond, counts = await asyncio.to_thread(more.end), await asyncio.to_thread(workers.end)
         for task in running:
             task.cancel()

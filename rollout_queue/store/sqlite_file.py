@@ -43,8 +43,13 @@ def restore(path: Path) -> str:
 def failed(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the error of a store in use, with its remedy."""
     if _code(error) in _DAMAGED:
-        return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
+        return damaged(path, error)
     return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+
+
+def damaged(path: Path, error: Exception) -> StoreError:
+    """Return the error of a store that holds what nobody wrote, with its remedy."""
+    return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
 
 
 @contextlib.contextmanager

@@ -166,3 +166,14 @@ def test_a_damaged_file_in_use_ends_the_queue_with_the_remedy(store: SqliteStore
     store.close()
     with pytest.raises(ConfigError, match="cannot be read as a run's ledger"):
         SqliteReader(path).read_ledger()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["UPDATE tickets SET state = 'reAdy'", "UPDATE tickets SET servers = '[['", "UPDATE run SET record = '{'"],
+)
+def test_a_record_whose_bytes_were_changed_is_damage_with_the_remedy(store: SqliteStore, change: str) -> None:
+    store.commit(Changes(run=RunState(version=7)))
+    store._db.execute(change)
+    with pytest.raises(StoreError, match=rf"queue\.db is damaged: .*{REMEDY}"):
+        store.load()

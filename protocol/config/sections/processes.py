@@ -205,12 +205,14 @@ class QueueSection(Section):
     @property
     def own_address(self) -> str:
         """URL by which others know this queue, as far as its settings say."""
-        if self.url != "auto":
-            for url in split_urls(self.url):
-                if urlsplit(url).port == self.port:
-                    return url
         host = socket.gethostname() if self.host in WILDCARDS else self.host
-        return url_of(host, self.port)
+        urls = [] if self.url == "auto" else split_urls(self.url)
+        of_port = [url for url in urls if urlsplit(url).port == self.port]
+        if len(of_port) == 1:
+            return of_port[0]
+        # Queues on several machines, with the same port.
+        of_host = [url for url in of_port if f"{urlsplit(url).hostname}.".startswith(f"{host.lower()}.")]
+        return of_host[0] if len(of_host) == 1 else url_of(host, self.port)
 
 
 class WorkerSection(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ from pydantic import ValidationError, model_validator
 from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
 from protocol.config.schema import REMOVED
 from protocol.config.sections import Section
-from protocol.config.sections.processes import STORES
+from protocol.config.sections.processes import STORES, QueueSection
 from protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
@@ -732,3 +733,21 @@ def test_every_setting_is_described() -> None:
 )
 def test_bounds_of_one_objective_do_not_bind_another(folder: Path, lines: str) -> None:
     load_text(folder, f"{lines}\n{MINIMAL}")
+
+
+@pytest.mark.parametrize(
+    ("queue", "own"),
+    [
+        ({"port": 1}, "http://127.0.0.1:1"),
+        ({"port": 2, "url": "http://a:1,http://b:2"}, "http://b:2"),
+        ({"port": 1, "url": "http://a:1,http://node-2.cluster:1"}, "http://node-2.cluster:1"),
+        ({"port": 1, "url": "http://10.0.0.1:1,http://10.0.0.2:1", "host": "10.0.0.2"}, "http://10.0.0.2:1"),
+        ({"port": 1, "url": "http://a:1,http://b:1"}, "http://Node-2:1"),
+    ],
+)
+def test_a_queue_is_called_by_the_url_that_is_its_own(
+    queue: dict[str, Any], own: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "Node-2")
+    several = {"host": "0.0.0.0", "token": "secret"} if "url" in queue else {}
+    assert QueueSection(**{**several, **queue}).own_address == own

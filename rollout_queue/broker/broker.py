@@ -137,7 +137,7 @@ class Broker:
         finally:
             settled.set()
         async with asyncio.TaskGroup() as tasks:
-            for task in (self.writer.run(), self._expire_when_due(), self._tick(), self._show_alive()):
+            for task in (self._expire_when_due(), self._tick(), self._show_alive()):
                 tasks.create_task(task)
 
     def _note_standby(self, active: str | None) -> None:

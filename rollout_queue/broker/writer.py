@@ -51,6 +51,12 @@ class _Thread:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
+        self._begun = self._ended = 0  # each is counted by one thread
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has not ended."""
+        return self._begun > self._ended
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Make a call. `done` gets its result or its error, on the event loop that this is called on."""
@@ -62,9 +68,11 @@ class _Thread:
                 result = call()
             except BaseException as raised:
                 error = raised
+            self._ended += 1
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(done, result, error)
 
+        self._begun += 1
         self._jobs.put(job)
 
     def end(self, last: Callable[[], None]) -> None:
@@ -99,6 +107,7 @@ class Writer:
         self._failed = failed
         self._committed = committed
         self._pruned_below = 0
+        self._committed_at = time.monotonic()
         self.nothing = self._last = Commit()
         self.nothing.end()
         self._next = Commit()
@@ -108,6 +117,12 @@ class Writer:
     def begin(self, pruned_below: int) -> None:
         """Note `RunState.pruned_below` of what was loaded."""
         self._pruned_below = pruned_below
+        self._committed_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the newest successful commit began. Those in which the process was stopped count."""
+        return time.monotonic() - self._committed_at
 
     def add(self, decision: Decision, payloads: Mapping[str, Payload]) -> Commit:
         """Let a decision be written, with all others that come before the store is free. Return what to wait for.
@@ -169,7 +184,10 @@ class Writer:
         return await answer
 
     def close(self, before: Callable[[], None] = lambda: None) -> None:
-        """Close the store once its calls have ended, and `before` was called where they are made."""
+        """Close the store once its calls have ended, and `before` was called where they are made.
+
+        A call that is still under way is not waited for longer than it takes to give up.
+        """
 
         def end() -> None:
             before()
@@ -178,6 +196,8 @@ class Writer:
         if self._thread is None:
             end()
         else:
+            if self._thread.is_busy:
+                self._store.give_up()
             self._thread.end(end)
 
     def fail(self, error: BaseException) -> Refusal:
@@ -207,9 +227,10 @@ class Writer:
         thread.submit(lambda: self._write(commit), done)
 
     def _write(self, commit: Commit) -> None:
-        began = time.perf_counter()
+        at, began = time.monotonic(), time.perf_counter()
         changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
         self._store.commit(changes)
+        self._committed_at = at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._committed(time.perf_counter() - began, len(commit.decisions))

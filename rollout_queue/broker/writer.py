@@ -50,8 +50,8 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._thread.start()
         self._begun = self._ended = 0  # each is counted by one thread
+        self._thread.start()
 
     @property
     def is_busy(self) -> bool:

@@ -44,7 +44,7 @@ from rollout_queue.store.changes import Changes, Payload
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-_ALIVE_S = 0.5
+ALIVE_S = 0.5
 
 # A queue that ends waits so long for its store to take the last commit, seconds.
 _LAST_COMMIT_S = 5.0
@@ -128,7 +128,7 @@ class Broker:
             while (active := await self.writer.call(self.store.acquire)) is not None:
                 self._note_standby(active)
                 settled.set()
-                await asyncio.sleep(_ALIVE_S)
+                await asyncio.sleep(ALIVE_S)
             await self._load()
             self._note_standby(None)
             self.ready = True
@@ -190,7 +190,7 @@ class Broker:
     async def _show_alive(self) -> None:
         """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
         while self.failure is None:
-            await asyncio.sleep(_ALIVE_S)
+            await asyncio.sleep(ALIVE_S)
             with suppress(Refusal):  # the store failed meanwhile
                 self.writer.add(Decision(), {})
 

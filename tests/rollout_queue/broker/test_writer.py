@@ -12,7 +12,7 @@ import pytest
 from protocol import reasons
 from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
 from rollout_queue.broker import learner, workers
-from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.broker import ALIVE_S, Broker
 from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord
 from rollout_queue.store.base import StoreError
@@ -135,3 +135,15 @@ async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_a
         assert store.records(["0.0"]).keys() == {"0.0"}
         with suppress(Refusal):
             broker.close_waits()
+
+
+async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store: SlowStore) -> None:
+    store.error = StoreError("disk full")
+    store.go.release(100)
+    broker = Broker(config(), store, FakeTime().clock())
+    async with broker.running():
+        with pytest.raises(Refusal, match="disk full"):
+            await broker.apply(ticket(0))
+        await asyncio.sleep(3 * ALIVE_S)  # requests that were under way may take as long
+        broker.close_waits()
+    assert str(broker.failure) == "disk full"

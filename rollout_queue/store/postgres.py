@@ -240,8 +240,7 @@ class PostgresStore(SqlStore):
 
     def _give_up(self) -> NoReturn:
         raise Superseded(
-            f"another queue has become the active one on {self._database.name}: this one has stored nothing more, and "
-            f"ends; start it again to have it stand by"
+            f"another queue has become the active one on {self._database.name}: this one has stored nothing more"
         )
 
 

@@ -382,11 +382,10 @@ class QueueClient:
 
     def _pause_s(self, call: RetryCallState) -> float:
         """Return the seconds before the next try: random and growing, or what the queue asked for."""
-        if self._urls.are_several:
-            return _AMONG_SEVERAL(call)
         error = call.outcome.exception() if call.outcome is not None else None
         asked_s = error.retry_after_s if isinstance(error, _Transient) else None
-        return max(_ALONE(call), min(asked_s or 0.0, _MAX_PAUSE_S))
+        pause_s = _AMONG_SEVERAL(call) if self._urls.are_several else _ALONE(call)
+        return max(pause_s, min(asked_s or 0.0, _MAX_PAUSE_S))
 
     async def _is_active(self, url: str) -> bool:
         """Tell whether the queue at a URL answers as the active one."""
@@ -426,8 +425,10 @@ class QueueClient:
         except Moved:
             raise _Transient(f"{asked}: another queue is active now, at {self.url}") from None
         if status >= 500 and status not in _NO_QUEUES:
-            self._urls.failed(url)
             why = _problem(status, body)
+            if why.reason != reasons.BUSY and self._urls.are_several:
+                self._urls.failed(url)
+                retry_after_s = None  # that was about this queue, and another one is asked next
             text = f": {why.message}" if reasons.is_ours(why.reason) else ""
             raise _Transient(f"{asked}: HTTP {status}{text}", retry_after_s, why.reason)
         if status >= 400:

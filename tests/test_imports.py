@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -402,3 +403,10 @@ def test_vllm_is_imported_by_its_own_end_alone() -> None:
     ]
     inside = {(file, use) for file, use in found if "vllm" in file.parts}
     assert [one for one in found if one not in inside] == []
+
+
+def test_the_commands_name_no_store() -> None:
+    """`rollout_queue.store` opens what queue.store names; its variants are files of their own."""
+    for path in (ROOT / "deploy").rglob("*.py"):
+        named = re.findall(r"rollout_queue\.store\.(?:sqlite|postgres|memory|migrations|sql)\w*", path.read_text())
+        assert not named, path

@@ -6,6 +6,7 @@ monitors send, go on to FastAPI.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Response
@@ -62,6 +63,10 @@ class Entrance:
             response = requests.error_response(refusal)
         except ClientDisconnect:
             response = Response(status_code=400)  # nobody is there to read it
+        except asyncio.CancelledError:
+            if not self._broker.closing:
+                raise
+            response = requests.error_response(Refusal(reasons.NOT_READY, "the queue ends: try again in a moment", 1.0))
         await response(scope, receive, send)
 
 

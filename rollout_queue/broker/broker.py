@@ -38,13 +38,16 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store import check_beside_checkpoints
-from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
 _ALIVE_S = 0.5
+
+# A queue that ends waits so long for its store to take the last commit, seconds.
+_LAST_COMMIT_S = 5.0
 
 
 class Broker:
@@ -112,8 +115,9 @@ class Broker:
                 await settled.wait()
                 yield
                 self.ready = False
-                with suppress(Refusal):
-                    await self.writer.flushed()
+                with suppress(Refusal, TimeoutError):
+                    async with asyncio.timeout(_LAST_COMMIT_S):
+                        await self.writer.flushed()
                 work.cancel()
         finally:
             self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
@@ -137,7 +141,7 @@ class Broker:
         finally:
             settled.set()
         async with asyncio.TaskGroup() as tasks:
-            for task in (self.writer.run(), self._expire_when_due(), self._tick(), self._show_alive()):
+            for task in (self._expire_when_due(), self._tick(), self._show_alive()):
                 tasks.create_task(task)
 
     def _note_standby(self, active: str | None) -> None:
@@ -187,7 +191,8 @@ class Broker:
         """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
         while self.failure is None:
             await asyncio.sleep(_ALIVE_S)
-            self.writer.add(Decision(), {})
+            with suppress(Refusal):  # the store failed meanwhile
+                self.writer.add(Decision(), {})
 
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
@@ -210,6 +215,20 @@ class Broker:
         if self.active_url is not None:
             raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
         raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
+
+    def check_is_active(self) -> None:
+        """Refuse (NOT_READY) while another queue may have become the active one without this one's knowledge.
+
+        Call it before anything is answered from memory alone that the other queue may know better.
+        """
+        silent_s = self.writer.silent_s if self.store.has_standbys else 0.0
+        if silent_s > MAX_SILENCE_S:
+            raise Refusal(
+                reasons.NOT_READY,
+                f"the store has not answered for {silent_s:.0f} s, and another queue may be active by now: try again "
+                f"in a moment",
+                1.0,
+            )
 
     async def record(self, lease: str, decision: Decision) -> None:
         """Write the groups that an acknowledgement trains into the run's record. Call it before the commit."""
@@ -307,10 +326,14 @@ class Broker:
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
-        if (names := self._drained()) and self.failure is None:
-            await self.apply(servers.remove(self.fleet, self.ledger, names))
-            for name in names:
-                logger.info("server %s is gone", name)
+        if not self.ledger.drains or self.failure is not None:
+            return
+        async with self.lock:
+            names = self._drained()
+            commit = self.apply(servers.remove(self.fleet, self.ledger, names)) if names else self.writer.nothing
+        await commit
+        for name in names:
+            logger.info("server %s is gone", name)
 
     def _drained(self) -> list[str]:
         workers = self.observations.workers

@@ -51,7 +51,6 @@ class SqliteStore(SqlStore):
     def commit(self, changes: Changes) -> None:
         if self._watch is None:
             raise AssertionError("a store is acquired before the first commit")
-        self._watch.check()
         with self._guard():
             self._sync_to_disk(changes.run is not None)
             self._db.execute("BEGIN IMMEDIATE")
@@ -70,6 +69,9 @@ class SqliteStore(SqlStore):
         log = Path(f"{self._path}{LOG}")
         log_bytes = log.stat().st_size if log.exists() else 0
         return StoreSize(self._path.stat().st_size + log_bytes, log_bytes)
+
+    def give_up(self) -> None:
+        """Do nothing: a call waits for no connection."""
 
     def close(self) -> None:
         self._opened.close()

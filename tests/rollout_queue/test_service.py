@@ -703,6 +703,36 @@ async def test_metrics_say_what_the_status_says() -> None:
             assert line in lines
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [
+        ("DELETE", access.STATUS, "GET, HEAD"),
+        ("GET", access.TICKETS, "POST"),
+        ("POST", access.GROUP_OF.format(id="0.0"), "PUT"),
+        ("PATCH", access.WORKER_OF.format(id="w"), "DELETE, POST"),
+        ("HEAD", access.LEASES, "POST"),
+        ("OPTIONS", access.POLICY, "GET, HEAD, POST"),
+    ],
+)
+async def test_a_method_that_a_path_does_not_take_is_refused_with_those_that_it_takes(
+    method: str, path: str, allowed: str
+) -> None:
+    async with running() as (queue, _), aiohttp.ClientSession() as session:
+        async with session.request(method, queue.url + path) as response:
+            assert (response.status, response.headers["Allow"]) == (405, allowed)
+            body = await response.read()
+        assert method == "HEAD" or codec.decode_json(body, ErrorBody).reason == "http_405"
+
+
+async def test_head_is_answered_as_get_is_without_the_body() -> None:
+    async with running() as (queue, _), aiohttp.ClientSession() as session:
+        for path in (access.HEALTH, access.READY, access.STATUS, access.METRICS, access.SERVERS, access.POLICY):
+            async with session.get(queue.url + path) as got, session.head(queue.url + path) as headed:
+                assert (got.status, headed.status) == (200, 200)
+                assert headed.headers["Content-Type"] == got.headers["Content-Type"]
+                assert await headed.read() == b""
+
+
 async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
     async with serving(config(queue={"token": "secret"})) as queue:
         async with aiohttp.ClientSession() as session:

@@ -67,7 +67,6 @@ async def until(is_true: Any) -> None:
 
 async def test_what_comes_while_one_is_written_goes_together_with_the_next(store: SlowStore) -> None:
     writer = Writer(store, lambda _: None, lambda *_: None)
-    running = asyncio.create_task(writer.run())
     told: list[int] = []
 
     async def tell(index: int) -> None:
@@ -86,14 +85,12 @@ async def test_what_comes_while_one_is_written_goes_together_with_the_next(store
     store.go.release()
     await asyncio.gather(*others)
     assert store.commits == [["0.0"], [f"{index}.0" for index in range(1, 50)]]
-    running.cancel()
     writer.close()
 
 
 async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to_those_after(store: SlowStore) -> None:
     failures: list[Exception] = []
     writer = Writer(store, failures.append, lambda *_: None)
-    running = asyncio.create_task(writer.run())
     waiting = [asyncio.ensure_future(awaited(writer.add(ticket(0), {})))]
     await until(lambda: store.begun.acquire(blocking=False))
     waiting += [asyncio.ensure_future(awaited(writer.add(ticket(index), {}))) for index in (1, 2)]
@@ -104,7 +101,6 @@ async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to
         with pytest.raises(Refusal, match="disk full"):
             await later()  # type: ignore[misc]
     assert [str(error) for error in failures] == ["disk full"]
-    await running
     writer.close()
 
 

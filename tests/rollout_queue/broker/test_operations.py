@@ -31,6 +31,7 @@ from protocol.messages import (
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
+from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.store.memory import MemoryStore
@@ -210,7 +211,7 @@ async def test_an_older_session_changes_nothing() -> None:
                 await call()
             assert refused.value.reason == reasons.SESSION_SUPERSEDED
         with pytest.raises(Refusal, match="session 1 is not the current one, 2"):
-            learner.renew_lease(broker, "l", LeaseRenewal(1))
+            await learner.renew_lease(broker, "l", LeaseRenewal(1))
         assert sums(broker) == before
         assert not broker.ledger.run.finished
 
@@ -337,3 +338,17 @@ async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
         uses = await workers.draw_tickets(broker, msgspec.structs.replace(known, serving=[SERVER]), stays)
         assert uses is not None
         assert uses.servers == broker.fleet.servers
+
+
+async def test_a_worker_that_waits_while_a_session_begins_gets_no_ticket_of_it_before_it_is_admitted() -> None:
+    async with running() as broker:
+        async with broker.lock:  # as `command` holds it while it reads the store
+            drawing = asyncio.create_task(draw(broker))
+            await asyncio.sleep(0)
+            begun = leases.begin(
+                broker.ledger, BeginSession(0, 0, 100, resume=False, fingerprint=Fingerprint("1", "t", "c", {})), ()
+            )
+            broker.apply(begun)
+        with pytest.raises(Refusal) as refused:
+            await drawing
+        assert refused.value.reason == reasons.UNREGISTERED

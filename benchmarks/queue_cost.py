@@ -5,8 +5,8 @@
 
 `cycle`: workers draw a ticket at a time and submit its group, a learner leases
 and acknowledges `--step` groups at a time: by default one, so that a group's life is four requests.
-Queues and the echo (uvicorn without any framework, which answers as many bytes) take turns in the same rounds; the
-figure is milliseconds of a server's CPU per group, and its ratio to the echo's.
+Queues and echos (uvicorn alone, and a route of Starlette, which answer as many bytes) take turns in the same rounds;
+the figure is milliseconds of a server's CPU per group, and its ratio to the echo's in Starlette.
 `scale`: the same cycle with more tickets in the store, workers that wait, servers, or ready groups, one at a time.
 
 Everything runs on this machine. `healthz_p99_ms` is asked every 20 ms throughout, besides the load.
@@ -57,14 +57,18 @@ from rollout_queue.service import listen
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUTS = 8
 RUN_NAME = "cost"
+ECHOS = ("uvicorn", "starlette")
 PERMITS_PER_DEPTH = 16
 BYTES_PER_TOKEN = 9  # An int32 id, a float32 log-prob and a bool of the mask.
 SERVE = (
     "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
 )
-# Answers with as many bytes as the header x-answer says.
+# Answers with as many bytes as the header x-answer says: without any framework, or as a route of Starlette.
 ECHO = """
 import asyncio, sys, uvicorn, uvloop
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.routing import Route
 async def app(scope, receive, send):
     if scope["type"] == "lifespan":
         while True:
@@ -80,6 +84,11 @@ async def app(scope, receive, send):
     head = [(b"content-length", b"%d" % size), (b"content-type", b"application/json")]
     await send({"type": "http.response.start", "status": 200, "headers": head})
     await send({"type": "http.response.body", "body": b"x" * size})
+async def route(request):
+    await request.body()
+    return Response(b"x" * int(request.headers.get("x-answer", "2")), media_type="application/json")
+if sys.argv[2] == "starlette":
+    app = Starlette(routes=[Route("/{path:path}", route, methods=["GET", "POST", "PUT"])])
 settings = {"http": "httptools", "ws": "none", "access_log": False, "log_level": "warning", "timeout_keep_alive": 600}
 config = uvicorn.Config(app, port=int(sys.argv[1]), **settings)
 asyncio.Runner(loop_factory=uvloop.new_event_loop).run(uvicorn.Server(config).serve())
@@ -191,10 +200,13 @@ def queue(name: str, checkout: Path, store: str, *, permits: int = 256, tickets:
 
 
 @contextmanager
-def echo() -> Iterator[Program]:
+def echo(kind: str) -> Iterator[Program]:
     port = free_port()
-    with tempfile.TemporaryDirectory() as folder, program(["-c", ECHO, str(port)], dict(os.environ), folder) as process:
-        yield Program("echo", port, process, is_queue=False)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        program(["-c", ECHO, str(port), kind], dict(os.environ), folder) as process,
+    ):
+        yield Program(f"echo {kind}", port, process, is_queue=False)
 
 
 async def ready(of: Program) -> None:
@@ -387,7 +399,7 @@ async def measure_cycle(arguments: argparse.Namespace, checkouts: dict[str, Path
                 for name, checkout in checkouts.items()
                 if not (store.startswith("postgres") and name == "old")
             ]
-            programs.append(stack.enter_context(echo()))
+            programs += [stack.enter_context(echo(kind)) for kind in ECHOS]
             for of in programs:
                 await ready(of)
                 if of.is_queue:
@@ -448,7 +460,7 @@ async def measure_scale(arguments: argparse.Namespace, checkouts: dict[str, Path
                     for store in (["sqlite"] if what == "tickets" else arguments.stores)
                     for name, checkout in checkouts.items()
                 ]
-                programs.append(stack.enter_context(echo()))
+                programs += [stack.enter_context(echo(kind)) for kind in ECHOS]
                 for of in programs:
                     await ready(of)
                     if of.is_queue:

@@ -44,8 +44,15 @@ class QueueUrls:
         return self._urls[self._at]
 
     @property
+    def count(self) -> int:
+        return len(self._urls)
+
+    @property
     def are_several(self) -> bool:
-        return len(self._urls) > 1
+        return self.count > 1
+
+    def __str__(self) -> str:
+        return ", ".join(self._urls)
 
     def failed(self, url: str) -> None:
         """Note that a queue did not answer, or stands by: the next one is asked."""
@@ -83,7 +90,7 @@ class QueueUrls:
             moved.cancel()
 
     def _move(self, to: int) -> None:
-        if len(self._urls) > 1:
+        if self.are_several:
             self._at = to % len(self._urls)
             self._moved.set()
             self._moved = asyncio.Event()

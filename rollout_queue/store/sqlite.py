@@ -51,7 +51,6 @@ class SqliteStore(SqlStore):
     def commit(self, changes: Changes) -> None:
         if self._watch is None:
             raise AssertionError("a store is acquired before the first commit")
-        self._watch.check()
         with self._guard():
             self._sync_to_disk(changes.run is not None)
             self._db.execute("BEGIN IMMEDIATE")

@@ -202,6 +202,32 @@ async def test_without_patience_an_absent_queue_is_told_at_once_and_nothing_is_l
     assert not caplog.records
 
 
+STANDS_BY = ErrorBody("stands_by", "this queue stands by: the active one is at http://other:8200")
+
+
+@pytest.mark.parametrize("order", ["{0},{1}", "{1},{0}"])
+async def test_without_patience_each_of_several_queues_is_asked_once(
+    order: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(says(STANDS_BY, status=503)) as standby, running(says(POLICY)) as active:
+        async with QueueClient(order.format(standby.url, active.url), patience_s=0) as client:
+            assert await client.position() == POLICY
+        async with QueueClient(f"{standby.url},{standby.url}", patience_s=0) as client:
+            with pytest.raises(Unreachable, match=f"no active queue at {standby.url}, {standby.url} "):
+                await client.position()
+            assert client.retries == 1
+    async with QueueClient(f"{active.url},{standby.url}", patience_s=0) as client:
+        with pytest.raises(Unreachable, match=f"none of the queues at {active.url}, {standby.url} answered \\("):
+            await client.position()
+    assert not caplog.records
+
+
+async def test_the_url_of_a_queue_that_stands_by_is_told_with_that_of_the_active_one() -> None:
+    async with running(says(STANDS_BY, status=503)) as queue, QueueClient(queue.url, patience_s=0) as client:
+        with pytest.raises(Unreachable, match=r"no active queue.* at http://other:8200\); give the active one's URL"):
+            await client.position()
+
+
 async def test_a_queue_that_goes_on_failing_is_unreachable_and_the_message_says_how_it_failed() -> None:
     async with running(says(status=500)) as queue, QueueClient(queue.url, patience_s=0.2) as client:
         with pytest.raises(Unreachable, match=f"GET {queue.url}/v1/policy: HTTP 500"):

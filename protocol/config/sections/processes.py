@@ -17,6 +17,7 @@ from protocol.config.sections.base import (
     Port,
     Seconds,
     Section,
+    is_here,
     is_number,
     own_url,
     setting,
@@ -205,14 +206,13 @@ class QueueSection(Section):
     @property
     def own_address(self) -> str:
         """URL by which others know this queue, as far as its settings say."""
+        urls = [] if self.url == "auto" else [url for url in split_urls(self.url) if urlsplit(url).port == self.port]
+        for url in urls:
+            # Queues on several machines have one port as a rule.
+            if len(urls) == 1 or is_here(urlsplit(url).hostname or ""):
+                return url
         host = socket.gethostname() if self.host in WILDCARDS else self.host
-        urls = [] if self.url == "auto" else split_urls(self.url)
-        of_port = [url for url in urls if urlsplit(url).port == self.port]
-        if len(of_port) == 1:
-            return of_port[0]
-        # Queues on several machines, with the same port.
-        of_host = [url for url in of_port if f"{urlsplit(url).hostname}.".startswith(f"{host.lower()}.")]
-        return of_host[0] if len(of_host) == 1 else url_of(host, self.port)
+        return url_of(host, self.port)
 
 
 class WorkerSection(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from pydantic import ValidationError, model_validator
 from protocol.config import ConfigError, Need, RunConfig, load, parse_overrides, resolve, to_toml
 from protocol.config.schema import REMOVED
 from protocol.config.sections import Section
-from protocol.config.sections.processes import STORES, QueueSection
+from protocol.config.sections.processes import STORES
 from protocol.config.text import explain
 
 MINIMAL = '[model]\npath = "./model"\n[task]\npath = "task.py:task"\n'
@@ -205,6 +204,22 @@ def test_a_setting_that_takes_this_or_that_has_one_fault_which_names_both(
     message = fault(folder / "run.toml", [f"--{setting}", value])
     assert message.startswith(f"command line: {says}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "own"),
+    [
+        ("auto", "127.0.0.1", "http://127.0.0.1:8200"),
+        ("auto", "0.0.0.0", f"http://{socket.gethostname()}:8200"),
+        ("http://198.51.100.1:8300,http://198.51.100.1:8200", "0.0.0.0", "http://198.51.100.1:8200"),
+        ("http://198.51.100.1:8200,http://127.0.0.1:8200", "0.0.0.0", "http://127.0.0.1:8200"),
+        ("http://198.51.100.1:8200,http://198.51.100.2:8200", "127.0.0.1", "http://127.0.0.1:8200"),
+        ("http://198.51.100.1", "127.0.0.1", "http://127.0.0.1:8200"),
+    ],
+)
+def test_one_of_several_queues_knows_its_own_url(folder: Path, url: str, host: str, own: str) -> None:
+    config = load_text(folder, MINIMAL + f'[queue]\nurl = "{url}"\nhost = "{host}"\ntoken = "0123456789abcdef"\n')
+    assert config.queue.own_address == own
 
 
 @pytest.mark.parametrize(
@@ -733,21 +748,3 @@ def test_every_setting_is_described() -> None:
 )
 def test_bounds_of_one_objective_do_not_bind_another(folder: Path, lines: str) -> None:
     load_text(folder, f"{lines}\n{MINIMAL}")
-
-
-@pytest.mark.parametrize(
-    ("queue", "own"),
-    [
-        ({"port": 1}, "http://127.0.0.1:1"),
-        ({"port": 2, "url": "http://a:1,http://b:2"}, "http://b:2"),
-        ({"port": 1, "url": "http://a:1,http://node-2.cluster:1"}, "http://node-2.cluster:1"),
-        ({"port": 1, "url": "http://10.0.0.1:1,http://10.0.0.2:1", "host": "10.0.0.2"}, "http://10.0.0.2:1"),
-        ({"port": 1, "url": "http://a:1,http://b:1"}, "http://Node-2:1"),
-    ],
-)
-def test_a_queue_is_called_by_the_url_that_is_its_own(
-    queue: dict[str, Any], own: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "Node-2")
-    several = {"host": "0.0.0.0", "token": "secret"} if "url" in queue else {}
-    assert QueueSection(**{**several, **queue}).own_address == own

@@ -32,6 +32,7 @@ from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.writer import Writer
+from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.store.base import MAX_SILENCE_S
@@ -212,7 +213,7 @@ async def test_an_older_session_changes_nothing() -> None:
                 await call()
             assert refused.value.reason == reasons.SESSION_SUPERSEDED
         with pytest.raises(Refusal, match="session 1 is not the current one, 2"):
-            learner.renew_lease(broker, "l", LeaseRenewal(1))
+            await learner.renew_lease(broker, "l", LeaseRenewal(1))
         assert sums(broker) == before
         assert not broker.ledger.run.finished
 
@@ -364,7 +365,7 @@ async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that
                 lambda: workers.fail_ticket(broker, given[1].id, TicketFailure("w", "lost")),
                 lambda: learner.lease(broker, LeaseRequest(2, "lease", 1), stays),
                 lambda: learner.acknowledge(broker, "lease", LeaseAck(2)),
-                lambda: asyncio.to_thread(learner.renew_lease, broker, "lease", LeaseRenewal(1)),
+                lambda: learner.renew_lease(broker, "lease", LeaseRenewal(1)),
             ):
                 with pytest.raises(Refusal) as refused:
                     await work()
@@ -376,3 +377,17 @@ async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that
         assert broker.ledger.get(given[0].id, TicketState.LEASED)
         assert (await workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"]))).lost_tickets == ["7.0"]
         broker.close_waits()
+
+
+async def test_a_worker_that_waits_while_a_session_begins_gets_no_ticket_of_it_before_it_is_admitted() -> None:
+    async with running() as broker:
+        async with broker.lock:  # as `command` holds it while it reads the store
+            drawing = asyncio.create_task(draw(broker))
+            await asyncio.sleep(0)
+            begun = leases.begin(
+                broker.ledger, BeginSession(0, 0, 100, resume=False, fingerprint=Fingerprint("1", "t", "c", {})), ()
+            )
+            broker.apply(begun)
+        with pytest.raises(Refusal) as refused:
+            await drawing
+        assert refused.value.reason == reasons.UNREGISTERED

@@ -24,6 +24,8 @@ from rollout_queue.store.changes import Changes, Payload
 P = ParamSpec("P")
 T = TypeVar("T")
 
+_LAST_CALLS_S = 1.0
+
 
 class Commit:
     """Decisions that go into the store together. Await it before anyone is told of them; raises `Refusal`."""
@@ -56,13 +58,7 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._begun = self._ended = 0  # each is counted by one thread
         self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call has not ended."""
-        return self._begun > self._ended
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Make a call. `done` gets its result or its error, on the event loop that this is called on."""
@@ -74,18 +70,19 @@ class _Thread:
                 result = call()
             except BaseException as raised:
                 error = raised
-            self._ended += 1
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(done, result, error)
 
-        self._begun += 1
         self._jobs.put(job)
 
-    def end(self, last: Callable[[], None]) -> None:
-        """Make a last call after all others, and wait for it."""
+    def end(self, last: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """Make a last call after all others, and wait for it; after a second, `give_up` has to end what still runs."""
         self._jobs.put(last)
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_LAST_CALLS_S)
+        if self._thread.is_alive():
+            give_up()
+            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -203,7 +200,7 @@ class Writer:
     def close(self, before: Callable[[], None] = lambda: None) -> None:
         """Close the store once its calls have ended, and `before` was called where they are made.
 
-        A call that is still under way is not waited for longer than it takes to give up.
+        A call that is under way gets a second, then it has to give up.
         """
 
         def end() -> None:
@@ -213,9 +210,7 @@ class Writer:
         if self._thread is None:
             end()
         else:
-            if self._thread.is_busy:
-                self._store.give_up()
-            self._thread.end(end)
+            self._thread.end(end, self._store.give_up)
 
     def fail(self, error: BaseException) -> Refusal:
         """Refuse everything from now on, since memory and store may differ. Returns what to raise."""

@@ -75,6 +75,8 @@ def copy(
 def new(context: typer.Context, run_file: RunFilePath) -> None:
     """Begin a new ledger beside the run's checkpoints, for a run whose store is lost; an old one is put aside."""
     config = load(run_file, context.args)
+    if config.queue.store_kind == ":memory:":
+        raise ConfigError('queue.store = ":memory:" begins anew with each start of the queue: there is nothing to do')
     aside = _set_aside(config)
     store = stores.build(config)
     try:

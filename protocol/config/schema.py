@@ -157,6 +157,11 @@ class RunConfig(Section):
                 f"queue.capacity_groups = {queue.capacity_groups} is less than learner.groups_per_step = "
                 f"{learner.groups_per_step}: a step could never be filled; raise queue.capacity_groups"
             )
+        if self.worker.count > queue.max_workers:
+            raise ValueError(
+                f"worker.count = {self.worker.count} is more than queue.max_workers = {queue.max_workers}: the others "
+                f"would be refused; raise queue.max_workers, or lower worker.count"
+            )
         checks.check_patience(queue, self.worker, learner)
         if queue.depth != "auto" and queue.depth * learner.groups_per_step < 1:
             raise ValueError(f"queue.depth = {queue.depth} allows no group at all; set it to 1 or more, or to 'auto'")

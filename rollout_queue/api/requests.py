@@ -304,7 +304,8 @@ def install_error_bodies(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, raised: HTTPException) -> Response:
-        message = f"{request.method} {request.url.path}: {raised.detail}"
+        hint = "; /openapi.json has all routes of this rollout queue" if raised.status_code == 404 else ""
+        message = f"{request.method} {request.url.path}: {raised.detail}{hint}"
         return error(raised.status_code, ErrorBody(reasons.http(raised.status_code), message))
 
     @app.exception_handler(ClientDisconnect)

@@ -44,7 +44,7 @@ def openapi() -> Mapping[str, Any]:
     """Return the schema of all declared routes."""
     endpoints = [ENDPOINTS[route] for route in access.ROUTES]
     types = _types(endpoints)
-    made, components = msgspec.json.schema_components(types, ref_template=_REFERENCE)
+    made, components = _for_generators(msgspec.json.schema_components(types, ref_template=_REFERENCE))
     schemas = dict(zip(map(repr, types), made, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for endpoint in endpoints:
@@ -59,6 +59,21 @@ def openapi() -> Mapping[str, Any]:
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _for_generators(found: Any) -> Any:
+    """Return a schema as generators of clients read it: without dots in the names of types, and without `items: false`,
+    which says of a tuple what `maxItems` says."""
+    if isinstance(found, dict):
+        return {_plain(key): _for_generators(value) for key, value in found.items() if (key, value) != ("items", False)}
+    if isinstance(found, list | tuple):
+        return [_for_generators(value) for value in found]
+    return _plain(found) if isinstance(found, str) and found.startswith(_REFERENCE.format(name="")) else found
+
+
+def _plain(name: str) -> str:
+    """Return `StatusNotice` for `protocol.status.Notice`, which is so called where two types have one name."""
+    return re.sub(r"protocol\.(\w+)\.(\w+)", lambda match: match[1].capitalize() + match[2], name)
 
 
 def _types(endpoints: list[Endpoint]) -> list[Any]:

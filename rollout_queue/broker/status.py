@@ -14,6 +14,7 @@ from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import stall
 from rollout_queue.observe.stall import alarm_after_s
 from rollout_queue.observe.waits import LEARNER, group_alike
+from rollout_queue.store.base import MAX_SILENCE_S
 
 _AWAITED = {
     ServerState.JOINING: "its first proof",
@@ -113,9 +114,12 @@ def _groups(broker: Broker) -> GroupCounts:
 
 
 def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequence[Evaluation]) -> list[Wait]:
-    """List the waits that workers and learner reported, those of servers and evaluations, and who never came."""
+    """List the waits that workers and learner reported, those of the store, of servers and of evaluations, and
+    who never came."""
     now, seen, ledger, run = broker.now, broker.observations, broker.ledger, broker.ledger.run
     waits = seen.waits.list(now)
+    if (silent_s := broker.writer.silent_s) > MAX_SILENCE_S:
+        waits.append(Wait("the queue", f"its store to answer: {broker.config.queue.store}", silent_s))
     if run.finished:
         return waits
     up_s = now - seen.started

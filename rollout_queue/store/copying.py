@@ -65,7 +65,12 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     from rollout_queue.store.postgres import PostgresStore
 
     path = config.run_dir / FILE_NAME
-    if config.queue.store_kind != "sqlite" or not path.exists():
+    if config.queue.store_kind != "sqlite":
+        raise ConfigError(
+            f"queue.store = {config.queue.store}: a run is copied out of its SQLite store alone: if that is what you "
+            f"want, give --queue.store sqlite"
+        )
+    if not path.exists():
         raise ConfigError(f"queue.store = {config.queue.store}: there is no {path} to copy from")
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(SqliteStore(path)))

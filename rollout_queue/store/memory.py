@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -146,3 +147,6 @@ class MemoryReader(SqliteReader):
 
     def read_ledger(self) -> list[LedgerRow]:
         raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
+
+    def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
+        raise ConfigError('queue.store = ":memory:" keeps nothing that could be copied: choose "sqlite"')

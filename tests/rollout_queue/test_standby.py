@@ -20,6 +20,7 @@ from protocol.config import RunConfig, load
 from protocol.messages import BeginSession, TicketRequest
 from rollout_queue import store
 from rollout_queue.api.app import create_app
+from rollout_queue.store.base import MAX_SILENCE_S
 from tests.kit import config, group
 from tests.kit.ports import free_port
 from tests.kit.postgres import cluster
@@ -86,6 +87,8 @@ async def test_clients_leave_an_active_queue_that_cannot_reach_its_store() -> No
                 async with QueueClient(f"{first},{second}", timeout_s=10 * HANG_S) as following:
                     assert (await following.tickets(TicketRequest("w", 1))).tickets
                     assert following.url == second
+                waits = {wait.what: wait.since_s for wait in (await client.status()).waits}
+                assert waits[f"its store to answer: {cut_off.queue.store}"] > MAX_SILENCE_S
 
 
 @contextmanager

@@ -103,3 +103,10 @@ def test_a_new_ledger_puts_the_old_one_aside(run_file: Path, slipstream: Run, ki
     assert (code, "in use by another queue" in said) == (2, True)
     store.close()
     assert not (folder / "old-store-3").exists()
+
+
+def test_a_store_in_memory_has_no_ledger_to_begin_anew(run_file: Path, slipstream: Run) -> None:
+    put(run_file, 7)
+    code, said = slipstream("queue", "new", run_file, "--queue.store", ":memory:")
+    assert (code, "begins anew with each start" in said) == (2, True)
+    assert stores.open_for_reading(load(run_file)).run_state().version == 7

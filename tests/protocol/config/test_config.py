@@ -388,6 +388,7 @@ def test_a_task_path_of_another_form_is_told(folder: Path, path: str) -> None:
             "open_episodes = 7 is less than rollout.group_size = 8: a group",
         ),
         ("worker.open_episodes = 255", "worker.open_episodes = 255 is less than worker.episodes = 256: some of its"),
+        ("worker.count = 3\nqueue.max_workers = 2", "worker.count = 3 is more than queue.max_workers = 2: the others"),
         ("queue.capacity_groups = 15", "queue.capacity_groups = 15 is less than learner.groups_per_step = 16: a step"),
         ("queue.depth = 0.01", "queue.depth = 0.01 allows no group at all"),
         ("weight_sync.every = 6", "weight_sync.every = 6 with queue.max_staleness = 4: the servers' weights would"),

@@ -44,6 +44,13 @@ def test_every_route_is_in_the_schema_and_nothing_else() -> None:
     assert found == {(route.method, route.path) for route in access.ROUTES}
 
 
+def test_generators_of_clients_can_read_it() -> None:
+    """Those for Python read neither a name with dots nor a schema that is false."""
+    assert all(name.isidentifier() for name in SCHEMA["components"]["schemas"])
+    assert {"StatusNotice", "MessagesNotice"} <= SCHEMA["components"]["schemas"].keys()
+    assert b'"items":false' not in codec.encode_json(SCHEMA)
+
+
 def test_every_operation_says_who_may_ask_what_it_takes_and_how_it_refuses() -> None:
     for route in access.ROUTES:
         found = operation(route)

@@ -100,6 +100,9 @@ def test_a_damaged_store_gives_no_backup(tmp_path: Path) -> None:
 def test_a_run_without_a_store_has_no_backup(run_config: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no store; has the run's queue been started"):
         copying.back_up(stores.open_for_reading(run_config), tmp_path / "backup.db")
+    in_memory = config(run={"dir": str(tmp_path)}, queue={"store": ":memory:"})
+    with pytest.raises(ConfigError, match=r'queue\.store = ":memory:" keeps nothing that could be copied'):
+        copying.back_up(stores.open_for_reading(in_memory), tmp_path / "backup.db")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -108,6 +111,8 @@ def test_a_standing_run_moves_to_postgresql_whole(tmp_path: Path) -> None:
     there = config(run={"dir": str(tmp_path)}, queue={"store": cluster().new_database()})
     with pytest.raises(ConfigError, match=r"there is no .*queue\.db to copy from"):
         copying.move_to_postgres(here, there)
+    with pytest.raises(ConfigError, match=r"out of its SQLite store alone.*give --queue\.store sqlite"):
+        copying.move_to_postgres(there, there)
     with closing(active(here)) as store:
         store.commit(EVERYTHING)
         before, held = store.load(), store.payloads(IDS)

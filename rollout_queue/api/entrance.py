@@ -48,6 +48,10 @@ class Entrance:
         response: Response
         try:
             self._gate.check(route, f"{method} {path[:200]}", scope["headers"], method in ("GET", "HEAD"))
+        except Refusal as refusal:
+            await requests.error_response(refusal)(scope, receive, send)
+            return
+        try:
             if route is None and routes:
                 response = _not_allowed(method, path, routes)
             elif route is None or (handle := self._handlers.get(route)) is None:
@@ -59,7 +63,7 @@ class Entrance:
                 request = Request(scope, receive)
                 response = await (handle(request, self._broker, name) if name else handle(request, self._broker))
         except Refusal as refusal:
-            response = requests.error_response(refusal)
+            response = requests.error_response(await self._broker.confirmed(refusal))
         except ClientDisconnect:
             response = Response(status_code=400)  # nobody is there to read it
         await response(scope, receive, send)

@@ -299,13 +299,20 @@ def install_error_bodies(app: FastAPI) -> None:
     """Answer every refusal of `app` with an `ErrorBody`, those of HTTP itself too, such as an unknown route."""
 
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
-        return error_response(error)
+    async def refused(request: Request, error: Refusal) -> Response:
+        broker: Broker = request.app.state.broker
+        return error_response(await broker.confirmed(error))
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, raised: HTTPException) -> Response:
         message = f"{request.method} {request.url.path}: {raised.detail}"
         return error(raised.status_code, ErrorBody(reasons.http(raised.status_code), message))
+
+    @app.exception_handler(Exception)
+    async def failed(request: Request, raised: Exception) -> Response:
+        """Say so to the client; the caller of this logs the traceback."""
+        message = f"{request.method} {request.url.path[:200]}: the queue failed: {type(raised).__name__}; see its log"
+        return error(500, ErrorBody(reasons.http(500), message))
 
     @app.exception_handler(ClientDisconnect)
     async def hung_up(_: Request, error: ClientDisconnect) -> Response:

@@ -215,6 +215,15 @@ class Broker:
             raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
         raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
 
+    async def confirmed(self, refusal: Refusal) -> Refusal:
+        """Return a refusal once the store has what it rests on; the reason why not if the store fails."""
+        try:
+            if self.ready:
+                await self.writer.newest
+        except Refusal as failed:
+            return failed
+        return refusal
+
     async def record(self, lease: str, decision: Decision) -> None:
         """Write the groups that an acknowledgement trains into the run's record. Call it before the commit."""
         recorder = self.recorder

@@ -9,12 +9,15 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import msgspec
 import pytest
 
-from protocol import codec, reasons
+from protocol import access, codec, reasons
+from protocol.client import JSON
 from protocol.messages import (
     BeginSession,
+    ErrorBody,
     Fingerprint,
     LeaseAck,
     LeaseRenewal,
@@ -37,12 +40,13 @@ from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import FakeTime
+from tests.kit.queue import FakeTime, serving
 from tests.rollout_queue.broker.test_operations import URL, stays, submit
 from tests.rollout_queue.broker.test_writer import until
 
 DECLARED = Fingerprint("1", "t", "c", {})
 FOUND = msgspec.structs.replace(DECLARED, rows=9, data="d", eval_rows=1, eval_data="e")
+EVALUATE = EvaluationRequest(1, 0, 0, rows=1, group_size=1, temperature=None, timeout_s=1000.0)
 FREE = 1000
 
 
@@ -99,8 +103,7 @@ async def beat(broker: Broker, *ticket_ids: str) -> Any:
 
 
 async def evaluate(broker: Broker) -> Any:
-    request = EvaluationRequest(1, 0, 0, rows=1, group_size=1, temperature=None, timeout_s=1000.0)
-    return await learner.ask_for_evaluation(broker, request)
+    return await learner.ask_for_evaluation(broker, EVALUATE)
 
 
 Step = Callable[[Broker, Any], Awaitable[Any]]
@@ -235,3 +238,19 @@ async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeyp
         assert refused.value.reason == reasons.STORE_FAILED
         assert isinstance(broker.failure, Superseded)
         broker.close_waits()
+
+
+@pytest.mark.parametrize("path", [access.LEASES, access.EVALUATIONS])
+async def test_a_queue_that_was_stopped_refuses_nobody_by_what_it_knew_before(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner that began its session at the other queue would end: it is not this one's."""
+    store = Taken()
+    asked = {access.LEASES: LeaseRequest(2, "l", 1, wait_s=0.0), access.EVALUATIONS: EVALUATE}[path]
+    async with serving(config(), store) as queue, aiohttp.ClientSession() as session:
+        store.taken = True
+        monkeypatch.setattr(writer_module, "MAX_SILENCE_S", -1.0)
+        body = codec.encode_json(asked)
+        async with session.post(queue.url + path, data=body, headers={"Content-Type": JSON}) as response:
+            assert response.status == 503
+            assert codec.decode_json(await response.read(), ErrorBody).reason == reasons.STORE_FAILED

@@ -25,6 +25,7 @@ from tenacity import (
     RetryCallState,
     RetryError,
     retry_if_exception_type,
+    stop_after_attempt,
     stop_after_delay,
     wait_random_exponential,
 )
@@ -131,11 +132,12 @@ class Unreachable(QueueError):
 
 class _Transient(Exception):
     """A failure that may pass: no connection, a time-out or a 5xx. `retry_after_s`: when the queue wants to be asked
-    again."""
+    again; `reason`: the queue's code, "" without an answer of one."""
 
-    def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+    def __init__(self, message: str, retry_after_s: float | None = None, reason: str = "") -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+        self.reason = reason
 
 
 class QueueClient:
@@ -144,7 +146,7 @@ class QueueClient:
     Args:
         url: URL of the queue; or of several on one database, separated by commas. Of these the active one is asked.
         token: Sent as bearer token.
-        patience_s: How long a call is retried, seconds.
+        patience_s: How long a call is retried, seconds; without any, each URL is asked once.
         timeout_s: Time-out of one try, besides a long-poll's own wait, seconds.
         said_by: Names the source of the URL, for the error if there is no queue.
 
@@ -158,7 +160,7 @@ class QueueClient:
         token: str | None = None,
         patience_s: float = 300.0,
         timeout_s: float = 30.0,
-        said_by: str = "queue.host and queue.port of its run file, or --queue, say",
+        said_by: str = "queue.url, queue.host and queue.port of its run file, or --queue, say",
     ) -> None:
         try:
             self._urls = QueueUrls(url)
@@ -348,7 +350,7 @@ class QueueClient:
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
             wait=self._pause_s,
-            stop=stop_after_delay(self.patience_s + wait_s),
+            stop=stop_after_delay(self.patience_s + wait_s) & stop_after_attempt(self._urls.count),
             before_sleep=self._say_absent,
         )
         try:
@@ -362,19 +364,28 @@ class QueueClient:
         except RetryError as error:
             last = error.last_attempt.exception()
             waited = f" for {self.patience_s:.0f} s" if self.patience_s else ""
+            if isinstance(last, _Transient) and last.reason == reasons.STANDS_BY:
+                raise Unreachable(
+                    f"no active queue at {self._urls}{waited} ({last}); give the active one's URL, or those of all, "
+                    f"separated by commas: {self._said_by} where it is looked for"
+                ) from None
+            queues = (
+                f"none of the queues at {self._urls} answered"
+                if self._urls.are_several
+                else (f"the queue at {self.url} did not answer")
+            )
             raise Unreachable(
-                f"the queue at {self.url} did not answer{waited} ({last}); is it running, and is the URL right? "
-                f"{self._said_by} where it is looked for"
+                f"{queues}{waited} ({last}); is it running, and is the URL right? {self._said_by} where it is looked "
+                f"for"
             ) from None
         raise AssertionError("unreachable: the retry loop returns or raises")
 
     def _pause_s(self, call: RetryCallState) -> float:
         """Return the seconds before the next try: random and growing, or what the queue asked for."""
-        if self._urls.are_several:
-            return _AMONG_SEVERAL(call)
         error = call.outcome.exception() if call.outcome is not None else None
         asked_s = error.retry_after_s if isinstance(error, _Transient) else None
-        return max(_ALONE(call), min(asked_s or 0.0, _MAX_PAUSE_S))
+        pause_s = _AMONG_SEVERAL(call) if self._urls.are_several else _ALONE(call)
+        return max(pause_s, min(asked_s or 0.0, _MAX_PAUSE_S))
 
     async def _is_active(self, url: str) -> bool:
         """Tell whether the queue at a URL answers as the active one."""
@@ -388,7 +399,7 @@ class QueueClient:
 
     def _say_absent(self, call: RetryCallState) -> None:
         """Log one line for each absence of the queue, since no wait is invisible (I7)."""
-        if not self._absent and call.outcome is not None:
+        if self.patience_s and not self._absent and call.outcome is not None:
             self._absent = True
             why = call.outcome.exception()
             logger.warning("waiting for the queue at %s, for up to %.0f s: %s", self.url, self.patience_s, why)
@@ -414,10 +425,12 @@ class QueueClient:
         except Moved:
             raise _Transient(f"{asked}: another queue is active now, at {self.url}") from None
         if status >= 500 and status not in _NO_QUEUES:
-            self._urls.failed(url)
             why = _problem(status, body)
+            if why.reason != reasons.BUSY and self._urls.are_several:
+                self._urls.failed(url)
+                retry_after_s = None  # that was about this queue, and another one is asked next
             text = f": {why.message}" if reasons.is_ours(why.reason) else ""
-            raise _Transient(f"{asked}: HTTP {status}{text}", retry_after_s)
+            raise _Transient(f"{asked}: HTTP {status}{text}", retry_after_s, why.reason)
         if status >= 400:
             problem = _problem(status, body)
             if problem.reason == reasons.GAVE_UP:

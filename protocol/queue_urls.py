@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -44,8 +44,15 @@ class QueueUrls:
         return self._urls[self._at]
 
     @property
+    def count(self) -> int:
+        return len(self._urls)
+
+    @property
     def are_several(self) -> bool:
-        return len(self._urls) > 1
+        return self.count > 1
+
+    def __str__(self) -> str:
+        return ", ".join(self._urls)
 
     def failed(self, url: str) -> None:
         """Note that a queue did not answer, or stands by: the next one is asked."""
@@ -57,14 +64,16 @@ class QueueUrls:
 
         A queue that was stopped still accepts connections, so calls alone would wait for it until their time-outs.
         """
+        loop = asyncio.get_running_loop()
+        asked, at = [self.current], loop.time()
         while True:
-            await asyncio.sleep(CHECK_EVERY_S)
-            if await is_active(self.current):
-                continue
-            for further in range(1, len(self._urls)):
-                if await is_active(self._urls[(self._at + further) % len(self._urls)]):
-                    self._move(self._at + further)
-                    break
+            at = max(at + CHECK_EVERY_S, loop.time())
+            await asyncio.sleep(at - loop.time())
+            found = await _first_active(asked, is_active)
+            if found is not None and found != self.current:
+                self._move(self._urls.index(found))
+            # None of them may be active for a while. All at once: one that was stopped takes its whole time.
+            asked = [self.current] if found is not None else self._urls
 
     async def unless_moved(self, call: Coroutine[Any, Any, T]) -> T:
         """Make a call to the current queue. Raises `Moved` as soon as it is not the current one any more."""
@@ -81,7 +90,23 @@ class QueueUrls:
             moved.cancel()
 
     def _move(self, to: int) -> None:
-        if len(self._urls) > 1:
+        if self.are_several:
             self._at = to % len(self._urls)
             self._moved.set()
             self._moved = asyncio.Event()
+
+
+async def _first_active(urls: Sequence[str], is_active: Callable[[str], Awaitable[bool]]) -> str | None:
+    """Return the URL that is the first to answer as the active queue; None if none does."""
+    asking = {asyncio.ensure_future(is_active(url)): url for url in urls}
+    left = set(asking)
+    try:
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for answered in done:
+                if answered.result():
+                    return asking[answered]
+        return None
+    finally:
+        for unanswered in left:
+            unanswered.cancel()

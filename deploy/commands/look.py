@@ -22,7 +22,10 @@ OptionalRunFilePath = Annotated[
     str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
 ]
 
-QueueUrl = Annotated[str | None, typer.Option("--queue", help="URL of the queue; default: the run file's")]
+QueueUrl = Annotated[
+    str | None,
+    typer.Option("--queue", help="URL of the queue, or of several, separated by commas; default: the run file's"),
+]
 
 # The commands of `slipstream servers`.
 app = typer.Typer(no_args_is_help=True)

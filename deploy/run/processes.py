@@ -128,7 +128,8 @@ def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     """
     programs, path = str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)
     found = {} if programs in path.split(os.pathsep) else {"PATH": f"{programs}{os.pathsep}{path}"}
-    if role == "queue" and (password := config.queue.store_password) is not None:
+    # The check before the start looks into the store, too.
+    if role in ("queue", "preflight") and (password := config.queue.store_password) is not None:
         found["PGPASSWORD"] = password
     token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
     # An empty value hides the file, which holds the secret, from processes that get a role's token.

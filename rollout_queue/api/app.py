@@ -57,6 +57,7 @@ async def health() -> Response:
 
 @handles(router, access.READ_READY, answers={200: str})
 async def ready(broker: ReadyBroker) -> Response:
+    broker.check_is_active()
     return Response("ok", media_type="text/plain")
 
 

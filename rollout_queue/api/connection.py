@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import http
 import time
+from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
 
@@ -34,6 +35,10 @@ _SINGLE_HEADERS = frozenset(
 )
 
 _RETRY_AFTER_S = 5
+
+# A time-out that comes later than this was slept through by the whole process: SIGSTOP, a paused machine. What the
+# client sent meanwhile has not been read yet, so it gets its time again. Seconds.
+_MAX_LATE_S = 1.0
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -84,6 +89,7 @@ class Connection(HttpToolsProtocol):
         self._body_at = 0.0
         self._put_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._received = self._body = self._body_before = self._head = self._pieces = 0
         self._refusal: _Refused | None = None
         self._refused_next: _Refused | None = None  # to be sent after the answer that is being made
@@ -200,11 +206,20 @@ class Connection(HttpToolsProtocol):
         self._cancel_timer()
         self._timed = self._phase
         if self._phase is _Phase.HEAD:
-            self._timer = self.loop.call_later(self.limits.head_s, self._head_is_late)
+            self._start_timer(self.limits.head_s, self._head_is_late)
         elif self._phase is _Phase.BODY:
             self._body_before = 0
             self._body_at = self.loop.time()
-            self._timer = self.loop.call_later(self.limits.body_s, self._check_speed)
+            self._start_timer(self.limits.body_s, self._check_speed)
+
+    def _start_timer(self, after_s: float, call: Callable[[], None]) -> None:
+        self._due = self.loop.time() + after_s
+        self._timer = self.loop.call_later(after_s, call)
+
+    def _slept_s(self) -> float:
+        """Return for how many seconds the process slept before it called the timer."""
+        late_s = self.loop.time() - self._due
+        return late_s if late_s > _MAX_LATE_S else 0.0
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:
@@ -212,18 +227,21 @@ class Connection(HttpToolsProtocol):
             self._timer = None
 
     def _head_is_late(self) -> None:
-        if self._received:
+        if self._slept_s():
+            self._start_timer(self.limits.head_s, self._head_is_late)
+        elif self._received:
             self._refuse(_http_refusal(408, f"the request's head did not come within {self.limits.head_s:g} s"))
         else:
             self.transport.abort()
 
     def _check_speed(self) -> None:
-        limits = self.limits
+        limits, slept_s = self.limits, self._slept_s()
+        self._body_at += slept_s
         if self._phase is _Phase.BODY and self.loop.time() - self._body_at >= limits.whole_body_s:
             self._refuse(_http_refusal(408, f"the body did not come within {limits.whole_body_s:g} s"))
-        elif self.flow.read_paused or self._body - self._body_before >= limits.body_bytes:
+        elif slept_s or self.flow.read_paused or self._body - self._body_before >= limits.body_bytes:
             self._body_before = self._body
-            self._timer = self.loop.call_later(limits.body_s, self._check_speed)
+            self._start_timer(limits.body_s, self._check_speed)
         elif self._phase is _Phase.BODY:
             text = f"the body brought less than {limits.body_bytes} bytes within {limits.body_s:g} s"
             self._refuse(_http_refusal(408, text))
@@ -286,7 +304,7 @@ class Connection(HttpToolsProtocol):
         self._enter(_Phase.LINGER)
         self._unset_keepalive_if_required()
         self._cancel_timer()
-        self._timer = self.loop.call_later(self.limits.linger_s, self.transport.abort)
+        self._start_timer(self.limits.linger_s, self.transport.abort)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -6,6 +6,7 @@ monitors send, go on to FastAPI.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 
 from fastapi import Response
@@ -48,10 +49,6 @@ class Entrance:
         response: Response
         try:
             self._gate.check(route, f"{method} {path[:200]}", scope["headers"], method in ("GET", "HEAD"))
-        except Refusal as refusal:
-            await requests.error_response(refusal)(scope, receive, send)
-            return
-        try:
             if route is None and routes:
                 response = _not_allowed(method, path, routes)
             elif route is None or (handle := self._handlers.get(route)) is None:
@@ -63,9 +60,13 @@ class Entrance:
                 request = Request(scope, receive)
                 response = await (handle(request, self._broker, name) if name else handle(request, self._broker))
         except Refusal as refusal:
-            response = requests.error_response(await self._broker.confirmed(refusal))
+            response = requests.error_response(refusal)
         except ClientDisconnect:
             response = Response(status_code=400)  # nobody is there to read it
+        except asyncio.CancelledError:
+            if not self._broker.closing:
+                raise
+            response = requests.error_response(Refusal(reasons.NOT_READY, "the queue ends: try again in a moment", 1.0))
         await response(scope, receive, send)
 
 

@@ -299,9 +299,8 @@ def install_error_bodies(app: FastAPI) -> None:
     """Answer every refusal of `app` with an `ErrorBody`, those of HTTP itself too, such as an unknown route."""
 
     @app.exception_handler(Refusal)
-    async def refused(request: Request, error: Refusal) -> Response:
-        broker: Broker = request.app.state.broker
-        return error_response(await broker.confirmed(error))
+    async def refused(_: Request, error: Refusal) -> Response:
+        return error_response(error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, raised: HTTPException) -> Response:

@@ -38,13 +38,16 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store import check_beside_checkpoints
-from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-_ALIVE_S = 0.5
+ALIVE_S = 0.5
+
+# A queue that ends waits so long for its store to take the last commit, seconds.
+_LAST_COMMIT_S = 5.0
 
 
 class Broker:
@@ -112,8 +115,9 @@ class Broker:
                 await settled.wait()
                 yield
                 self.ready = False
-                with suppress(Refusal):
-                    await self.writer.flushed()
+                with suppress(Refusal, TimeoutError):
+                    async with asyncio.timeout(_LAST_COMMIT_S):
+                        await self.writer.newest
                 work.cancel()
         finally:
             self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
@@ -124,7 +128,7 @@ class Broker:
             while (active := await self.writer.call(self.store.acquire)) is not None:
                 self._note_standby(active)
                 settled.set()
-                await asyncio.sleep(_ALIVE_S)
+                await asyncio.sleep(ALIVE_S)
             await self._load()
             self._note_standby(None)
             self.ready = True
@@ -188,9 +192,9 @@ class Broker:
 
     async def _show_alive(self) -> None:
         """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
-        with suppress(Refusal):  # the store has failed
-            while True:
-                await asyncio.sleep(_ALIVE_S)
+        while self.failure is None:
+            await asyncio.sleep(ALIVE_S)
+            with suppress(Refusal):  # the store failed meanwhile
                 self.writer.add(Decision(), {})
 
     def close_waits(self) -> None:
@@ -215,14 +219,19 @@ class Broker:
             raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
         raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
 
-    async def confirmed(self, refusal: Refusal) -> Refusal:
-        """Return a refusal once the store has what it rests on; the reason why not if the store fails."""
-        try:
-            if self.ready:
-                await self.writer.newest
-        except Refusal as failed:
-            return failed
-        return refusal
+    def check_is_active(self) -> None:
+        """Refuse (NOT_READY) while another queue may have become the active one without this one's knowledge.
+
+        Call it before anything is answered from memory alone that the other queue may know better.
+        """
+        silent_s = self.writer.silent_s if self.store.has_standbys else 0.0
+        if silent_s > MAX_SILENCE_S:
+            raise Refusal(
+                reasons.NOT_READY,
+                f"the store has not answered for {silent_s:.0f} s, and another queue may be active by now: try again "
+                f"in a moment",
+                1.0,
+            )
 
     async def record(self, lease: str, decision: Decision) -> None:
         """Write the groups that an acknowledgement trains into the run's record. Call it before the commit."""
@@ -321,7 +330,7 @@ class Broker:
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
-        if not self._drained():
+        if not self.ledger.drains or self.failure is not None:
             return
         async with self.lock:
             names = self._drained()

@@ -229,9 +229,10 @@ async def renew_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> L
     Raises:
         Refusal: LEASE_LAPSED if the lease has expired, since its groups may be leased anew.
     """
+    if message.session == broker.ledger.run.session:
+        broker.ledger.renew_lease(lease_id, broker.now)
     _check_session(broker, message.session)
     leases.check_renewal(broker.ledger, lease_id)
-    broker.ledger.renew_lease(lease_id, broker.now)
     renewed = LeaseRenewed(leases.revoked(broker.ledger, broker.fleet, lease_id, message.have))
     await broker.writer.newest
     return renewed
@@ -299,6 +300,7 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
 
 def _check_session(broker: Broker, session: int) -> None:
     """Refuse any but the newest session (SESSION_SUPERSEDED); note that the learner is alive."""
+    broker.check_is_active()
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
     _expect_steps(broker)

@@ -1,15 +1,12 @@
 """Makes the calls of the store beside the event loop, and commits decisions in groups.
 
 Decisions go into the store in the order in which they were made, all that have come at a time in one commit. Once a
-call has failed every later one is refused, so that memory and store never differ in what anyone was told. Another queue
-may have taken the store over while this process did not run, so an answer that changes nothing waits for a commit too
-if there was none for a while.
+call has failed every later one is refused, so that memory and store never differ in what anyone was told.
 """
 
 from __future__ import annotations
 
 import asyncio
-import math
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +16,7 @@ from typing import ParamSpec, TypeVar, cast
 
 from protocol import reasons
 from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
+from rollout_queue.store.base import Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 P = ParamSpec("P")
@@ -35,17 +32,13 @@ class Commit:
         self._ended = asyncio.Event()
         self._refusal: Refusal | None = None
 
-    @property
-    def has_ended(self) -> bool:
-        return self._ended.is_set()
-
     def end(self, refusal: Refusal | None = None) -> None:
         """Wake all who wait. `refusal`: why the decisions may not be in the store; None if they are."""
         self._refusal = refusal
         self._ended.set()
 
     def __await__(self) -> Generator[object, None, None]:
-        if not self.has_ended:
+        if not self._ended.is_set():
             yield from self._ended.wait().__await__()
         if self._refusal is not None:
             raise self._refusal
@@ -57,7 +50,13 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
+        self._begun = self._ended = 0  # each is counted by one thread
         self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call has not ended."""
+        return self._begun > self._ended
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Make a call. `done` gets its result or its error, on the event loop that this is called on."""
@@ -69,9 +68,11 @@ class _Thread:
                 result = call()
             except BaseException as raised:
                 error = raised
+            self._ended += 1
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(done, result, error)
 
+        self._begun += 1
         self._jobs.put(job)
 
     def end(self, last: Callable[[], None]) -> None:
@@ -95,6 +96,7 @@ class Writer:
 
     Attributes:
         failure: What every call is refused with once one has failed.
+        newest: The newest commit. Await it before anyone is told what memory shows: the store has all of it then.
     """
 
     def __init__(
@@ -105,16 +107,22 @@ class Writer:
         self._failed = failed
         self._committed = committed
         self._pruned_below = 0
-        self._last = Commit()
-        self._last.end()
+        self._committed_at = time.monotonic()
+        self.newest = Commit()
+        self.newest.end()
         self._next = Commit()
-        self._owned_at = -math.inf  # when the newest commit that the store took began
         self._is_writing = False
         self._thread = _Thread() if store.blocks else None
 
     def begin(self, pruned_below: int) -> None:
         """Note `RunState.pruned_below` of what was loaded."""
         self._pruned_below = pruned_below
+        self._committed_at = time.monotonic()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the newest successful commit began. Those in which the process was stopped count."""
+        return time.monotonic() - self._committed_at
 
     def add(self, decision: Decision, payloads: Mapping[str, Payload]) -> Commit:
         """Let a decision be written, with all others that come before the store is free. Return what to wait for.
@@ -124,7 +132,7 @@ class Writer:
         """
         if self.failure is not None:
             raise self.failure
-        commit = self._last = self._next
+        commit = self.newest = self._next
         commit.decisions.append(decision)
         commit.payloads.update(payloads)
         if self._thread is None:
@@ -140,24 +148,9 @@ class Writer:
             asyncio.get_running_loop().call_soon(self._write_next, self._thread)
         return commit
 
-    @property
-    def newest(self) -> Commit:
-        """What to await before anyone is told what memory shows: the store has it then, and is still this queue's.
-
-        Raises:
-            Refusal: STORE_FAILED.
-        """
-        if self._last.has_ended and time.monotonic() - self._owned_at > MAX_SILENCE_S:
-            return self.add(Decision(), {})
-        return self._last
-
-    async def flushed(self) -> None:
-        """Wait until everything that was added is in the store."""
-        await self._last
-
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the store, after everything that was added is in it."""
-        await self.flushed()
+        await self.newest
         return await self.call(function, *args, **kwargs)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -188,7 +181,10 @@ class Writer:
         return await answer
 
     def close(self, before: Callable[[], None] = lambda: None) -> None:
-        """Close the store once its calls have ended, and `before` was called where they are made."""
+        """Close the store once its calls have ended, and `before` was called where they are made.
+
+        A call that is still under way is not waited for longer than it takes to give up.
+        """
 
         def end() -> None:
             before()
@@ -197,6 +193,8 @@ class Writer:
         if self._thread is None:
             end()
         else:
+            if self._thread.is_busy:
+                self._store.give_up()
             self._thread.end(end)
 
     def fail(self, error: BaseException) -> Refusal:
@@ -226,10 +224,10 @@ class Writer:
         thread.submit(lambda: self._write(commit), done)
 
     def _write(self, commit: Commit) -> None:
-        began, owned_at = time.perf_counter(), time.monotonic()
+        at, began = time.monotonic(), time.perf_counter()
         changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
         self._store.commit(changes)
-        self._owned_at = owned_at
+        self._committed_at = at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._committed(time.perf_counter() - began, len(commit.decisions))

@@ -17,10 +17,12 @@ from rollout_queue.store.sqlite_reader import SqliteReader
 
 
 def _postgres(config: RunConfig) -> Store:
-    from rollout_queue.store.postgres import PostgresStore
     from rollout_queue.store.postgres_database import Database
 
-    return PostgresStore(Database(config.queue, config.run.name), config.queue.own_address)
+    database = Database(config.queue, config.run.name)  # its module says what to install
+    from rollout_queue.store.postgres import PostgresStore
+
+    return PostgresStore(database, config.queue.own_address)
 
 
 def _postgres_reader(config: RunConfig) -> StoreReader:

@@ -48,9 +48,11 @@ class Store(Protocol):
 
     Attributes:
         blocks: Whether its calls wait for a disk or a network, and so are made in a thread.
+        has_standbys: Whether another queue may become the active one while this one runs.
     """
 
     blocks: bool
+    has_standbys: bool
 
     def acquire(self) -> str | None:
         """Try to become the active queue. Returns None once it is, else the URL of the queue that is active.
@@ -93,6 +95,10 @@ class Store(Protocol):
 
     def size(self) -> StoreSize:
         """Return how large the store is."""
+        ...
+
+    def give_up(self) -> None:
+        """Let a call that is under way, and waits for a lost connection, fail now. Called from another thread."""
         ...
 
     def close(self) -> None:

@@ -59,8 +59,10 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     Raises:
         ConfigError: One of the two cannot be used, or the database holds the run already.
     """
-    from rollout_queue.store.postgres import PostgresStore
     from rollout_queue.store.postgres_database import Database
+
+    database = Database(target.queue, target.run.name)  # its module says what to install
+    from rollout_queue.store.postgres import PostgresStore
 
     path = config.run_dir / FILE_NAME
     if config.queue.store_kind != "sqlite" or not path.exists():
@@ -68,7 +70,7 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.closing(SqliteStore(path)))
         source = stack.enter_context(contextlib.closing(sqlite3.connect(path)))
-        into = PostgresStore(Database(target.queue, target.run.name), target.queue.own_address)
+        into = PostgresStore(database, target.queue.own_address)
         stack.enter_context(contextlib.closing(into))
         if (active := into.acquire()) is not None:
             raise ConfigError(f"{target.queue.store}: the queue at {active} uses the run's schema: stop it first")

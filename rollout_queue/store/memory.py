@@ -24,6 +24,7 @@ class MemoryStore:
     """A `Store` of dictionaries. It shares its records with the ledger, and no other queue can open it."""
 
     blocks = False
+    has_standbys = False
 
     def __init__(self) -> None:
         self._run = RunState()
@@ -102,6 +103,9 @@ class MemoryStore:
     def size(self) -> StoreSize:
         """Return the bytes of the payloads: the records are the ledger's."""
         return StoreSize(self._bytes)
+
+    def give_up(self) -> None:
+        pass
 
     def close(self) -> None:
         pass

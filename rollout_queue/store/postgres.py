@@ -8,6 +8,9 @@ nothing for `MAX_SILENCE_S`, by the clock of PostgreSQL, is disconnected. Its co
 from __future__ import annotations
 
 import logging
+import os
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -62,6 +65,8 @@ class _StillHeld(psycopg.OperationalError):
 class PostgresStore(SqlStore):
     """A `Store` in a schema of its own. Make all calls from one thread at a time."""
 
+    has_standbys = True
+
     def __init__(self, database: Database, url: str) -> None:
         """Connect.
 
@@ -75,6 +80,7 @@ class PostgresStore(SqlStore):
         self._url = url
         self._epoch: int | None = None
         self._db: Connection | None = database.open()
+        self._given_up = threading.Event()
         # Backend of the connection that holds, or held, the lock.
         self._backend = 0
 
@@ -112,6 +118,13 @@ class PostgresStore(SqlStore):
                 return done
 
         return self._ride_out(copy)
+
+    def give_up(self) -> None:
+        self._given_up.set()
+        if (db := self._db) is not None:
+            # A server that hangs would be waited for without end.
+            with suppress(OSError, psycopg.Error), socket.socket(fileno=os.dup(db.fileno())) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         if self._db is not None:
@@ -190,6 +203,11 @@ class PostgresStore(SqlStore):
                         f"start the queue again"
                     ) from error
                 self._drop()
+                if self._given_up.is_set():
+                    raise StoreError(
+                        f"the queue's store {self._database.name} did not answer when the queue was to end: what was "
+                        f"under way may not be stored, and nobody was told that it is"
+                    ) from error
                 now = time.monotonic()
                 if not until:
                     until = now + MAX_LOST_S
@@ -199,7 +217,7 @@ class PostgresStore(SqlStore):
                         f"the queue's store {self._database.name} could not be reached for {MAX_LOST_S:g} s: "
                         f"{one_line(error)}; start PostgreSQL, then start the queue again"
                     ) from error
-                time.sleep(pause_s)
+                self._given_up.wait(pause_s)
                 pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     def _reconnect(self) -> Connection:
@@ -241,7 +259,7 @@ class PostgresStore(SqlStore):
     def _give_up(self) -> NoReturn:
         raise Superseded(
             f"another queue has become the active one on {self._database.name}: this one has stored nothing more, and "
-            f"ends; start it again to have it stand by"
+            f"stands by from now on"
         )
 
 

@@ -160,12 +160,21 @@ class Database:
         for number, migration in enumerate(LAYOUTS[before:], before + 1):
             with db.transaction():
                 if number == 1:
-                    db.execute(f'CREATE SCHEMA "{self.schema}"'.encode())
+                    self._create_schema(db)
                 for statement in migration.statements:
                     db.execute(statement.encode())
                 db.execute(b"UPDATE layout SET number = %s", (number,))
             if before > 0:
                 logger.warning("%s: migrated to layout %d: %s", self.name, number, migration.effect)
+
+    def _create_schema(self, db: Connection) -> None:
+        try:
+            db.execute(f'CREATE SCHEMA "{self.schema}"'.encode())
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise StoreError(
+                f"queue.store = {self._url}: {one_line(error)}; let its user create a schema there: "
+                f'GRANT CREATE ON DATABASE "{db.info.dbname}" TO "{db.info.user}"'
+            ) from error
 
 
 def schema_of(run: str) -> str:

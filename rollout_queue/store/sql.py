@@ -132,6 +132,7 @@ class SqlStore(ABC):
     """The reading half of a `Store` over SQL."""
 
     blocks = True
+    has_standbys = False
 
     @abstractmethod
     def _read(self, of: Callable[[Query], T]) -> T:

@@ -70,6 +70,9 @@ class SqliteStore(SqlStore):
         log_bytes = log.stat().st_size if log.exists() else 0
         return StoreSize(self._path.stat().st_size + log_bytes, log_bytes)
 
+    def give_up(self) -> None:
+        """Do nothing: a call waits for no connection."""
+
     def close(self) -> None:
         self._opened.close()
 

@@ -17,6 +17,7 @@ from protocol.config.sections.base import (
     Port,
     Seconds,
     Section,
+    is_here,
     is_number,
     own_url,
     setting,
@@ -205,10 +206,11 @@ class QueueSection(Section):
     @property
     def own_address(self) -> str:
         """URL by which others know this queue, as far as its settings say."""
-        if self.url != "auto":
-            for url in split_urls(self.url):
-                if urlsplit(url).port == self.port:
-                    return url
+        urls = [] if self.url == "auto" else [url for url in split_urls(self.url) if urlsplit(url).port == self.port]
+        for url in urls:
+            # Queues on several machines have one port as a rule.
+            if len(urls) == 1 or is_here(urlsplit(url).hostname or ""):
+                return url
         host = socket.gethostname() if self.host in WILDCARDS else self.host
         return url_of(host, self.port)
 

@@ -31,10 +31,13 @@ def test_a_cpu_machine_divides_its_cores_and_a_gpu_machine_does_not(
         assert placed == {"queue": other, "vllm-0": server, "worker-0": other, "learner": other}
 
 
-def test_the_password_of_the_queue_s_database_reaches_the_queue_alone(run_file: Path) -> None:
-    programs = of(run_file, "--queue.store", "postgresql://me:hunter2@db/runs")
+def test_the_password_of_the_queue_s_database_reaches_the_queue_and_the_check_alone(run_file: Path) -> None:
+    config = load(run_file, ["--queue.store", "postgresql://me:hunter2@db/runs"])
+    check = processes.preflight_program(config, RUN_FILE, resume=False)
+    programs = {program.name: program for program in (check, *processes.run_programs(config, RUN_FILE, resume=False))}
     assert {name: program.env["PGPASSWORD"] for name, program in programs.items() if "PGPASSWORD" in program.env} == {
-        "queue": "hunter2"
+        "preflight": "hunter2",
+        "queue": "hunter2",
     }
     assert not [program for program in programs.values() if "hunter2" in " ".join(program.command)]
 

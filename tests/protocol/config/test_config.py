@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -204,6 +205,22 @@ def test_a_setting_that_takes_this_or_that_has_one_fault_which_names_both(
     message = fault(folder / "run.toml", [f"--{setting}", value])
     assert message.startswith(f"command line: {says}")
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "own"),
+    [
+        ("auto", "127.0.0.1", "http://127.0.0.1:8200"),
+        ("auto", "0.0.0.0", f"http://{socket.gethostname()}:8200"),
+        ("http://198.51.100.1:8300,http://198.51.100.1:8200", "0.0.0.0", "http://198.51.100.1:8200"),
+        ("http://198.51.100.1:8200,http://127.0.0.1:8200", "0.0.0.0", "http://127.0.0.1:8200"),
+        ("http://198.51.100.1:8200,http://198.51.100.2:8200", "127.0.0.1", "http://127.0.0.1:8200"),
+        ("http://198.51.100.1", "127.0.0.1", "http://127.0.0.1:8200"),
+    ],
+)
+def test_one_of_several_queues_knows_its_own_url(folder: Path, url: str, host: str, own: str) -> None:
+    config = load_text(folder, MINIMAL + f'[queue]\nurl = "{url}"\nhost = "{host}"\ntoken = "0123456789abcdef"\n')
+    assert config.queue.own_address == own
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import multiprocessing
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -669,3 +672,35 @@ async def test_groups_are_judged_one_at_a_time(monkeypatch: pytest.MonkeyPatch) 
         assert await asyncio.gather(*(client.submit(group(ticket)) for ticket in tickets)) == [True] * len(tickets)
     assert len(tickets) > 1
     assert most == 1
+
+
+@pytest.mark.parametrize("split", [20, -1], ids=["in its head", "in its body"])
+def test_a_request_that_came_while_the_process_was_stopped_is_answered(split: int) -> None:
+    """Time-outs are called before what has come is read."""
+    uvloop = pytest.importorskip("uvloop")
+    whole, (ours, theirs) = post(), multiprocessing.Pipe()
+
+    async def serve() -> None:
+        async with door(head_s=0.5, body_s=0.5) as port:
+            theirs.send(port)
+            await asyncio.sleep(60)
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve())
+
+    process = multiprocessing.get_context("fork").Process(target=run, daemon=True)
+    process.start()
+    try:
+        port = ours.recv()
+        with socket.create_connection(("127.0.0.1", port), 30.0) as client:
+            client.sendall(whole[:split])
+            asyncio.run(healthz(port))  # so that the first part has been read
+            os.kill(process.pid or 0, signal.SIGSTOP)
+            client.sendall(whole[split:])
+            sleep(2.0)
+            os.kill(process.pid or 0, signal.SIGCONT)
+            assert b" 422 " in client.recv(65536)
+    finally:
+        process.kill()
+        process.join()

@@ -1,4 +1,4 @@
-"""Nobody is told what a crash would take back, nor what another queue has changed since, whatever is asked."""
+"""Nobody is told what a crash would take back, whatever is asked."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import msgspec
 import pytest
 
-from protocol import access, codec, reasons
-from protocol.client import JSON
+from protocol import codec
 from protocol.messages import (
     BeginSession,
-    ErrorBody,
     Fingerprint,
     LeaseAck,
     LeaseRenewal,
@@ -31,16 +28,13 @@ from protocol.messages import (
 )
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
-from rollout_queue.broker import writer as writer_module
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.store.base import Superseded
+from rollout_queue.ledger.records import Decision
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import FakeTime, serving
+from tests.kit.queue import FakeTime
 from tests.rollout_queue.broker.test_operations import URL, stays, submit
 from tests.rollout_queue.broker.test_writer import until
 
@@ -210,47 +204,3 @@ async def test_tickets_of_an_evaluation_that_ends_before_they_are_in_the_store_a
         store.go.release(FREE)
         reply = await drawing
         assert [ticket.kind for ticket in reply.tickets] == ["eval"]
-
-
-class Taken(MemoryStore):
-    """A store that another queue takes over."""
-
-    taken = False
-
-    def commit(self, changes: Changes) -> None:
-        if self.taken:
-            raise Superseded("another queue is the active one")
-        super().commit(changes)
-
-
-async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another queue may have taken over meanwhile: it has given the tickets, and begun the session, that this one
-    calls lost and superseded."""
-    store = Taken()
-    broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
-        await beat(broker)
-        store.taken = True
-        assert (await beat(broker, "9.0")).lost_tickets == ["9.0"], "it has committed a moment ago"
-        monkeypatch.setattr(writer_module, "MAX_SILENCE_S", -1.0)
-        with pytest.raises(Refusal) as refused:
-            await beat(broker, "9.0")
-        assert refused.value.reason == reasons.STORE_FAILED
-        assert isinstance(broker.failure, Superseded)
-        broker.close_waits()
-
-
-@pytest.mark.parametrize("path", [access.LEASES, access.EVALUATIONS])
-async def test_a_queue_that_was_stopped_refuses_nobody_by_what_it_knew_before(
-    path: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The learner that began its session at the other queue would end: it is not this one's."""
-    store = Taken()
-    asked = {access.LEASES: LeaseRequest(2, "l", 1, wait_s=0.0), access.EVALUATIONS: EVALUATE}[path]
-    async with serving(config(), store) as queue, aiohttp.ClientSession() as session:
-        store.taken = True
-        monkeypatch.setattr(writer_module, "MAX_SILENCE_S", -1.0)
-        body = codec.encode_json(asked)
-        async with session.post(queue.url + path, data=body, headers={"Content-Type": JSON}) as response:
-            assert response.status == 503
-            assert codec.decode_json(await response.read(), ErrorBody).reason == reasons.STORE_FAILED

@@ -14,14 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from protocol.config import ConfigError, QueueSection
+from protocol.config import ConfigError, QueueSection, RunConfig
 from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
-from rollout_queue.store import postgres, postgres_database
+from rollout_queue.store import build, postgres, postgres_database
 from rollout_queue.store.base import MAX_SILENCE_S, StoreError, Superseded
 from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.copying import move_to_postgres
 from rollout_queue.store.postgres import PostgresStore
 from rollout_queue.store.postgres_database import LAYOUTS, Database, schema_of
 from rollout_queue.store.postgres_reader import PostgresReader
+from tests.kit.config import config
 from tests.kit.copies import start_function
 from tests.kit.postgres import Cluster, cluster, killable_cluster
 from tests.kit.relay import Relay, relay
@@ -295,11 +297,25 @@ def test_a_schema_of_a_newer_release_is_refused_with_the_remedy(place: Place) ->
             read()
 
 
-def test_without_psycopg_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("command", [build, lambda config: move_to_postgres(config, config)], ids=["build", "copy"])
+def test_without_psycopg_the_remedy_is_named(
+    command: Callable[[RunConfig], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "psycopg", None)
-    monkeypatch.delitem(sys.modules, postgres_database.__name__)
+    for module in (postgres, postgres_database):
+        monkeypatch.delitem(sys.modules, module.__name__)
     with pytest.raises(ConfigError, match=r"psycopg is not installed here: pip install 'slipstream-rl\[postgres\]'"):
-        __import__(postgres_database.__name__)
+        command(config(queue={"store": "postgresql://db/runs"}))
+
+
+def test_a_role_that_may_not_create_the_schema_is_told_the_grant(place: Place) -> None:
+    database = place.url.rpartition("/")[2]
+    cluster().admin("CREATE ROLE weak LOGIN", database)
+    weak = place.store(url=place.url.replace("slipstream@", "weak@"))
+    with pytest.raises(StoreError, match=f'GRANT CREATE ON DATABASE "{database}" TO "weak"'):
+        weak.acquire()
+    weak.close()
+    place.active()
 
 
 def test_a_schema_is_put_aside_under_another_name_unless_a_queue_runs(place: Place) -> None:

@@ -117,7 +117,7 @@ class Broker:
                 self.ready = False
                 with suppress(Refusal, TimeoutError):
                     async with asyncio.timeout(_LAST_COMMIT_S):
-                        await self.writer.newest
+                        await self.writer.flushed()
                 work.cancel()
         finally:
             self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
@@ -192,9 +192,9 @@ class Broker:
 
     async def _show_alive(self) -> None:
         """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
-        while self.failure is None:
-            await asyncio.sleep(ALIVE_S)
-            with suppress(Refusal):  # the store failed meanwhile
+        with suppress(Refusal):  # the store has failed
+            while True:
+                await asyncio.sleep(ALIVE_S)
                 self.writer.add(Decision(), {})
 
     def close_waits(self) -> None:
@@ -330,7 +330,7 @@ class Broker:
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
-        if not self.ledger.drains or self.failure is not None:
+        if self.failure is not None or not self._drained():
             return
         async with self.lock:
             names = self._drained()

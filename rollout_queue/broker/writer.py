@@ -1,7 +1,9 @@
 """Makes the calls of the store beside the event loop, and commits decisions in groups.
 
 Decisions go into the store in the order in which they were made, all that have come at a time in one commit. Once a
-call has failed every later one is refused, so that memory and store never differ in what anyone was told.
+call has failed every later one is refused, so that memory and store never differ in what anyone was told. Another queue
+may have taken the store over while this process did not run, so an answer that changes nothing waits for a commit too
+if there was none for a while.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import ParamSpec, TypeVar, cast
 
 from protocol import reasons
 from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 P = ParamSpec("P")
@@ -32,13 +34,17 @@ class Commit:
         self._ended = asyncio.Event()
         self._refusal: Refusal | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def end(self, refusal: Refusal | None = None) -> None:
         """Wake all who wait. `refusal`: why the decisions may not be in the store; None if they are."""
         self._refusal = refusal
         self._ended.set()
 
     def __await__(self) -> Generator[object, None, None]:
-        if not self._ended.is_set():
+        if not self.has_ended:
             yield from self._ended.wait().__await__()
         if self._refusal is not None:
             raise self._refusal
@@ -96,7 +102,6 @@ class Writer:
 
     Attributes:
         failure: What every call is refused with once one has failed.
-        newest: The newest commit. Await it before anyone is told what memory shows: the store has all of it then.
     """
 
     def __init__(
@@ -107,22 +112,22 @@ class Writer:
         self._failed = failed
         self._committed = committed
         self._pruned_below = 0
-        self._committed_at = time.monotonic()
-        self.newest = Commit()
-        self.newest.end()
+        self._last = Commit()
+        self._last.end()
         self._next = Commit()
+        self._owned_at = time.monotonic()  # when the newest commit that the store took began
         self._is_writing = False
         self._thread = _Thread() if store.blocks else None
 
     def begin(self, pruned_below: int) -> None:
         """Note `RunState.pruned_below` of what was loaded."""
         self._pruned_below = pruned_below
-        self._committed_at = time.monotonic()
+        self._owned_at = time.monotonic()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the newest successful commit began. Those in which the process was stopped count."""
-        return time.monotonic() - self._committed_at
+        return time.monotonic() - self._owned_at
 
     def add(self, decision: Decision, payloads: Mapping[str, Payload]) -> Commit:
         """Let a decision be written, with all others that come before the store is free. Return what to wait for.
@@ -132,7 +137,7 @@ class Writer:
         """
         if self.failure is not None:
             raise self.failure
-        commit = self.newest = self._next
+        commit = self._last = self._next
         commit.decisions.append(decision)
         commit.payloads.update(payloads)
         if self._thread is None:
@@ -148,9 +153,24 @@ class Writer:
             asyncio.get_running_loop().call_soon(self._write_next, self._thread)
         return commit
 
+    @property
+    def newest(self) -> Commit:
+        """What to await before anyone is told what memory shows: the store has it then, and is still this queue's.
+
+        Raises:
+            Refusal: STORE_FAILED.
+        """
+        if self._last.has_ended and self.silent_s > MAX_SILENCE_S:
+            return self.add(Decision(), {})
+        return self._last
+
+    async def flushed(self) -> None:
+        """Wait until everything that was added is in the store."""
+        await self._last
+
     async def read(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call the store, after everything that was added is in it."""
-        await self.newest
+        await self.flushed()
         return await self.call(function, *args, **kwargs)
 
     async def call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -224,10 +244,10 @@ class Writer:
         thread.submit(lambda: self._write(commit), done)
 
     def _write(self, commit: Commit) -> None:
-        at, began = time.monotonic(), time.perf_counter()
+        began, owned_at = time.perf_counter(), time.monotonic()
         changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
         self._store.commit(changes)
-        self._committed_at = at
+        self._owned_at = owned_at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._committed(time.perf_counter() - began, len(commit.decisions))

@@ -1,4 +1,4 @@
-"""Nobody is told what a crash would take back, whatever is asked."""
+"""Nobody is told what a crash would take back, nor what another queue has changed since, whatever is asked."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import codec
+from protocol import codec, reasons
 from protocol.messages import (
     BeginSession,
     Fingerprint,
@@ -28,9 +28,12 @@ from protocol.messages import (
 )
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, workers
+from rollout_queue.broker import writer as writer_module
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Decision
+from rollout_queue.ledger.records import Decision, Refusal
+from rollout_queue.store.base import Superseded
 from rollout_queue.store.changes import Changes
+from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
@@ -40,7 +43,6 @@ from tests.rollout_queue.broker.test_writer import until
 
 DECLARED = Fingerprint("1", "t", "c", {})
 FOUND = msgspec.structs.replace(DECLARED, rows=9, data="d", eval_rows=1, eval_data="e")
-EVALUATE = EvaluationRequest(1, 0, 0, rows=1, group_size=1, temperature=None, timeout_s=1000.0)
 FREE = 1000
 
 
@@ -97,7 +99,8 @@ async def beat(broker: Broker, *ticket_ids: str) -> Any:
 
 
 async def evaluate(broker: Broker) -> Any:
-    return await learner.ask_for_evaluation(broker, EVALUATE)
+    request = EvaluationRequest(1, 0, 0, rows=1, group_size=1, temperature=None, timeout_s=1000.0)
+    return await learner.ask_for_evaluation(broker, request)
 
 
 Step = Callable[[Broker, Any], Awaitable[Any]]
@@ -204,3 +207,31 @@ async def test_tickets_of_an_evaluation_that_ends_before_they_are_in_the_store_a
         store.go.release(FREE)
         reply = await drawing
         assert [ticket.kind for ticket in reply.tickets] == ["eval"]
+
+
+class Taken(MemoryStore):
+    """A store that another queue takes over."""
+
+    taken = False
+
+    def commit(self, changes: Changes) -> None:
+        if self.taken:
+            raise Superseded("another queue is the active one")
+        super().commit(changes)
+
+
+async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another queue may have taken over meanwhile: it has given the tickets, and begun the session, that this one
+    calls lost and superseded."""
+    store = Taken()
+    broker = Broker(config(), store, FakeTime().clock())
+    async with broker.running():
+        await beat(broker)
+        store.taken = True
+        assert (await beat(broker, "9.0")).lost_tickets == ["9.0"], "it has committed a moment ago"
+        monkeypatch.setattr(writer_module, "MAX_SILENCE_S", -1.0)
+        with pytest.raises(Refusal) as refused:
+            await beat(broker, "9.0")
+        assert refused.value.reason == reasons.STORE_FAILED
+        assert isinstance(broker.failure, Superseded)
+        broker.close_waits()

@@ -342,24 +342,6 @@ async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
         assert uses.servers == broker.fleet.servers
 
 
-@pytest.mark.parametrize("asks", ["for a ticket", "to take its group"])
-async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_of_it_before_it_is_admitted(
-    asks: str,
-) -> None:
-    async with running() as broker:
-        (held,) = await draw(broker)
-        async with broker.lock:  # as `command` holds it while it reads the store
-            asking = asyncio.create_task(draw(broker) if asks == "for a ticket" else submit(broker, held))
-            await asyncio.sleep(0.01)
-            declared = Fingerprint("1", "t", "c", {})
-            begin = BeginSession(0, 0, 100, resume=False, fingerprint=declared)
-            broker.apply(leases.begin(broker.ledger, begin, ()))
-        with pytest.raises(Refusal) as refused:
-            await asking
-        assert refused.value.reason == reasons.UNREGISTERED
-        assert broker.ledger.get(held.id, TicketState.ISSUED)
-
-
 async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that_another_may_know_better(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -395,3 +377,21 @@ async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that
         assert broker.ledger.get(given[0].id, TicketState.LEASED)
         assert (await workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"]))).lost_tickets == ["7.0"]
         broker.close_waits()
+
+
+@pytest.mark.parametrize("asks", ["for a ticket", "to take its group"])
+async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_of_it_before_it_is_admitted(
+    asks: str,
+) -> None:
+    async with running() as broker:
+        (held,) = await draw(broker)
+        async with broker.lock:  # as `command` holds it while it reads the store
+            asking = asyncio.create_task(draw(broker) if asks == "for a ticket" else submit(broker, held))
+            await asyncio.sleep(0.01)
+            declared = Fingerprint("1", "t", "c", {})
+            begin = BeginSession(0, 0, 100, resume=False, fingerprint=declared)
+            broker.apply(leases.begin(broker.ledger, begin, ()))
+        with pytest.raises(Refusal) as refused:
+            await asking
+        assert refused.value.reason == reasons.UNREGISTERED
+        assert broker.ledger.get(held.id, TicketState.ISSUED)

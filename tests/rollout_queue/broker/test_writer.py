@@ -11,6 +11,7 @@ import pytest
 
 from protocol import reasons
 from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
+from rollout_queue.broker import broker as broker_module
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import ALIVE_S, Broker
 from rollout_queue.broker.clock import Clock
@@ -118,7 +119,7 @@ async def test_a_commit_that_fails_at_once_leaves_nobody_waiting() -> None:
         with pytest.raises(Refusal, match="no memory"):
             writer.add(ticket(0), {})
     async with asyncio.timeout(10):
-        assert await awaited(writer.newest) == reasons.STORE_FAILED
+        assert await awaited(writer.flushed()) == reasons.STORE_FAILED
     writer.close()
 
 
@@ -139,6 +140,21 @@ async def test_a_task_of_the_queue_that_fails_ends_it() -> None:
             await ended.wait()
         with pytest.raises(Refusal, match="the clock broke"):
             broker.check_ready()
+
+
+async def test_a_queue_whose_store_failed_ends_without_another_error(
+    store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its last requests were answered, what shows that it lives failed too."""
+    monkeypatch.setattr(broker_module, "ALIVE_S", 0.01)
+    broker = Broker(config(), store, FakeTime().clock())
+    async with broker.running():
+        store.error = StoreError("disk full")
+        store.go.release(100)
+        with pytest.raises(Refusal, match="disk full"):
+            await broker.apply(ticket(0))
+        await asyncio.sleep(0.1)  # several times as long as it takes
+    assert str(broker.failure) == "disk full"
 
 
 async def awaited(commit: Any) -> str | None:

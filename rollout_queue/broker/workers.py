@@ -185,6 +185,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
+        broker.registry.check_registered(broker.ledger.run, record.worker_id)  # a session may have begun meanwhile
         broker.fleet.check_group(arrival.facts, record.serial)
         if evaluation is not None:
             commit = broker.apply(evaluations.accept(record, arrival.group, arrival.facts))

@@ -379,15 +379,19 @@ async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that
         broker.close_waits()
 
 
-async def test_a_worker_that_waits_while_a_session_begins_gets_no_ticket_of_it_before_it_is_admitted() -> None:
+@pytest.mark.parametrize("asks", ["for a ticket", "to take its group"])
+async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_of_it_before_it_is_admitted(
+    asks: str,
+) -> None:
     async with running() as broker:
+        (held,) = await draw(broker)
         async with broker.lock:  # as `command` holds it while it reads the store
-            drawing = asyncio.create_task(draw(broker))
-            await asyncio.sleep(0)
-            begun = leases.begin(
-                broker.ledger, BeginSession(0, 0, 100, resume=False, fingerprint=Fingerprint("1", "t", "c", {})), ()
-            )
-            broker.apply(begun)
+            asking = asyncio.create_task(draw(broker) if asks == "for a ticket" else submit(broker, held))
+            await asyncio.sleep(0.01)
+            declared = Fingerprint("1", "t", "c", {})
+            begin = BeginSession(0, 0, 100, resume=False, fingerprint=declared)
+            broker.apply(leases.begin(broker.ledger, begin, ()))
         with pytest.raises(Refusal) as refused:
-            await drawing
+            await asking
         assert refused.value.reason == reasons.UNREGISTERED
+        assert broker.ledger.get(held.id, TicketState.ISSUED)

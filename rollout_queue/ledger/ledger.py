@@ -187,7 +187,7 @@ class Ledger:
         return min(soonest, self.evaluations.next_deadline(), *(of.soonest() for of in deadlines))
 
     def apply(self, decision: Decision, now: float) -> None:
-        """Apply a decision that the store has committed."""
+        """Apply a decision."""
         for record in decision.tickets:
             before = self._live.get(record.id)
             if before is not None and before.state is record.state is TicketState.ISSUED:

@@ -242,7 +242,7 @@ class Evaluations:
         return min(self._deadlines.values(), default=math.inf)
 
     def apply(self, decision: Decision, now: float) -> list[TicketRecord]:
-        """Apply a decision that the store has committed. Returns the tickets that are forgotten by it."""
+        """Apply a decision. Returns the tickets that are forgotten by it."""
         for record in decision.evaluations:
             if record.result is None:
                 self._keep_open(record, now)

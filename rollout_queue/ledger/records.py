@@ -1,7 +1,7 @@
 """Records of the queue, the same in memory and on disk: tickets, groups, run, servers, evaluations.
 
-Records are immutable. A decision is a list of new records: the broker commits it to the store in one transaction and
-only then applies it, so that memory never runs ahead of the disk. A decision that declines raises `Refusal`.
+Records are immutable. A decision is a list of new records: the broker applies it to memory at once, and tells nobody
+of it before the store has it, whole. A decision that declines raises `Refusal`.
 """
 
 from __future__ import annotations

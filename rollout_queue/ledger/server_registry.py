@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from protocol import codec, reasons
+from protocol import reasons
 from protocol.messages import Server, ServerState
 from rollout_queue.ledger.records import Distrust, GroupFacts, Refusal, SampledBy, ServerRecord
 
@@ -49,7 +49,7 @@ _REASON_MAY_CHANGE = frozenset({_S.JOINING, _S.SYNCING, _S.STALE, _S.DOWN})
 
 
 class ServerRegistry:
-    """Servers by name. Decisions are pure; `apply` takes in what was stored.
+    """Servers by name. Decisions are pure; `apply` takes them in.
 
     What requests read of the whole fleet is kept up to date change by change, or derived once for each.
 
@@ -63,8 +63,6 @@ class ServerRegistry:
         self._servers: dict[str, Server] = {}
         self._serving: dict[str, int] = {}  # version by name
         self._served_version: int | None = None
-        self._encoded: bytes | None = None
-        self._encoded_servers: dict[str, bytes] = {}
         self.revision = 0
         for record in records:
             self.apply(record)
@@ -72,13 +70,6 @@ class ServerRegistry:
     @property
     def servers(self) -> list[Server]:
         return list(self._servers.values())
-
-    @property
-    def encoded(self) -> bytes:
-        """`servers` as JSON."""
-        if self._encoded is None:
-            self._encoded = b"[" + b",".join(self._encoded_servers.values()) + b"]"
-        return self._encoded
 
     @property
     def records(self) -> list[ServerRecord]:
@@ -171,11 +162,10 @@ class ServerRegistry:
         before = self.get(name)
         self._records[name] = record
         if record.removed:
-            for of_fleet in (self._in_fleet, self._servers, self._encoded_servers):
+            for of_fleet in (self._in_fleet, self._servers):
                 of_fleet.pop(name, None)
         else:
             self._in_fleet[name], self._servers[name] = record, server
-            self._encoded_servers[name] = codec.encode_json(server)
         if server.state is ServerState.SERVING and not record.removed:
             self._serving[name] = server.version or 0
         else:
@@ -183,7 +173,6 @@ class ServerRegistry:
         self._served_version = min(self._serving.values(), default=None)
         if before != self.get(name):
             self.revision += 1
-            self._encoded = None
 
     def distrusted(self, group: GroupFacts, serial: int) -> str | None:
         """Return the server whose distrust forbids to train this group; None if there is none.

@@ -1,7 +1,7 @@
 """Measures what a group costs the rollout queue, beside a bare echo of the same bodies, and prints JSON.
 
-    python benchmarks/queue_cost.py cycle [--stores :memory: sqlite] [--kilobytes 64 1024] [--against OLD_CHECKOUT]
-    python benchmarks/queue_cost.py scale [--scales workers ...] [--stores :memory:] [--against OLD_CHECKOUT]
+    python -m benchmarks.queue_cost cycle [--stores :memory: sqlite postgresql] [--kilobytes 64] [--against CHECKOUT]
+    python -m benchmarks.queue_cost scale [--scales workers ...] [--stores :memory:] [--against CHECKOUT]
 
 `cycle`: workers draw a ticket at a time and submit its group, a learner leases
 and acknowledges `--step` groups at a time: by default one, so that a group's life is four requests.
@@ -53,6 +53,7 @@ from protocol.messages import (
     VersionSpan,
 )
 from rollout_queue.service import listen
+from tests.kit.postgres import cluster
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLLOUTS = 8
@@ -178,8 +179,12 @@ def free_port() -> int:
 
 @contextmanager
 def queue(name: str, checkout: Path, store: str, *, permits: int = 256, tickets: int = 0) -> Iterator[Program]:
-    """Run the queue of a checkout; `permits` groups may be outstanding, `tickets` have ended before."""
+    """Run the queue of a checkout; `permits` groups may be outstanding, `tickets` have ended before.
+
+    `postgresql` is a database of a cluster of its own, whose CPU is not counted.
+    """
     port = free_port()
+    store = cluster().new_database() if store == "postgresql" else store
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "task.py").touch()
         run_file = Path(folder, "run.toml")
@@ -397,7 +402,7 @@ async def measure_cycle(arguments: argparse.Namespace, checkouts: dict[str, Path
                 stack.enter_context(queue(f"{name} {store}", checkout, store))
                 for store in arguments.stores
                 for name, checkout in checkouts.items()
-                if not (store.startswith("postgres") and name == "old")
+                if not (store == "postgresql" and name == "old")
             ]
             programs += [stack.enter_context(echo(kind)) for kind in ECHOS]
             for of in programs:
@@ -475,7 +480,8 @@ async def measure_scale(arguments: argparse.Namespace, checkouts: dict[str, Path
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["cycle", "scale"])
-    parser.add_argument("--stores", nargs="+", default=[":memory:", "sqlite"])
+    stores = (":memory:", "sqlite", "postgresql")
+    parser.add_argument("--stores", nargs="+", default=stores, choices=stores)
     parser.add_argument("--scales", nargs="+", default=[*SCALES], choices=[*SCALES])
     parser.add_argument("--kilobytes", nargs="+", type=int, default=[64, 1024])
     parser.add_argument("--against", type=Path, help="an older checkout, measured in the same rounds")

@@ -86,16 +86,17 @@ class Account:
     step: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     promises: list[float] = field(default_factory=list)  # when each was made
-    answered: dict[str, float] = field(default_factory=dict)
+    answered: dict[str, float] = field(default_factory=dict)  # when each had the first answer since a fault
     promised: asyncio.Event = field(default_factory=asyncio.Event)
 
     def answer(self, who: str, kind: str = "", promise: bool = True) -> None:
         """Note that somebody got an answer; `promise`: one that a queue has to keep."""
-        self.answered[who] = time.monotonic()
+        now = time.monotonic()
+        self.answered.setdefault(who, now)
         if kind:
             self.counts[kind] += 1
         if promise:
-            self.promises.append(self.answered[who])
+            self.promises.append(now)
             self.promised.set()
 
     def violated(self, text: str) -> None:
@@ -400,12 +401,16 @@ class Faults:
         self._cluster = cluster
         self._stop_s = stop_s
 
+    def _begin(self) -> float:
+        self._account.answered.clear()
+        return time.monotonic()
+
     async def kill(self) -> float:
         """Kill the active queue and start it again: at once without a standby, else once another one is active."""
         queues = self._queues
         number = await queues.active()
         queues.send(number, signal.SIGKILL)
-        began = time.monotonic()
+        began = self._begin()
         if len(queues.ports) > 1:
             await queues.active()
         queues.start(number)
@@ -414,7 +419,7 @@ class Faults:
 
     async def kill_database(self) -> float:
         assert self._cluster is not None
-        began = time.monotonic()
+        began = self._begin()
         await asyncio.to_thread(self._cluster.kill)
         await asyncio.to_thread(self._cluster.start)
         return began
@@ -424,13 +429,13 @@ class Faults:
         queues, account = self._queues, self._account
         number = await queues.active()
         queues.send(number, signal.SIGSTOP)
-        began = time.monotonic()
+        began = self._begin()
         await asyncio.sleep(self._stop_s)
         floor = account.version
         asking = [asyncio.create_task(self._ask_woken(queues.ports[number], floor)) for _ in range(4)]
         await asyncio.sleep(0.2)
         queues.send(number, signal.SIGCONT)
-        woken = time.monotonic()
+        woken = time.monotonic() if len(queues.ports) > 1 else self._begin()
         await asyncio.gather(*asking)
         await queues.stands_by(number)
         return began if len(queues.ports) > 1 else woken
@@ -461,9 +466,9 @@ async def recovered(account: Account, since: float) -> tuple[float, float]:
             account.promised.clear()
             await account.promised.wait()
         first = account.promises[bisect_right(account.promises, since + ON_THEIR_WAY_S)] - since
-        while min(account.answered.values()) <= since:  # noqa: ASYNC110 - of many
+        while len(account.answered) < WORKERS + SLOW_WORKERS + 1:  # noqa: ASYNC110 - of many
             await asyncio.sleep(0.05)
-        return first, max(time.monotonic() - since, first)
+        return first, max(account.answered.values()) - since
 
 
 def audit(queues: Queues, account: Account) -> dict[str, Any]:

@@ -62,7 +62,8 @@ def _serve_once(config: RunConfig) -> None:
                 runner.run(server.serve(sockets=[listener]))
         except SystemExit as error:  # uvicorn's way to say that the app did not start
             raise broker.failure or StoreError("the queue did not start: see the lines above") from error
-    if broker.failure is not None:
+    # Whoever sent the signal waits for the end of the process, not for a queue that stands by.
+    if broker.failure is not None and not (server.signalled and isinstance(broker.failure, Superseded)):
         raise broker.failure
 
 
@@ -85,11 +86,16 @@ def fitted(config: RunConfig, descriptors: int) -> tuple[RunConfig, Shares]:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn's server. A signal also ends the long-polls, and the process then exits with code 0."""
+    """uvicorn's server. A signal also ends the long-polls, and the process then exits with code 0.
+
+    Attributes:
+        signalled: Whether a signal has asked for the end.
+    """
 
     def __init__(self, app: FastAPI, shares: Shares) -> None:
         broker: Broker = app.state.broker
         self._broker = broker
+        self.signalled = False
         pool = ConnectionPool(shares, broker.observations.connections, broker.clock.monotonic)
         super().__init__(
             uvicorn.Config(
@@ -113,8 +119,12 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self.stop)
+            loop.add_signal_handler(number, self._end)
         yield
+
+    def _end(self) -> None:
+        self.signalled = True
+        self.stop()
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -117,7 +117,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
         async with broker.running():
             yield
 
-    app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
     app.state.broker = broker
     app.state.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
     requests.install_error_bodies(app)

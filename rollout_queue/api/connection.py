@@ -155,15 +155,14 @@ class Connection(HttpToolsProtocol):
         if len(names) != len(set(names)):
             twice = next(name.decode() for name in names if names.count(name) > 1)
             self._fail(400, f"the request has the header {twice} twice: send it once")
-        path = self.url.partition(b"?")[0]
-        kind = kind_of(path)
+        kind = kind_of(self.url)
         if not self.pool.enter(self, kind):
             self._refusal = _Refused(503, ErrorBody(reasons.BUSY, self._why_busy(kind)), _RETRY_AFTER_S)
             raise ValueError(self._refusal.body.message)
         self.pool.works(self)
         self._phase = _Phase.BODY
         self._received = self._body = self._body_before = self._pieces = 0
-        put = kind is Kind.WORKER and path.startswith(_GROUPS) and self.parser.get_method() == b"PUT"
+        put = kind is Kind.WORKER and self.url.startswith(_GROUPS) and self.parser.get_method() == b"PUT"
         self._put_at = time.perf_counter() if put else None
         super().on_headers_complete()
 

@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Protocol
+from urllib.parse import unquote_to_bytes
 
 import msgspec
 
@@ -56,8 +57,14 @@ _WORKER_ROUTES = (access.DRAW_TICKETS, access.FAIL_TICKET, access.HEARTBEAT, acc
 _WORKER_PATHS = tuple({route.path.partition("{")[0].encode() for route in _WORKER_ROUTES})
 
 
-def kind_of(path: bytes) -> Kind:
-    """Return the kind of a connection that asks for `path`."""
+def kind_of(target: bytes) -> Kind:
+    """Return the kind of a connection by its request's target: a path, maybe with a query, encoded or a whole URL."""
+    path = target.partition(b"?")[0]
+    if not path.startswith(b"/"):
+        path = path.partition(b"://")[2]
+        path = path[path.find(b"/") :]
+    if b"%" in path:
+        path = unquote_to_bytes(path)
     if path.startswith(_WORKER_PATHS):
         return Kind.WORKER
     return Kind.HEALTH if path == access.HEALTH.encode() else Kind.CONTROL

@@ -28,8 +28,7 @@ router = APIRouter()
 
 @handles(router, access.READ_POSITION, answers={200: RunPosition})
 async def read_position(broker: ReadyBroker) -> Response:
-    await broker.writer.flushed()  # a position that a restart could take back is told to nobody
-    return reply_json(broker.position())
+    return reply_json(await learner.read_position(broker))
 
 
 @handles(router, access.COMMAND, PolicyCommand, {200: RunPosition})
@@ -71,7 +70,7 @@ async def acknowledge(request: Request, broker: ReadyBroker, id: str) -> Respons
 @handles(router, access.RENEW_LEASE, LeaseRenewal, {200: LeaseRenewed})
 async def renew_lease(request: Request, broker: ReadyBroker, id: str) -> Response:
     message: LeaseRenewal = await read_json(request, LeaseRenewal)
-    return reply_json(learner.renew_lease(broker, id, message))
+    return reply_json(await learner.renew_lease(broker, id, message))
 
 
 @handles(router, access.RELEASE_LEASE, LeaseRenewal, {204: None})
@@ -83,7 +82,7 @@ async def release_lease(request: Request, broker: ReadyBroker, id: str) -> Respo
 
 @handles(router, access.READ_SERVERS, answers={200: list[Server]})
 async def read_servers(broker: ReadyBroker) -> Response:
-    return reply_json(broker.fleet.servers)
+    return reply_json(await learner.read_servers(broker))
 
 
 @handles(router, access.PUT_SERVER, ServerChange, {200: Server | None})

@@ -308,6 +308,12 @@ def install_error_bodies(app: FastAPI) -> None:
         message = f"{request.method} {request.url.path}: {raised.detail}{hint}"
         return error(raised.status_code, ErrorBody(reasons.http(raised.status_code), message))
 
+    @app.exception_handler(Exception)
+    async def failed(request: Request, raised: Exception) -> Response:
+        """Say so to the client; the caller of this logs the traceback."""
+        message = f"{request.method} {request.url.path[:200]}: the queue failed: {type(raised).__name__}; see its log"
+        return error(500, ErrorBody(reasons.http(500), message))
+
     @app.exception_handler(ClientDisconnect)
     async def hung_up(_: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=400)  # nobody is there to read it

@@ -44,7 +44,7 @@ from rollout_queue.store.changes import Changes, Payload
 logger = logging.getLogger(__name__)
 
 # A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-_ALIVE_S = 0.5
+ALIVE_S = 0.5
 
 # A queue that ends waits so long for its store to take the last commit, seconds.
 _LAST_COMMIT_S = 5.0
@@ -123,26 +123,29 @@ class Broker:
             self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
 
     async def _run(self, settled: asyncio.Event) -> None:
-        """Become the active queue, load the store, and keep it until cancelled or until the store fails."""
+        """Become the active queue, load the store, and keep it until cancelled or until something fails."""
         try:
             while (active := await self.writer.call(self.store.acquire)) is not None:
                 self._note_standby(active)
                 settled.set()
-                await asyncio.sleep(_ALIVE_S)
+                await asyncio.sleep(ALIVE_S)
             await self._load()
             self._note_standby(None)
             self.ready = True
             self._register_servers()
-        except Refusal:
-            return  # `failure` says why
+            settled.set()
+            async with asyncio.TaskGroup() as tasks:
+                for task in (self._expire_when_due(), self._tick(), self._show_alive()):
+                    tasks.create_task(task)
         except ConfigError as error:
             self._fail(error)
-            return
+        except Exception as error:
+            # Without deadlines, or half loaded, it would keep everyone waiting.
+            if self.failure is None:
+                logger.exception("the queue ends, since one of its own tasks failed")
+                self._fail(StoreError(f"the queue failed: {error!r}; start it again, and report the lines above"))
         finally:
             settled.set()
-        async with asyncio.TaskGroup() as tasks:
-            for task in (self._expire_when_due(), self._tick(), self._show_alive()):
-                tasks.create_task(task)
 
     def _note_standby(self, active: str | None) -> None:
         if active is not None and active != self.active_url:
@@ -189,9 +192,9 @@ class Broker:
 
     async def _show_alive(self) -> None:
         """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
-        while self.failure is None:
-            await asyncio.sleep(_ALIVE_S)
-            with suppress(Refusal):  # the store failed meanwhile
+        with suppress(Refusal):  # the store has failed
+            while True:
+                await asyncio.sleep(ALIVE_S)
                 self.writer.add(Decision(), {})
 
     def close_waits(self) -> None:
@@ -254,22 +257,23 @@ class Broker:
             payloads: Bodies of new groups, by ticket id.
 
         Returns:
-            What to await before anyone is told of the decision: it raises `Refusal` (STORE_FAILED) if the store fails.
+            What to await before anyone is told of the decision, or of what memory shows where it is empty: it raises
+            `Refusal` (STORE_FAILED) if the store fails.
 
         Raises:
             Refusal: STORE_FAILED, NOT_READY, or OUT_OF_RANGE for a number that no store can hold.
         """
         self.check_ready()
         if not decision:
-            return self.writer.nothing
+            return self.writer.newest
         decision = evaluations.with_ends(self.ledger, self.fleet, decision, self.clock.wall())
         tickets.check_range(decision)
-        commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
-        self.fresh.changed(decision.tickets)
-        for name, body in (payloads or {}).items():
-            self.fresh.add(name, body)
         session, had_tickets = self.ledger.run.session, self._evaluations_with_tickets()
+        commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
         try:
+            self.fresh.changed(decision.tickets)
+            for name, body in (payloads or {}).items():
+                self.fresh.add(name, body)
             self.ledger.apply(decision, self.now)
             for server in decision.servers:
                 self.fleet.apply(server)
@@ -326,11 +330,11 @@ class Broker:
     async def remove_drained(self) -> None:
         """Remove draining servers on which no worker has a request and whose last version the learner has verified, or
         whose time is over."""
-        if not self.ledger.drains or self.failure is not None:
+        if self.failure is not None or not self._drained():
             return
         async with self.lock:
             names = self._drained()
-            commit = self.apply(servers.remove(self.fleet, self.ledger, names)) if names else self.writer.nothing
+            commit = self.apply(servers.remove(self.fleet, self.ledger, names))
         await commit
         for name in names:
             logger.info("server %s is gone", name)

@@ -1,9 +1,9 @@
 """Operations of the learner's side: sessions, leases, acknowledgements, evaluations, servers, the end of the run.
 
 Each takes messages and returns messages, and knows nothing of HTTP. Where an operation decides, it looks and applies
-within `async with broker.lock`, which it holds over its own reads of the store, and answers once the store has the
-change. All but the registration of a server are fenced: they refuse every session but the newest
-(SESSION_SUPERSEDED).
+within `async with broker.lock`, which it holds over its own reads of the store. It makes its answer at once, and gives
+it once the store has what the answer tells. All but reads and the registration of a server are fenced: they refuse
+every session but the newest (SESSION_SUPERSEDED).
 """
 
 from __future__ import annotations
@@ -55,12 +55,25 @@ async def command(broker: Broker, message: PolicyCommand) -> RunPosition:
                 _check_session(broker, message.session)
                 oldest = leases.kept_checkpoints(broker.ledger, message.step)[0]
                 first = await broker.writer.read(broker.store.first_forgotten_after, oldest)
-                commit = broker.apply(leases.checkpointed(broker.ledger, message.step, first))
-            await commit
+                broker.apply(leases.checkpointed(broker.ledger, message.step, first))
         case _:
             _check_session(broker, message.session)
             broker.observations.learner_waits(message.what, broker.now)
-    return broker.position()
+    return await read_position(broker)
+
+
+async def read_position(broker: Broker) -> RunPosition:
+    """Return the position of the run."""
+    position = broker.position()
+    await broker.writer.newest
+    return position
+
+
+async def read_servers(broker: Broker) -> list[Server]:
+    """Return the servers that are registered."""
+    found = broker.fleet.servers
+    await broker.writer.newest
+    return found
 
 
 async def _begin_session(broker: Broker, message: BeginSession) -> None:
@@ -89,9 +102,8 @@ async def ask_for_evaluation(broker: Broker, message: EvaluationRequest) -> list
     """
     async with broker.lock:
         _check_session(broker, message.session)
-        commit = broker.apply(evaluations.ask(broker.ledger, message, broker.clock.wall()))
-    await commit
-    return broker.evaluation_views()
+        broker.apply(evaluations.ask(broker.ledger, message, broker.clock.wall()))
+    return await _read_evaluations(broker)
 
 
 async def read_evaluations(broker: Broker, wait_s: float) -> list[Evaluation]:
@@ -103,7 +115,13 @@ async def read_evaluations(broker: Broker, wait_s: float) -> list[Evaluation]:
     ended = broker.evaluations_ended.listen()
     if wait_s > 0 and broker.ledger.evaluations.open and not broker.closing:
         await wait(ended, min(wait_s, MAX_WAIT_S))
-    return broker.evaluation_views()
+    return await _read_evaluations(broker)
+
+
+async def _read_evaluations(broker: Broker) -> list[Evaluation]:
+    views = broker.evaluation_views()
+    await broker.writer.newest
+    return views
 
 
 async def lease(broker: Broker, request: LeaseRequest, has_left: Callable[[], Awaitable[bool]]) -> LeaseReply:
@@ -126,7 +144,7 @@ async def lease(broker: Broker, request: LeaseRequest, has_left: Callable[[], Aw
             _check_session(broker, request.session)
             broker.early_failures.check_not_given_up()
             ledger.renew_lease(request.lease_id, broker.now)
-            commit = broker.writer.nothing
+            commit = broker.writer.newest
             lost = leases.undelivered(ledger, request.lease_id, request.have)
             more = ledger.count(TicketState.READY) > 0 and not broker.closing
             if lost or (more and not await has_left()):
@@ -195,18 +213,17 @@ async def acknowledge(broker: Broker, lease_id: str, message: LeaseAck) -> RunPo
         found = await broker.writer.read(broker.store.records, ended) if ended else {}
         decision = leases.ack(broker.ledger, broker.fleet, message, found)
         await broker.record(lease_id, decision)
-        commit = broker.apply(decision)
+        broker.apply(decision)
         broker.ledger.renew_lease(lease_id, broker.now)
         stepped = broker.ledger.run.version > version
         facts = broker.observations.acknowledged(decision.tickets, message.report, stepped, broker.now)
         if facts is not None:
             broker.admission.observe_step(facts)
             broker.line.call_next()  # the depth may have grown
-    await commit
-    return broker.position()
+    return await read_position(broker)
 
 
-def renew_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> LeaseRenewed:
+async def renew_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> LeaseRenewed:
     """Renew a lease. Returns which of the groups in `message.have` must not be trained.
 
     Raises:
@@ -216,7 +233,9 @@ def renew_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> LeaseRe
         broker.ledger.renew_lease(lease_id, broker.now)
     _check_session(broker, message.session)
     leases.check_renewal(broker.ledger, lease_id)
-    return LeaseRenewed(leases.revoked(broker.ledger, broker.fleet, lease_id, message.have))
+    renewed = LeaseRenewed(leases.revoked(broker.ledger, broker.fleet, lease_id, message.have))
+    await broker.writer.newest
+    return renewed
 
 
 async def release_lease(broker: Broker, lease_id: str, message: LeaseRenewal) -> None:
@@ -248,9 +267,10 @@ async def put_server(broker: Broker, change: ServerChange) -> Server | None:
         else:
             _check_session(broker, change.session)
         commit = broker.apply(servers.put(broker.fleet, broker.ledger, server, broker.clock.wall()))
+        now = broker.fleet.get(server.name)
     await commit
     _expect_steps(broker)
-    return broker.fleet.get(server.name)
+    return now
 
 
 async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
@@ -265,7 +285,7 @@ async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
             commit = broker.apply(servers.remove(broker.fleet, broker.ledger, [name]))
     await commit
     await broker.remove_drained()
-    return broker.fleet.servers
+    return await read_servers(broker)
 
 
 async def finish(broker: Broker, message: FinishRun) -> RunPosition:
@@ -273,10 +293,9 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
     async with broker.lock:
         _check_session(broker, message.session)
         ended = evaluations.finish(broker.ledger, broker.fleet, broker.clock.wall())
-        commit = broker.apply(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
-    await commit
+        broker.apply(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
     broker.observations.waits.end(LEARNER)
-    return broker.position()
+    return await read_position(broker)
 
 
 def _check_session(broker: Broker, session: int) -> None:

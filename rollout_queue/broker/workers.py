@@ -1,7 +1,7 @@
 """Operations of the workers' side: draw tickets, fail them, send heartbeats, submit groups, sign off.
 
 Each takes messages and returns messages, and knows nothing of HTTP. Where an operation decides, it looks and applies
-within `async with broker.lock`, and answers once the store has the change.
+within `async with broker.lock`. It makes its answer at once, and gives it once the store has what the answer tells.
 """
 
 from __future__ import annotations
@@ -53,14 +53,16 @@ async def draw_tickets(
         for record in delivered:
             ledger.renew_ticket(record.id, broker.now)
         if delivered:
-            return _ticket_reply(broker, request, delivered)
+            reply = _ticket_reply(broker, request, delivered)
+            await broker.writer.newest
+            return reply
     began = broker.now
     deadline = began + min(request.wait_s, MAX_WAIT_S)
     with broker.line.place(worker, request.serving) as place:
         while True:
-            _check_may_draw(broker, worker)
             broker.observations.workers.seen(worker, broker.now)
             async with broker.lock:
+                _check_may_draw(broker, worker)
                 if ledger.run.finished:
                     raise Refusal(reasons.RUN_FINISHED, "the run is finished: no more tickets are given")
                 decision = Decision() if broker.closing else _issue(broker, place, request.max_tickets)
@@ -70,6 +72,7 @@ async def draw_tickets(
                     commit = broker.apply(decision)
                     if decision.tickets:
                         waits.end(worker)
+                        reply = _ticket_reply(broker, request, decision.tickets)
                         break
             if broker.fleet.servers and not broker.fleet.all_serve(request.serving):
                 return _ticket_reply(broker, msgspec.structs.replace(request, fleet=""), [])
@@ -81,7 +84,7 @@ async def draw_tickets(
                 return None
     broker.observations.histograms.poll_s(broker.now - began)
     await commit
-    return _ticket_reply(broker, request, decision.tickets)
+    return reply
 
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
@@ -91,9 +94,10 @@ async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) ->
     async with broker.lock:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is None or record.worker_id != failure.worker_id:
-            return
-        commit = broker.apply(tickets.fail(broker.ledger, record, reason, failure.retryable))
-        _observe_failure(broker, record, reason, failure.detail)
+            commit = broker.writer.newest
+        else:
+            commit = broker.apply(tickets.fail(broker.ledger, record, reason, failure.retryable))
+            _observe_failure(broker, record, reason, failure.detail)
     await commit
 
 
@@ -122,7 +126,9 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
             lost.append(ticket_id)
     run = broker.ledger.run
     servers = _fleet_for(broker, report.fleet)
-    return WorkerReply(lost, servers, run.finished, list(warnings), run.id, broker.fleet_state)
+    reply = WorkerReply(lost, servers, run.finished, list(warnings), run.id, broker.fleet_state)
+    await broker.writer.newest
+    return reply
 
 
 async def sign_off(broker: Broker, worker_id: str) -> None:
@@ -179,6 +185,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
+        broker.registry.check_registered(broker.ledger.run, record.worker_id)  # a session may have begun meanwhile
         broker.fleet.check_group(arrival.facts, record.serial)
         if evaluation is not None:
             commit = broker.apply(evaluations.accept(record, arrival.group, arrival.facts))

@@ -1,7 +1,9 @@
 """Makes the calls of the store beside the event loop, and commits decisions in groups.
 
 Decisions go into the store in the order in which they were made, all that have come at a time in one commit. Once a
-call has failed every later one is refused, so that memory and store never differ in what anyone was told.
+call has failed every later one is refused, so that memory and store never differ in what anyone was told. Another queue
+may have taken the store over while this process did not run, so an answer that changes nothing waits for a commit too
+if there was none for a while.
 """
 
 from __future__ import annotations
@@ -16,11 +18,13 @@ from typing import ParamSpec, TypeVar, cast
 
 from protocol import reasons
 from rollout_queue.ledger.records import Decision, Refusal
-from rollout_queue.store.base import Store, StoreError
+from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+_LAST_CALLS_S = 1.0
 
 
 class Commit:
@@ -32,13 +36,17 @@ class Commit:
         self._ended = asyncio.Event()
         self._refusal: Refusal | None = None
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def end(self, refusal: Refusal | None = None) -> None:
         """Wake all who wait. `refusal`: why the decisions may not be in the store; None if they are."""
         self._refusal = refusal
         self._ended.set()
 
     def __await__(self) -> Generator[object, None, None]:
-        if not self._ended.is_set():
+        if not self.has_ended:
             yield from self._ended.wait().__await__()
         if self._refusal is not None:
             raise self._refusal
@@ -50,13 +58,7 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="store", daemon=True)
-        self._begun = self._ended = 0  # each is counted by one thread
         self._thread.start()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a call has not ended."""
-        return self._begun > self._ended
 
     def submit(self, call: Callable[[], T], done: Callable[[T | None, BaseException | None], None]) -> None:
         """Make a call. `done` gets its result or its error, on the event loop that this is called on."""
@@ -68,18 +70,19 @@ class _Thread:
                 result = call()
             except BaseException as raised:
                 error = raised
-            self._ended += 1
             with suppress(RuntimeError):  # the loop has ended: nobody waits
                 loop.call_soon_threadsafe(done, result, error)
 
-        self._begun += 1
         self._jobs.put(job)
 
-    def end(self, last: Callable[[], None]) -> None:
-        """Make a last call after all others, and wait for it."""
+    def end(self, last: Callable[[], None], give_up: Callable[[], None]) -> None:
+        """Make a last call after all others, and wait for it; after a second, `give_up` has to end what still runs."""
         self._jobs.put(last)
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(_LAST_CALLS_S)
+        if self._thread.is_alive():
+            give_up()
+            self._thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -96,7 +99,6 @@ class Writer:
 
     Attributes:
         failure: What every call is refused with once one has failed.
-        nothing: A commit of no decisions, which has ended.
     """
 
     def __init__(
@@ -107,22 +109,22 @@ class Writer:
         self._failed = failed
         self._committed = committed
         self._pruned_below = 0
-        self._committed_at = time.monotonic()
-        self.nothing = self._last = Commit()
-        self.nothing.end()
+        self._last = Commit()
+        self._last.end()
         self._next = Commit()
+        self._owned_at = time.monotonic()  # when the newest commit that the store took began
         self._is_writing = False
         self._thread = _Thread() if store.blocks else None
 
     def begin(self, pruned_below: int) -> None:
         """Note `RunState.pruned_below` of what was loaded."""
         self._pruned_below = pruned_below
-        self._committed_at = time.monotonic()
+        self._owned_at = time.monotonic()
 
     @property
     def silent_s(self) -> float:
         """Seconds since the newest successful commit began. Those in which the process was stopped count."""
-        return time.monotonic() - self._committed_at
+        return time.monotonic() - self._owned_at
 
     def add(self, decision: Decision, payloads: Mapping[str, Payload]) -> Commit:
         """Let a decision be written, with all others that come before the store is free. Return what to wait for.
@@ -140,12 +142,24 @@ class Writer:
             try:
                 self._write(commit)
             except BaseException as error:
-                raise self.fail(error) from error
+                commit.end(refusal := self.fail(error))
+                raise refusal from error
             commit.end()
         elif not self._is_writing:
             self._is_writing = True
             asyncio.get_running_loop().call_soon(self._write_next, self._thread)
         return commit
+
+    @property
+    def newest(self) -> Commit:
+        """What to await before anyone is told what memory shows: the store has it then, and is still this queue's.
+
+        Raises:
+            Refusal: STORE_FAILED.
+        """
+        if self._last.has_ended and self.silent_s > MAX_SILENCE_S:
+            return self.add(Decision(), {})
+        return self._last
 
     async def flushed(self) -> None:
         """Wait until everything that was added is in the store."""
@@ -186,7 +200,7 @@ class Writer:
     def close(self, before: Callable[[], None] = lambda: None) -> None:
         """Close the store once its calls have ended, and `before` was called where they are made.
 
-        A call that is still under way is not waited for longer than it takes to give up.
+        A call that is under way gets a second, then it has to give up.
         """
 
         def end() -> None:
@@ -196,9 +210,7 @@ class Writer:
         if self._thread is None:
             end()
         else:
-            if self._thread.is_busy:
-                self._store.give_up()
-            self._thread.end(end)
+            self._thread.end(end, self._store.give_up)
 
     def fail(self, error: BaseException) -> Refusal:
         """Refuse everything from now on, since memory and store may differ. Returns what to raise."""
@@ -227,10 +239,10 @@ class Writer:
         thread.submit(lambda: self._write(commit), done)
 
     def _write(self, commit: Commit) -> None:
-        at, began = time.monotonic(), time.perf_counter()
+        began, owned_at = time.perf_counter(), time.monotonic()
         changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
         self._store.commit(changes)
-        self._committed_at = at
+        self._owned_at = owned_at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._committed(time.perf_counter() - began, len(commit.decisions))

@@ -33,7 +33,7 @@ from rollout_queue.store.postgres_database import (
     one_line,
     try_lock,
 )
-from rollout_queue.store.sql import TABLES, Query, Row, SqlStore, Write, insert, writes
+from rollout_queue.store.sql import TABLES, UNREADABLE, Query, Row, SqlStore, Write, insert, writes
 
 logger = logging.getLogger(__name__)
 
@@ -179,7 +179,13 @@ class PostgresStore(SqlStore):
         def query(db: Connection, statement: str, parameters: Any) -> list[tuple[Any, ...]]:
             return db.execute(adapted(statement), parameters, binary=True).fetchall()
 
-        return self._ride_out(lambda db: of(partial(query, db)))
+        try:
+            return self._ride_out(lambda db: of(partial(query, db)))
+        except UNREADABLE as error:
+            raise StoreError(
+                f"the queue's store {self._database.name} is damaged: {error}; restore it from a backup, then start "
+                f"the queue again"
+            ) from error
 
     def _ride_out(self, work: Callable[[Connection], T]) -> T:
         """Call `work`, again after each loss of the connection; it must be harmless to repeat.

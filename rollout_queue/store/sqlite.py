@@ -15,8 +15,8 @@ from typing import TypeVar
 
 from rollout_queue.store.base import StoreSize, Superseded
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sql import Query, SqlStore, writes
-from rollout_queue.store.sqlite_file import LOG, FileWatch, failed, opened
+from rollout_queue.store.sql import UNREADABLE, Query, SqlStore, writes
+from rollout_queue.store.sqlite_file import LOG, FileWatch, damaged, failed, opened
 
 T = TypeVar("T")
 
@@ -83,7 +83,10 @@ class SqliteStore(SqlStore):
 
     def _read(self, of: Callable[[Query], T]) -> T:
         with self._guard():
-            return of(self._db.execute)
+            try:
+                return of(self._db.execute)
+            except UNREADABLE as error:
+                raise damaged(self._path, error) from error
 
     @contextlib.contextmanager
     def _guard(self) -> Iterator[None]:

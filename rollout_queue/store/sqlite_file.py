@@ -21,6 +21,9 @@ FILE_NAME = "queue.db"
 # SQLite's own beside it: its write-ahead log, which holds the newest commits, and the index over that.
 LOG, INDEX = "-wal", "-shm"
 
+# SQLite cuts a longer log off to this size once all of it is in the file; a shorter one never gets smaller.
+KEPT_LOG_BYTES = 64 * 1024**2
+
 # Seconds that the look through the payloads may take at the start. Each of them has a checksum besides.
 MAX_CHECK_S = 5.0
 
@@ -40,8 +43,13 @@ def restore(path: Path) -> str:
 def failed(path: Path, error: sqlite3.Error) -> StoreError:
     """Return the error of a store in use, with its remedy."""
     if _code(error) in _DAMAGED:
-        return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
+        return damaged(path, error)
     return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+
+
+def damaged(path: Path, error: Exception) -> StoreError:
+    """Return the error of a store that holds what nobody wrote, with its remedy."""
+    return StoreError(f"the queue's store {path} is damaged: {error}; {restore(path)}")
 
 
 @contextlib.contextmanager
@@ -78,7 +86,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
             db.execute("PRAGMA synchronous = NORMAL")
             # 32 MiB: the pages of a group that is trained soon are written over in the log, and never to the file.
             db.execute("PRAGMA wal_autocheckpoint = 8192")
-            db.execute("PRAGMA journal_size_limit = 67108864")
+            db.execute(f"PRAGMA journal_size_limit = {KEPT_LOG_BYTES}")
             check_sound(db, path)
             migrate(db, str(path))
         except sqlite3.Error as error:
@@ -146,7 +154,7 @@ class FileWatch:
     def __init__(self, path: Path) -> None:
         """Begin to watch. The log is there once something was committed."""
         self._path = path
-        self._size = 0
+        self._sizes: dict[str, int] = {}
         self._file = str(path)
         names = [f"{path}{end}" for end in ("", LOG, INDEX)]
         self._known = [(name, self._identity(name)) for name in names]
@@ -165,11 +173,10 @@ class FileWatch:
             found = os.stat(name)  # a Path's own is several times as slow, and each commit looks at three files
         except OSError:
             return None
-        if name == self._file:
-            # It never gets smaller by itself.
-            if found.st_size < self._size:
-                return None
-            self._size = found.st_size
+        before = self._sizes.get(name, 0)
+        if found.st_size < (before if name == self._file else min(before, KEPT_LOG_BYTES)):
+            return None
+        self._sizes[name] = found.st_size
         return (found.st_dev, found.st_ino) if found.st_size else None
 
 

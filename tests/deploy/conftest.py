@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store.changes import Changes
+from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.stage import Stage
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 from tests.kit.ports import free_port
@@ -98,6 +102,14 @@ def stage(tmp_path: Path, run_file: Path) -> Iterator[Stage]:
 
 def run_directory(run_file: Path) -> Path:
     return run_file.parent / "run directories" / "small"
+
+
+def save_ledger(run_file: Path, step: int = 1) -> None:
+    """Write the store that a queue leaves which has seen a checkpoint of `step`."""
+    store = SqliteStore(run_directory(run_file) / FILE_NAME)
+    store.acquire()
+    store.commit(Changes(run=RunState(version=step, step=step, session=1, checkpoint_step=step, id="run-1")))
+    store.close()
 
 
 def save_checkpoint(run_file: Path, step: int = 1) -> None:

@@ -18,7 +18,7 @@ from protocol import access
 from protocol.client import QueueClient
 from protocol.config import load
 from protocol.status import Status
-from tests.deploy.conftest import run_directory, save_checkpoint
+from tests.deploy.conftest import run_directory, save_checkpoint, save_ledger
 from tests.deploy.stage import until
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,7 @@ def launcher(run_file: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         file.write_text(source, encoding="utf-8")
     (run_file.parent / "hold").touch()
     save_checkpoint(run_file)
+    save_ledger(run_file)
     with subprocess.Popen(
         ["bash", str(LAUNCH), run_file.name, "--resume", "--learner.steps", "7"],
         cwd=run_file.parent,

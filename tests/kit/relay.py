@@ -43,8 +43,11 @@ class Relay:
             self._break_at = moment
 
     def close(self) -> None:
+        """Break every connection, and take no new one."""
         for each in (self._listener, self._client, self._server, *self._held):
             if each is not None:
+                with suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for it
                 with suppress(OSError):
                     each.close()
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 
-from protocol import codec, reasons
+from protocol import access, codec, reasons
 from protocol.client import GaveUp, QueueClient, QueueError, QueueRefused, RunFinished, Unreachable
 from protocol.messages import (
     BeginSession,
@@ -553,3 +553,32 @@ async def test_a_heartbeat_names_the_worker_in_its_path() -> None:
         answer = await client.heartbeat(WorkerReport("host-1", ["t-1"]))
     assert (answer.lost_tickets, answer.finished) == (["t-1"], True)
     assert queue.calls[0].path == "/v1/workers/host-1"
+
+
+async def test_of_several_queues_one_that_stands_by_is_left_and_one_that_is_busy_is_not() -> None:
+    busy = says(ErrorBody(reasons.BUSY, "all connections are in use"), 503, {"Retry-After": "0.5"})
+    standing_by = says(ErrorBody(reasons.STANDS_BY, "this queue stands by"), 503, {"Retry-After": "60"})
+    async with running(standing_by) as first, running(busy, says(POLICY)) as second:
+        async with (
+            QueueClient(f"{first.url},{second.url}", patience_s=MAX_WAIT_S) as client,
+            asyncio.timeout(MAX_WAIT_S),
+        ):
+            assert await client.position() == POLICY
+            assert client.url == second.url
+        asked = [call.path for call in first.calls if call.path != access.READY]
+        assert len(asked) == 1
+
+
+async def test_calls_under_way_go_to_the_queue_that_becomes_active_while_another_hangs() -> None:
+    async def hangs(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        raise AssertionError
+
+    async with (
+        asyncio.timeout(MAX_WAIT_S),
+        running(hangs) as first,
+        running(says(POLICY)) as second,
+        QueueClient(f"{first.url},{second.url}", timeout_s=60.0) as client,
+    ):
+        assert await client.position() == POLICY
+        assert client.url == second.url

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
@@ -18,8 +20,10 @@ from protocol import codec
 from protocol.client import QueueClient, QueueRefused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from rollout_queue.broker.broker import ALIVE_S
 from rollout_queue.service import listen, serve
 from rollout_queue.store import open_for_reading
+from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import group
 from tests.kit.messages import SERVER
 from tests.kit.queue import serve_version
@@ -185,6 +189,20 @@ async def test_a_signal_ends_the_queue_although_clients_wait(process: Process) -
         assert time.monotonic() - started < 30.0, "the polls of 60 s were waited for"
         tickets, groups = await asyncio.gather(*polls)
         assert tickets.tickets == groups.groups == []
+
+
+async def test_a_signal_ends_a_queue_that_finds_another_in_its_place(process: Process) -> None:
+    """Both were waiting when it went on after a stop. It stood by, and was to be killed."""
+    process.start()
+    async with QueueClient(process.config.queue.address, patience_s=30.0) as client:
+        await client.position()
+    queue = process.running[-1]
+    queue.send_signal(signal.SIGSTOP)
+    with contextlib.closing(sqlite3.connect(process.config.run_dir / FILE_NAME, timeout=5.0)) as db, db:
+        db.execute("UPDATE owner SET epoch = epoch + 1")
+    await asyncio.sleep(2 * ALIVE_S)  # its next commit is due
+    queue.send_signal(signal.SIGTERM)
+    assert process.end(signal.SIGCONT) == 0
 
 
 def test_bad_input_a_taken_port_is_named(process: Process) -> None:

@@ -33,6 +33,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.api.connection_pool import Shares
+from rollout_queue.broker import learner, status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger import leases
@@ -751,6 +752,8 @@ async def test_i8_without_the_token_nothing_but_liveness_is_answered() -> None:
     ("status", "reason", "method", "path", "body"),
     [
         (404, "http_404", "GET", "/nowhere", b""),
+        (404, "http_404", "GET", access.STATUS + "/", b""),
+        (404, "http_404", "GET", access.STATUS + "%2F", b""),
         (405, "http_405", "DELETE", access.STATUS, b""),
         (422, "decode", "POST", access.TICKETS, b"{"),
         (422, "decode", "POST", access.POLICY, b'{"do": "explode"}'),
@@ -768,6 +771,23 @@ async def test_every_refusal_is_a_problem(status: int, reason: str, method: str,
     ):
         assert response.status == status
         assert codec.decode_json(await response.read(), ErrorBody).reason == reason
+
+
+@pytest.mark.parametrize(("method", "path"), [("POST", access.LEASES), ("GET", access.STATUS)], ids=["hot", "other"])
+async def test_a_fault_of_the_queues_own_is_a_problem_too(
+    method: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise KeyError("index")
+
+    async with running() as (queue, _), aiohttp.ClientSession(headers=TYPED) as session:
+        for module, name in ((learner, "_check_session"), (status, "assemble")):
+            monkeypatch.setattr(module, name, fails)
+        body = codec.encode_json(LeaseRequest(1, "l", 1, wait_s=0.0)) if method == "POST" else None
+        async with session.request(method, queue.url + path, data=body) as response:
+            assert response.status == 500
+            problem = codec.decode_json(await response.read(), ErrorBody)
+            assert (problem.reason, "KeyError; see its log" in problem.message) == ("http_500", True)
 
 
 class FailingStore(MemoryStore):

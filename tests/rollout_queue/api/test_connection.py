@@ -27,7 +27,7 @@ from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, Tic
 from protocol.status import Status
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import ConnectionLimits, bounded_by
-from rollout_queue.api.connection_pool import ConnectionPool, Shares, fit
+from rollout_queue.api.connection_pool import ConnectionPool, Kind, Shares, fit, kind_of
 from rollout_queue.api.requests import ByteBudget
 from rollout_queue.broker import learner
 from rollout_queue.broker.broker import Broker
@@ -245,6 +245,25 @@ async def test_a_fleet_beyond_its_share_is_refused_in_words_and_nobody_else_is()
         await until(lambda: seen.connections.open["worker"] < 8)
         assert b" 422 " in await talk(port, post())
         close(polls)
+
+
+@pytest.mark.parametrize(
+    ("target", "kind"),
+    [
+        (b"/v1/tickets", Kind.WORKER),
+        (b"/v1/groups/0.0?a=b", Kind.WORKER),
+        (b"/v1/%74ickets", Kind.WORKER),
+        (b"http://queue:1/v1/tickets", Kind.WORKER),
+        (b"http://queue:1/v1%2Fworkers/w?a=http://x/healthz", Kind.WORKER),
+        (b"http://queue:1", Kind.CONTROL),
+        (b"*", Kind.CONTROL),
+        (b"/v1/leases", Kind.CONTROL),
+        (b"/healthz?a", Kind.HEALTH),
+    ],
+)
+def test_a_request_has_its_kind_however_its_target_is_written(target: bytes, kind: Kind) -> None:
+    """A worker could take the learner's connections up: it wrote its polls in another way."""
+    assert kind_of(target) is kind
 
 
 async def test_operators_beyond_their_share_are_refused_and_workers_are_not() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -76,4 +77,21 @@ async def test_a_server_that_comes_back_and_leaves_again_has_its_full_time() -> 
             time.monotonic += DRAIN_S - 1.0
             assert await look(broker) == [ServerState.DRAINING]
             await learner.remove_server(broker, SERVER, now=True)
+        broker.close_waits()
+
+
+async def test_a_server_is_not_removed_between_anothers_decision_and_its_application() -> None:
+    """An acknowledgement writes the run's record in between, and holds the lock."""
+    broker = Broker(CONFIG, MemoryStore(), TwoClocks().clock())
+    async with broker.running():
+        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
+        await learner.put_server(broker, ServerChange(Server(SERVER, "http://127.0.0.1:8100"), 1))
+        await workers.heartbeat(broker, WorkerReport("w", [], draining={SERVER: 1}))
+        await learner.remove_server(broker, SERVER, now=False)
+        async with broker.lock:
+            leaving = asyncio.create_task(workers.sign_off(broker, "w"))
+            await asyncio.sleep(0.05)
+            assert [server.state for server in broker.fleet.servers] == [ServerState.DRAINING]
+        await leaving
+        assert broker.fleet.servers == []
         broker.close_waits()

@@ -11,12 +11,15 @@ import pytest
 
 from protocol import reasons
 from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
+from rollout_queue.broker import broker as broker_module
 from rollout_queue.broker import learner, workers
-from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.broker import ALIVE_S, Broker
+from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger.records import Decision, Refusal, TicketRecord
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes
+from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.messages import SERVER
@@ -104,6 +107,56 @@ async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to
     writer.close()
 
 
+async def test_a_commit_that_fails_at_once_leaves_nobody_waiting() -> None:
+    """The queue never ended: at its end it waits for what was added."""
+
+    class Failing(MemoryStore):
+        def commit(self, changes: Changes) -> None:
+            raise StoreError("no memory")
+
+    writer = Writer(Failing(), lambda _: None, lambda *_: None)
+    for _ in range(2):
+        with pytest.raises(Refusal, match="no memory"):
+            writer.add(ticket(0), {})
+    async with asyncio.timeout(10):
+        assert await awaited(writer.flushed()) == reasons.STORE_FAILED
+    writer.close()
+
+
+async def test_a_task_of_the_queue_that_fails_ends_it() -> None:
+    """Without its deadlines it would go on answering, and nobody would notice."""
+    time, ended = FakeTime(), asyncio.Event()
+
+    def monotonic() -> float:
+        if time.now < 0:
+            raise ValueError("the clock broke")
+        return time.now
+
+    broker = Broker(config(), MemoryStore(), Clock(monotonic, lambda: 0.0))
+    broker.on_failure = ended.set
+    async with broker.running():
+        time.now = -1.0
+        async with asyncio.timeout(10):
+            await ended.wait()
+        with pytest.raises(Refusal, match="the clock broke"):
+            broker.check_ready()
+
+
+async def test_a_queue_whose_store_failed_ends_without_another_error(
+    store: SlowStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its last requests were answered, what shows that it lives failed too."""
+    monkeypatch.setattr(broker_module, "ALIVE_S", 0.01)
+    broker = Broker(config(), store, FakeTime().clock())
+    async with broker.running():
+        store.error = StoreError("disk full")
+        store.go.release(100)
+        with pytest.raises(Refusal, match="disk full"):
+            await broker.apply(ticket(0))
+        await asyncio.sleep(0.1)  # several times as long as it takes
+    assert str(broker.failure) == "disk full"
+
+
 async def awaited(commit: Any) -> str | None:
     try:
         await commit
@@ -135,3 +188,15 @@ async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_a
         assert store.records(["0.0"]).keys() == {"0.0"}
         with suppress(Refusal):
             broker.close_waits()
+
+
+async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store: SlowStore) -> None:
+    store.error = StoreError("disk full")
+    store.go.release(100)
+    broker = Broker(config(), store, FakeTime().clock())
+    async with broker.running():
+        with pytest.raises(Refusal, match="disk full"):
+            await broker.apply(ticket(0))
+        await asyncio.sleep(3 * ALIVE_S)  # requests that were under way may take as long
+        broker.close_waits()
+    assert str(broker.failure) == "disk full"

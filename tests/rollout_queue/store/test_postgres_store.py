@@ -328,3 +328,11 @@ def test_a_schema_is_put_aside_under_another_name_unless_a_queue_runs(place: Pla
     assert not place.reader().exists()
     aside = PostgresReader(Database(QueueSection(store=place.url), f"{RUN}_failed-start-1"))
     assert aside.run_state().version == 7
+
+
+def test_a_record_whose_bytes_were_changed_is_damage_with_the_remedy(place: Place) -> None:
+    store = place.active()
+    store.commit(one(1))
+    place.admin("UPDATE tickets SET state = 'reAdy'")
+    with pytest.raises(StoreError, match=r"postgresql://.* is damaged: .*; restore it from a backup"):
+        store.records(["1.0"])

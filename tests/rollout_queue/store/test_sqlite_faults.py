@@ -13,6 +13,7 @@ import pytest
 
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
+from rollout_queue.store import sqlite_file
 from rollout_queue.store.base import StoreError, Superseded
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import SqliteStore
@@ -76,12 +77,26 @@ def test_a_file_that_is_deleted_replaced_or_cut_off_ends_the_queue(
         store.commit(Changes())
 
 
-def test_a_file_that_loses_its_end_ends_the_queue(store: SqliteStore, path: Path) -> None:
+@pytest.mark.parametrize("end", ["", LOG])
+def test_a_file_that_loses_its_end_ends_the_queue(store: SqliteStore, path: Path, end: str) -> None:
+    store._db.execute("PRAGMA wal_autocheckpoint = 500")
     for index in range(1, 300):  # enough for the log to be written into the file
         store.commit(groups(index))
-    os.truncate(path, path.stat().st_size - 4096)
-    with pytest.raises(StoreError, match=r"queue\.db was deleted, replaced or cut off"):
+    file = Path(f"{path}{end}")
+    os.truncate(file, file.stat().st_size - 4096)
+    with pytest.raises(StoreError, match=rf"queue\.db{end} was deleted, replaced or cut off"):
         store.commit(Changes())
+
+
+def test_a_log_that_sqlite_itself_cuts_off_does_not(store: SqliteStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite_file, "KEPT_LOG_BYTES", 100_000)
+    store._db.execute("PRAGMA journal_size_limit = 100000")
+    store.commit(groups(*range(1, 50)))
+    longest = store.size().log_bytes
+    store._db.execute("PRAGMA wal_checkpoint(RESTART)")
+    store.commit(groups(100))
+    store.commit(groups(101))
+    assert 0 < store.size().log_bytes < longest
 
 
 def test_a_file_that_goes_away_during_a_commit_is_noticed_before_anyone_is_told(
@@ -151,3 +166,14 @@ def test_a_damaged_file_in_use_ends_the_queue_with_the_remedy(store: SqliteStore
     store.close()
     with pytest.raises(ConfigError, match="cannot be read as a run's ledger"):
         SqliteReader(path).read_ledger()
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["UPDATE tickets SET state = 'reAdy'", "UPDATE tickets SET servers = '[['", "UPDATE run SET record = '{'"],
+)
+def test_a_record_whose_bytes_were_changed_is_damage_with_the_remedy(store: SqliteStore, change: str) -> None:
+    store.commit(Changes(run=RunState(version=7)))
+    store._db.execute(change)
+    with pytest.raises(StoreError, match=rf"queue\.db is damaged: .*{REMEDY}"):
+        store.load()

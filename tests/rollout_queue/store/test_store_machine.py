@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
 from itertools import count
@@ -11,15 +11,18 @@ from typing import Any, TypeVar
 
 import msgspec
 from hypothesis import settings
+from hypothesis.stateful import rule
 
 from protocol.config import RunConfig
 from rollout_queue import store as stores
-from rollout_queue.ledger.records import StoreContents, TicketRecord
+from rollout_queue.ledger import evaluations
+from rollout_queue.ledger.records import Decision, StoreContents, TicketRecord
 from rollout_queue.store.base import Store, StoreSize
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.memory import MemoryStore
 from tests.kit import config
 from tests.kit.postgres import cluster, find_programs
+from tests.kit.queue_machine import SabotagedQueue
 from tests.rollout_queue.ledger.test_evaluation_machine import EvaluationMachine
 from tests.rollout_queue.ledger.test_ledger import QueueMachine
 
@@ -121,7 +124,51 @@ class RestartedEvaluations(EvaluationMachine):
         super().restart_queue()
 
 
+class _CommittedInGroups(SabotagedQueue):
+    """A queue whose decisions go one by one into its own store, and in groups into another, that has to agree."""
+
+    def __init__(self) -> None:
+        self.grouped: Store = EveryStore()
+        self.decisions: list[Decision] = []
+        self.bodies: dict[str, Payload] = {}
+        self.pruned_below = 0
+        self.named: set[str] = set()
+        super().__init__()
+
+    def commit(self, decision: Decision, payloads: Mapping[str, bytes] | None = None) -> None:
+        self.decisions.append(evaluations.with_ends(self.ledger, self.fleet, decision, self.now))
+        self.bodies |= {name: Payload.of(body) for name, body in (payloads or {}).items()}
+        super().commit(decision, payloads)
+
+    @rule()
+    def a_group_is_committed(self) -> None:
+        self.grouped.commit(changes := Changes.of(self.decisions, self.bodies, self.pruned_below))
+        self.named |= {*changes.tickets, *self.bodies}
+        self.pruned_below = changes.prune_below or self.pruned_below
+        self.decisions, self.bodies = [], {}
+        assert _sorted(self.grouped.load()) == _sorted(self.store.load())
+        for ask in ("records", "payloads"):
+            assert getattr(self.grouped, ask)([*self.named]) == getattr(self.store, ask)([*self.named])
+
+    def teardown(self) -> None:
+        self.a_group_is_committed()
+        self.grouped.close()
+        super().teardown()
+
+
+class GroupedQueue(_CommittedInGroups, QueueMachine):
+    pass
+
+
+class GroupedEvaluations(_CommittedInGroups, EvaluationMachine):
+    pass
+
+
+TestGroupsOfDecisions = GroupedQueue.TestCase
+TestGroupsOfDecisions.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestGroupsOfEvaluations = GroupedEvaluations.TestCase
+TestGroupsOfEvaluations.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestI1OnEveryStore = RestartedQueue.TestCase
-TestI1OnEveryStore.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
+TestI1OnEveryStore.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
 TestEvaluationsOnEveryStore = RestartedEvaluations.TestCase
 TestEvaluationsOnEveryStore.settings = settings(max_examples=10, stateful_step_count=30, deadline=None)

@@ -13,6 +13,7 @@ from deploy.servers import servers
 from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, RunConfig, load
+from protocol.queue_urls import split_urls
 from protocol.status import Status
 from rollout_queue import store
 
@@ -22,9 +23,21 @@ OptionalRunFilePath = Annotated[
     str | None, typer.Argument(metavar="[RUN.TOML]", help="the run file, which names the queue")
 ]
 
+
+def _checked_urls(given: str | None) -> str | None:
+    try:
+        return given and ",".join(split_urls(given))
+    except ValueError as error:
+        raise ConfigError(f"--queue {given}: {error}") from None
+
+
 QueueUrl = Annotated[
     str | None,
-    typer.Option("--queue", help="URL of the queue, or of several, separated by commas; default: the run file's"),
+    typer.Option(
+        "--queue",
+        callback=_checked_urls,
+        help="URL of the queue, or of several, separated by commas; default: the run file's",
+    ),
 ]
 
 # The commands of `slipstream servers`.

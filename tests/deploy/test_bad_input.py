@@ -86,6 +86,8 @@ def test_arguments_that_no_run_file_could_have(run_file: Path, arguments: list[s
         (["config", "{}", "queue.port", "1"], "queue.port: not understood; settings are given as --section.key value"),
         (["config", "{}", "--queue.port", "--section", "chat"], "--queue.port: a value is missing"),
         (["config", "--section", "lerner"], "--section lerner: there is no such section; did you mean learner?"),
+        (["status", "{}", "--queue", "http://a:1,b"], "--queue http://a:1,b: 'b' is not the URL of a queue"),
+        (["worker", "{}", "--queue", "a:8200"], "--queue a:8200: 'a:8200' is not the URL of a queue"),
         (["rollouts", "{}", "--worst", "--best"], "--worst and --best: choose one of the two"),
     ],
 )

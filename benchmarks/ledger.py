@@ -139,7 +139,6 @@ class Bench:
         fleet = self.fleet
         assert fleet.served_version is not None
         assert fleet.all_serve(["vllm-0"])
-        assert fleet.encoded
 
     def round(self, number: int) -> None:
         """Do each operation, and leave the sizes as they were."""

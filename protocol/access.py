@@ -222,7 +222,7 @@ class Route:
 
     @property
     def place(self) -> tuple[str, str | None]:
-        """What stands before the name in the path and what behind it; None for a path without a name."""
+        """The parts of the path before and after the name; None for the second if it holds no name."""
         before, _, rest = self.path.partition("{")
         return before, rest.partition("}")[2] if rest else None
 
@@ -303,11 +303,14 @@ def find(path: str) -> tuple[Mapping[str, Route], str]:
     return (_BY_PLACE.get((f"/{version}/{kind}/", behind), {}), name) if name else ({}, "")
 
 
-def roles_of(method: str, path: str) -> tuple[Role, ...] | None:
+def route_for(method: str, routes: Mapping[str, Route]) -> Route | None:
+    """Return the route of a method among those of a path; None if it has none. HEAD is answered as GET is."""
+    return routes.get("GET" if method == "HEAD" else method)
+
+
+def roles_of(route: Route | None) -> tuple[Role, ...] | None:
     """Return the roles whose tokens open a route of the queue; None where it needs no token.
 
     A route that is not declared changes the run, for all that is known: it is the learner's.
     """
-    # HEAD needs the same role as GET.
-    route = find(path)[0].get("GET" if method == "HEAD" else method)
     return _LEARNER if route is None else route.roles

@@ -45,7 +45,7 @@ class Gate:
             headers: As ASGI gives them.
             reads: Whether the method changes nothing.
         """
-        roles = ("learner",) if route is None else route.roles
+        roles = access.roles_of(route)
         given = {name: value for name, value in headers if name in _READ_HEADERS}
         if self._ring is None:
             if route is not access.READ_HEALTH:

@@ -45,7 +45,7 @@ class Entrance:
             return
         method, path = scope["method"], scope["path"]
         routes, name = access.find(path)
-        route = routes.get("GET" if method == "HEAD" else method)
+        route = access.route_for(method, routes)
         response: Response
         try:
             self._gate.check(route, f"{method} {path[:200]}", scope["headers"], method in ("GET", "HEAD"))

@@ -11,9 +11,8 @@ from protocol.config import ConfigError, RunConfig
 from rollout_queue.ledger.records import RunState, StoreContents
 from rollout_queue.store.base import Store, StoreReader
 from rollout_queue.store.memory import MemoryReader, MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 
 
 def _postgres(config: RunConfig) -> Store:

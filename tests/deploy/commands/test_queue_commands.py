@@ -14,7 +14,7 @@ from rollout_queue import service
 from rollout_queue import store as stores
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite_reader import SqliteReader
+from rollout_queue.store.sqlite import SqliteReader
 from tests.kit.postgres import cluster
 
 Run = Callable[..., tuple[int, str]]

@@ -10,9 +10,8 @@ from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.deploy.conftest import save_checkpoint
 
 

@@ -215,12 +215,13 @@ def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig
     before = store.load()
     broken: Any = object()
     after = {record.id: record for record in (ticket(0, TicketState.READY), ticket(1))}
-    sound = {"0.0": Payload.of(b"group")}
+    unsound = {**after, "2.0": ticket(2, worker_id=broken)}
+    groups = {"0.0": Payload.of(b"group")}
     with pytest.raises(StoreError):
-        store.commit(Changes(tickets=after, run=RunState(session=1), payloads={**sound, "1.0": Payload(broken, None)}))
+        store.commit(Changes(tickets=unsound, run=RunState(session=1), payloads=groups))
     assert store.load() == before
     assert store.payloads(["0.0"]) == {}
-    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=sound))
+    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=groups))
     assert store.load().run.session == 1
 
 

@@ -84,7 +84,12 @@ class PostgresReader:
 
     @contextmanager
     def _opened(self) -> Iterator[Connection]:
-        db = self._database.open()
+        try:
+            db = self._database.open()
+        except psycopg.Error as error:
+            raise ConfigError(
+                f"{self._database.name}: cannot be reached: {one_line(error)}; start PostgreSQL, or mend queue.store"
+            ) from error
         try:
             yield db
         except psycopg.Error as error:

@@ -139,10 +139,13 @@ class Database:
         """
         try:
             db = self.connect()
-        except psycopg.Error as error:
-            if self._is_away(error):
+        except psycopg.Error as refused:
+            if self._is_away(refused):
                 raise
-            raise ConfigError(f"queue.store = {self._url}: {one_line(error)}; {_remedy(error)}") from error
+            try:
+                db = self.connect()  # it may have come up between its refusal and its answer
+            except psycopg.Error as error:
+                raise ConfigError(f"queue.store = {self._url}: {one_line(error)}; {_remedy(error)}") from error
         try:
             self.check_layout(layout_of(db))
         except BaseException as error:
@@ -160,12 +163,10 @@ class Database:
         if _ANSWERS_THAT_PASS.search(str(error)):
             return True
         # Asked without encryption, since a server that cannot do it counts as silent otherwise. It need not let us in.
-        plain = {
-            "sslmode": "disable",
-            "gssencmode": "disable",
-            "connect_timeout": _CONNECT_S,
-        }
-        answer = psycopg.pq.PGconn.ping(psycopg.conninfo.make_conninfo(self._url, **plain).encode())
+        plain = psycopg.conninfo.make_conninfo(
+            self._url, sslmode="disable", gssencmode="disable", connect_timeout=_CONNECT_S
+        )
+        answer = psycopg.pq.PGconn.ping(plain.encode())
         return answer in (psycopg.pq.Ping.REJECT, psycopg.pq.Ping.NO_RESPONSE)
 
     def check_layout(self, layout: int) -> None:

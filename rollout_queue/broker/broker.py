@@ -165,6 +165,8 @@ class Broker:
             # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
             # before the learner must not end.
             contents.run = msgspec.structs.replace(contents.run, finished=False)
+        if contents.run.finished:
+            self.log_finished()
         self.writer.begin(contents.run.pruned_below)
         self.ledger = Ledger(self.config, contents, self.now)
         self.fleet = ServerRegistry(contents.servers)
@@ -196,6 +198,13 @@ class Broker:
             while True:
                 await asyncio.sleep(ALIVE_S)
                 self.writer.add(Decision(), {})
+
+    def log_finished(self) -> None:
+        """Say why a queue outlives its run."""
+        logger.info(
+            "the run has finished. This queue stays up for its status and its rollouts: end it with Ctrl-C or SIGTERM "
+            "(slipstream up ends the one that it started)"
+        )
 
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""

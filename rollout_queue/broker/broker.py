@@ -37,7 +37,7 @@ from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
-from rollout_queue.store import check_beside_checkpoints
+from rollout_queue.store import check_beside_run
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
@@ -156,7 +156,7 @@ class Broker:
 
     async def _load(self) -> None:
         contents = await self.writer.call(self.store.load)
-        check_beside_checkpoints(self.config, contents)
+        check_beside_run(self.config, contents.run)
         if not contents.run.id:
             contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
             await self.writer.call(self.store.commit, Changes(run=contents.run))

@@ -65,12 +65,14 @@ class StoreFacts(msgspec.Struct, frozen=True):
     """How a run's store stands.
 
     Attributes:
-        layout: Its layout; None where nothing is stored.
+        place: Names it.
+        layout: Its layout; None where nothing of the run is stored.
         newest_layout: The one that this release writes.
         run: How far the run is.
         queue: Names the queue that is active on it; None if none is.
     """
 
+    place: str
     layout: int | None
     newest_layout: int
     run: RunState = RunState()
@@ -98,21 +100,22 @@ def _look_at_sqlite(config: RunConfig) -> StoreFacts:
     if path.exists():
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
             layout = migrations.layout_of(db)
-    return StoreFacts(layout, newest, run, "a queue on this machine" if held else None)
+    return StoreFacts(str(path), layout, newest, run, "a queue on this machine" if held else None)
 
 
 def _look_at_postgres(config: RunConfig) -> StoreFacts:
     from rollout_queue.store.postgres_database import LAYOUTS, Database
     from rollout_queue.store.postgres_reader import PostgresReader
 
-    reader = PostgresReader(Database(config.queue, config.run.name))
+    database = Database(config.queue, config.run.name)
+    reader = PostgresReader(database)
     layout, queue = reader.layout_and_queue()
-    return StoreFacts(layout, len(LAYOUTS), reader.run_state(), queue)
+    return StoreFacts(database.name, layout, len(LAYOUTS), reader.run_state(), queue)
 
 
 _LOOKS: Mapping[str, Callable[[RunConfig], StoreFacts]] = {
     "sqlite": _look_at_sqlite,
-    ":memory:": lambda _: StoreFacts(None, 0),
+    ":memory:": lambda _: StoreFacts("memory", None, 0),
     "postgresql": _look_at_postgres,
 }
 

@@ -70,6 +70,8 @@ LAYOUTS: tuple[Migration, ...] = (
             )""",
         ),
     ),
+    # Only the load and a resume, which read most of the table anyway, ever used it.
+    Migration("a change of a ticket's state touches no index", ("DROP INDEX tickets_by_state",)),
 )
 
 

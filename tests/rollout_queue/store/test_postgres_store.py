@@ -375,6 +375,33 @@ def test_a_schema_of_a_newer_release_is_refused_with_the_remedy(place: Place) ->
             read()
 
 
+def test_a_schema_of_an_earlier_layout_is_brought_to_the_newest_with_what_it_holds(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(postgres_database, "LAYOUTS", LAYOUTS[:1])
+        store = place.active()
+        store.commit(one(1))
+        store.close()
+    assert stored(place.active()) == {1}
+    assert place.reader().layout_and_queue() == (len(LAYOUTS), "the queue at http://one:8200")
+    assert "migrated to layout 2: a change of a ticket's state touches no index" in caplog.text
+
+
+def test_a_change_of_a_ticket_touches_no_index(place: Place) -> None:
+    """PostgreSQL then writes a third less of its log, and has no dead entries to clear away."""
+    store = place.active()
+    states = [TicketState.ISSUED, TicketState.READY, TicketState.LEASED, TicketState.READY, TicketState.LEASED]
+    for state in [TicketState.REISSUED, *states]:
+        store.commit(Changes(tickets={"1.0": TicketRecord(1, 0, 1, "w", 0, state)}))
+    store.close()
+    place.admin("SELECT pg_stat_force_next_flush()")
+    counted = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'tickets'"
+    while (found := place.admin(counted)) != [(5, 5)]:
+        assert found[0][1] == found[0][0], "an update that touched an index"
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize("command", [build, lambda config: move_to_postgres(config, config)], ids=["build", "copy"])
 def test_without_psycopg_the_remedy_is_named(
     command: Callable[[RunConfig], object], monkeypatch: pytest.MonkeyPatch

@@ -37,7 +37,7 @@ from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
-from rollout_queue.store import check_beside_checkpoints
+from rollout_queue.store import check_beside_run
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 
@@ -156,7 +156,7 @@ class Broker:
 
     async def _load(self) -> None:
         contents = await self.writer.call(self.store.load)
-        check_beside_checkpoints(self.config, contents)
+        check_beside_run(self.config, contents.run)
         if not contents.run.id:
             contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
             await self.writer.call(self.store.commit, Changes(run=contents.run))
@@ -165,6 +165,8 @@ class Broker:
             # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
             # before the learner must not end.
             contents.run = msgspec.structs.replace(contents.run, finished=False)
+        if contents.run.finished:
+            self.log_finished()
         self.writer.begin(contents.run.pruned_below)
         self.ledger = Ledger(self.config, contents, self.now)
         self.fleet = ServerRegistry(contents.servers)
@@ -196,6 +198,13 @@ class Broker:
             while True:
                 await asyncio.sleep(ALIVE_S)
                 self.writer.add(Decision(), {})
+
+    def log_finished(self) -> None:
+        """Say why a queue outlives its run."""
+        logger.info(
+            "the run has finished. This queue stays up for its status and its rollouts: end it with Ctrl-C or SIGTERM "
+            "(slipstream up ends the one that it started)"
+        )
 
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""

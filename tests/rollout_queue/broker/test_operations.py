@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -34,8 +35,9 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
-from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
+from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
 from rollout_queue.store.base import MAX_SILENCE_S
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
@@ -226,6 +228,30 @@ async def test_a_finished_run_gives_no_tickets_and_drops_what_is_out() -> None:
         with pytest.raises(Refusal) as refused:
             await draw(broker)
         assert refused.value.reason == reasons.RUN_FINISHED
+
+
+async def test_a_queue_that_outlives_its_run_says_why_and_how_to_end_it_once_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return caplog.text.count("the run has finished. This queue stays up for its status and its rollouts")
+
+    caplog.set_level(logging.INFO, "rollout_queue")
+    once = config(learner={"steps": 1})
+    made = SqliteStore(tmp_path / "queue.db")
+    made.acquire()
+    made.commit(Changes(run=RunState(version=1, step=1, total_steps=1, session=1, id="run-1")))
+    made.close()
+    async with (broker := Broker(once, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+        assert said() == 0
+        for _ in range(2):
+            await learner.finish(broker, FinishRun(1))
+        assert said() == 1
+    for steps, times in ((1, 2), (9, 2)):
+        again = config(learner={"steps": steps})
+        async with (broker := Broker(again, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+            assert broker.ready
+            assert said() == times, "more steps may be made"
 
 
 async def test_a_server_drains_until_no_worker_uses_it_and_goes_at_once_on_request() -> None:

@@ -22,7 +22,7 @@ from rollout_queue.api import learner_routes, requests, schema, worker_routes
 from rollout_queue.api.access import Gate, names_of_this_machine
 from rollout_queue.api.entrance import Entrance
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
-from rollout_queue.broker import status
+from rollout_queue.broker import lifecycle, status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger.records import Refusal
@@ -114,7 +114,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with broker.running():
+        async with lifecycle.running(broker):
             yield
 
     app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None, redirect_slashes=False)

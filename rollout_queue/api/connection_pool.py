@@ -39,7 +39,7 @@ _FILES = 64
 
 
 class Kind(StrEnum):
-    """Who a connection serves.
+    """The kind of client that a connection serves.
 
     NEW: its first request's head is not complete. WORKER: it asked for a route of workers. CONTROL: learner, vLLM
     servers, people and monitors. HEALTH: the liveness probe. CLOSING: it was answered, and is not closed yet.

@@ -1,7 +1,7 @@
-"""What every request meets first: its route is found and its sender checked, once; the fleet's requests are answered.
+"""The outermost layer of the application: finds a request's route and checks its sender, once for all routes.
 
-Four requests carry a group, so those of workers and learner go straight to their handlers. The others, which people and
-monitors send, go on to FastAPI.
+Requests of workers and learner go straight to their handlers, since four of them carry each group. The others, which
+people and monitors send, go on to FastAPI.
 """
 
 from __future__ import annotations

@@ -170,12 +170,12 @@ async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> di
     A group that the store has lost or damaged is dropped, and people are told.
     """
 
-    sound = {record.id: body for record in records if (body := broker.fresh.get(record.id)) is not None}
+    sound = {record.id: body for record in records if (body := broker.recent_payloads.get(record.id)) is not None}
     others = [record.id for record in records if record.id not in sound]
 
     def read() -> dict[str, bytes]:
-        found = broker.store.payloads(others)
-        return {name: payload.body for name, payload in found.items() if payload.is_sound}
+        found = broker.store.payloads(others).items()
+        return {name: body for name, payload in found if (body := payload.sound_body) is not None}
 
     if others:
         sound |= await broker.writer.read(read)

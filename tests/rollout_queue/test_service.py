@@ -33,7 +33,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.api.connection_pool import Shares
-from rollout_queue.broker import learner, status
+from rollout_queue.broker import learner, lifecycle, status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger import leases
@@ -343,10 +343,10 @@ async def test_a_new_session_takes_over_and_fences_the_old_one() -> None:
 async def test_i5_the_runs_id_is_the_same_in_all_its_sessions_and_restarts_and_no_other_runs(tmp_path: Path) -> None:
     seen = []
     for name in ("one", "one", "two"):
-        async with Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock()).running():
+        async with lifecycle.running(Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock())):
             pass
         broker = Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock())
-        async with broker.running():
+        async with lifecycle.running(broker):
             seen.append(broker.position().run)
     assert seen[0] == seen[1] != seen[2]
     assert all(seen)

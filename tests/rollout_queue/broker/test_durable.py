@@ -27,7 +27,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker import writer as writer_module
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.records import Decision, Refusal
@@ -67,7 +67,7 @@ async def running(path: Path) -> AsyncIterator[tuple[Broker, HeldStore]]:
     store = HeldStore(path / "queue.db")
     broker = Broker(config(eval={"every": 1, "share": 1.0}), store, FakeTime().clock())
     store.go.release(FREE)
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=DECLARED))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
@@ -225,7 +225,7 @@ async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeyp
     calls lost and superseded."""
     store = Taken()
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await beat(broker)
         store.taken = True
         assert (await beat(broker, "9.0")).lost_tickets == ["9.0"], "it has committed a moment ago"

@@ -29,7 +29,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger import leases
@@ -49,7 +49,7 @@ URL = "http://127.0.0.1:8100"
 async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
     """A broker with a learner session and a server that serves version 0."""
     broker = Broker(config(**sections), MemoryStore(), FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
@@ -243,7 +243,7 @@ async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_
     """The address in the run file changed meanwhile. The queue refused its own server, and never came up again."""
     path = tmp_path / "queue.db"
     one = Broker(config(vllm={"servers": ["http://127.0.0.1:7001"]}), SqliteStore(path), FakeTime().clock())
-    async with one.running():
+    async with lifecycle.running(one):
         await learner.command(one, BeginSession(0, 0, 100, resume=False))
         (server,) = one.fleet.servers
         await workers.heartbeat(one, WorkerReport("w", [], draining={server.name: 1}))
@@ -251,7 +251,7 @@ async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_
         assert one.fleet.servers[0].state is ServerState.DRAINING
         one.close_waits()
     two = Broker(config(vllm={"servers": ["http://127.0.0.1:7002"]}), SqliteStore(path), FakeTime().clock())
-    async with two.running():
+    async with lifecycle.running(two):
         (server,) = two.fleet.servers
         assert (server.url, server.state) == ("http://127.0.0.1:7002", ServerState.JOINING)
         two.close_waits()
@@ -348,7 +348,7 @@ async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that
     """It was stopped, or its store is away. What its clients renew meanwhile counts all the same."""
     time = FakeTime()
     broker = Broker(config(queue={"ticket_timeout_s": 60.0, "lease_timeout_s": 60.0}), MemoryStore(), time.clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, 0), 1))

@@ -291,7 +291,7 @@ class QueueClient:
     async def remove_server(self, name: str, now: bool = False) -> list[Server]:
         """Let a server drain, or remove it `now`. Returns the servers that are registered then.
 
-        Raises `QueueRefused` if it is not registered.
+        One that has left before is no error. Raises `QueueRefused` for one that never was registered.
         """
         path = access.SERVER_OF.format(name=quote(name, safe=""))
         return await self._ask(list[Server], "DELETE", f"{path}?now=true" if now else path)

@@ -276,6 +276,8 @@ async def put_server(broker: Broker, change: ServerChange) -> Server | None:
 async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
     """Let a server drain, or end it at once where `now`. Returns the servers that are registered then.
 
+    One that has left already changes nothing: the call may be a repeat.
+
     Raises:
         Refusal: SERVER_UNKNOWN.
     """

@@ -16,6 +16,7 @@ import pytest
 from deploy.servers.vllm_server import announce
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient, QueueRefused, RunFinished, Unreachable
+from protocol.config import ConfigError
 from protocol.messages import (
     BeginSession,
     ErrorBody,
@@ -645,6 +646,9 @@ def test_fewer_workers_are_taken_where_the_process_may_open_few_files(caplog: py
     assert fewer.queue.max_workers == shares.max_workers == 101
     assert (fewer.run_dir, fewer.queue.port) == (given.run_dir, given.queue.port)
     assert "queue.max_workers = 2048 needs 12960 file descriptors and this process may open 1024" in caplog.text
+    fitted(given, 256)
+    with pytest.raises(ConfigError, match="needs at least 256 file descriptors and this process may open 255: raise"):
+        fitted(given, 255)
 
 
 async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_page_readable() -> None:
@@ -1016,8 +1020,9 @@ async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_noth
             await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
         await says(client, "w", draining={SERVER: 0})
         assert await client.servers() == []
+        assert await client.remove_server(SERVER) == []
         with pytest.raises(QueueRefused, match="not registered"):
-            await client.remove_server(SERVER)
+            await client.remove_server("vllm-7")
 
 
 async def test_a_worker_that_signed_off_holds_up_no_server_that_leaves() -> None:

@@ -57,7 +57,8 @@ async def health() -> Response:
 
 @handles(router, access.READ_READY, answers={200: str})
 async def ready(broker: ReadyBroker) -> Response:
-    broker.check_is_active()
+    """Answer while this is the active queue and its store works, for those who choose which queue to ask."""
+    broker.check_answers_soon()
     return Response("ok", media_type="text/plain")
 
 

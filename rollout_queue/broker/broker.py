@@ -114,17 +114,14 @@ class Broker:
             raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
         raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
 
-    def check_is_active(self) -> None:
-        """Refuse (NOT_READY) while another queue may have become the active one without this one's knowledge.
-
-        Call it before anything is answered from memory alone that the other queue may know better.
-        """
-        silent_s = self.writer.silent_s if self.store.has_standbys else 0.0
-        if silent_s > MAX_SILENCE_S:
+    def check_answers_soon(self) -> None:
+        """Refuse (NOT_READY) while the store is silent, and answers wait for it: another queue may take over from this
+        one, or has done so."""
+        if self.store.has_standbys and self.writer.silent_s > MAX_SILENCE_S:
             raise Refusal(
                 reasons.NOT_READY,
-                f"the store has not answered for {silent_s:.0f} s, and another queue may be active by now: try again "
-                f"in a moment",
+                f"the store has not answered for {self.writer.silent_s:.0f} s, and another queue may be active by now: "
+                f"try again in a moment",
                 1.0,
             )
 

@@ -302,7 +302,6 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
 
 def _check_session(broker: Broker, session: int) -> None:
     """Refuse any but the newest session (SESSION_SUPERSEDED); note that the learner is alive."""
-    broker.check_is_active()
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
     _expect_steps(broker)

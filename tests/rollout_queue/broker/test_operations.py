@@ -31,11 +31,9 @@ from protocol.messages import (
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.store.base import MAX_SILENCE_S
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
@@ -341,43 +339,6 @@ async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
         uses = await workers.draw_tickets(broker, msgspec.structs.replace(known, serving=[SERVER]), stays)
         assert uses is not None
         assert uses.servers == broker.fleet.servers
-
-
-async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that_another_may_know_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It was stopped, or its store is away. What its clients renew meanwhile counts all the same."""
-    time = FakeTime()
-    broker = Broker(config(queue={"ticket_timeout_s": 60.0, "lease_timeout_s": 60.0}), MemoryStore(), time.clock())
-    async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, 0), 1))
-        given = await draw(broker, 2)
-        await submit(broker, given[0])
-        await learner.lease(broker, LeaseRequest(1, "lease", 1), stays)
-        with monkeypatch.context() as silent:
-            silent.setattr(broker.store, "has_standbys", True, raising=False)
-            silent.setattr(Writer, "silent_s", MAX_SILENCE_S + 1.0)
-            time.now += 50.0
-            for work in (
-                lambda: workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"])),
-                lambda: draw(broker, have=[]),
-                lambda: workers.fail_ticket(broker, given[1].id, TicketFailure("w", "lost")),
-                lambda: learner.lease(broker, LeaseRequest(2, "lease", 1), stays),
-                lambda: learner.acknowledge(broker, "lease", LeaseAck(2)),
-                lambda: learner.renew_lease(broker, "lease", LeaseRenewal(1)),
-            ):
-                with pytest.raises(Refusal) as refused:
-                    await work()
-                assert refused.value.reason == reasons.NOT_READY
-                assert "has not answered for 4 s" in refused.value.message
-        time.now += 50.0
-        await broker.expire()
-        assert broker.ledger.get(given[1].id, TicketState.ISSUED)
-        assert broker.ledger.get(given[0].id, TicketState.LEASED)
-        assert (await workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"]))).lost_tickets == ["7.0"]
-        broker.close_waits()
 
 
 @pytest.mark.parametrize("asks", ["for a ticket", "to take its group"])

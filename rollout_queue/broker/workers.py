@@ -40,7 +40,6 @@ async def draw_tickets(
     Raises:
         Refusal: MAX_TICKETS; RUN_FINISHED or GAVE_UP once the run is over; UNREGISTERED.
     """
-    broker.check_is_active()
     worker, ledger, waits = request.worker_id, broker.ledger, broker.observations.waits
     if request.max_tickets < 1:
         raise Refusal(reasons.MAX_TICKETS, f"max_tickets = {request.max_tickets}: ask for at least 1")
@@ -89,7 +88,6 @@ async def draw_tickets(
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
     """End a ticket that yielded no group. Changes nothing if it has ended already: the call may be a repeat."""
-    broker.check_is_active()
     reason = reasons.failed(failure.reason)
     async with broker.lock:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
@@ -112,7 +110,6 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is not None and record.worker_id == worker:
             broker.ledger.renew_ticket(ticket_id, broker.now)
-    broker.check_is_active()
     warnings = await _register(broker, worker, report.fingerprint)
     broker.observations.worker_reports(report, broker.now)
     if report.draining:

@@ -12,10 +12,10 @@ import pytest
 
 from protocol import reasons
 from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
-from rollout_queue.broker import broker as broker_module
-from rollout_queue.broker import learner, workers
-from rollout_queue.broker.broker import ALIVE_S, Broker
+from rollout_queue.broker import learner, lifecycle, workers
+from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
+from rollout_queue.broker.lifecycle import ALIVE_S
 from rollout_queue.broker.writer import BRIEF_S, Writer
 from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketRecord
 from rollout_queue.store.base import StoreError
@@ -220,7 +220,7 @@ async def test_a_task_of_the_queue_that_fails_ends_it() -> None:
 
     broker = Broker(config(), MemoryStore(), Clock(monotonic, lambda: 0.0))
     broker.on_failure = ended.set
-    async with broker.running():
+    async with lifecycle.running(broker):
         time.now = -1.0
         async with asyncio.timeout(10):
             await ended.wait()
@@ -232,9 +232,9 @@ async def test_a_queue_whose_store_failed_ends_without_another_error(
     store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its last requests were answered, what shows that it lives failed too."""
-    monkeypatch.setattr(broker_module, "ALIVE_S", 0.01)
+    monkeypatch.setattr(lifecycle, "ALIVE_S", 0.01)
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         store.error = StoreError("disk full")
         store.go.release(100)
         with pytest.raises(Refusal, match="disk full"):
@@ -255,7 +255,7 @@ async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_a
     """A worker whose answer is still to come holds its permit: it is not given twice."""
     broker = Broker(config(), store, FakeTime().clock())
     store.go.release(100)  # the servers of the run file, and the session
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
@@ -280,7 +280,7 @@ async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store
     store.error = StoreError("disk full")
     store.go.release(100)
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         with pytest.raises(Refusal, match="disk full"):
             await broker.apply(ticket(0))
         await asyncio.sleep(3 * ALIVE_S)  # requests that were under way may take as long

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from protocol import codec, reasons
+from protocol import reasons
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -36,31 +34,11 @@ from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
-from tests.kit import config, group
+from tests.kit import config
+from tests.kit.broker import URL, draw, running, stays, submit
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
-
-URL = "http://127.0.0.1:8100"
-
-
-@asynccontextmanager
-async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
-    """A broker with a learner session and a server that serves version 0."""
-    broker = Broker(config(**sections), MemoryStore(), FakeTime().clock())
-    async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
-        try:
-            yield broker
-        finally:
-            broker.close_waits()
-
-
-async def stays() -> bool:
-    return False
 
 
 async def has_left() -> bool:
@@ -69,18 +47,6 @@ async def has_left() -> bool:
 
 async def never_read() -> bytes:
     raise AssertionError("the body was read")
-
-
-async def draw(broker: Broker, count: int = 1, **fields: Any) -> list[Any]:
-    reply = await workers.draw_tickets(broker, TicketRequest("w", count, **{"wait_s": 0.0, **fields}), stays)
-    return [] if reply is None else reply.tickets
-
-
-async def submit(broker: Broker, ticket: Any) -> bool:
-    async def body() -> bytes:
-        return codec.encode(group(ticket))
-
-    return await workers.submit_group(broker, ticket.id, body)
 
 
 def sums(broker: Broker) -> tuple[int, int, int, int, int]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from protocol import reasons
-from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
-from rollout_queue.broker import learner, lifecycle, workers
+from rollout_queue.broker import lifecycle
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.lifecycle import ALIVE_S
@@ -23,9 +21,8 @@ from rollout_queue.store.changes import Changes
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
-from tests.kit.messages import SERVER
-from tests.kit.queue import FakeTime
-from tests.rollout_queue.broker.test_operations import URL, stays
+from tests.kit.broker import draw, running
+from tests.kit.queue import FakeTime, until
 
 
 class SlowStore(SqliteStore):
@@ -61,14 +58,6 @@ def store(tmp_path: Any) -> SlowStore:
     store = SlowStore(tmp_path / "queue.db")
     store.acquire()
     return store
-
-
-async def until(is_true: Any) -> None:
-    for _ in range(4000):
-        if is_true():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 async def test_what_comes_while_one_is_written_goes_together_with_the_next(store: SlowStore) -> None:
@@ -253,27 +242,20 @@ async def awaited(commit: Any) -> str | None:
 
 async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_at_once(store: SlowStore) -> None:
     """A worker whose answer is still to come holds its permit: it is not given twice."""
-    broker = Broker(config(), store, FakeTime().clock())
     store.go.release(100)  # the servers of the run file, and the session
-    async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
+    async with running(store) as broker:
         while store.go.acquire(blocking=False):
             pass
         while store.begun.acquire(blocking=False):
             pass
-        asked = asyncio.create_task(workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), stays))
+        asked = asyncio.create_task(draw(broker))
         await until(lambda: store.begun.acquire(blocking=False))
         await asyncio.sleep(0.05)
         assert not asked.done()
         assert broker.ledger.issued == 1
         store.go.release(100)
-        reply = await asked
-        assert reply is not None
+        assert [ticket.id for ticket in await asked] == ["0.0"]
         assert store.records(["0.0"]).keys() == {"0.0"}
-        with suppress(Refusal):
-            broker.close_waits()
 
 
 async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store: SlowStore) -> None:

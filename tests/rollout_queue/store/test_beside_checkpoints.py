@@ -14,6 +14,8 @@ from rollout_queue.store import check_beside_run
 from tests.kit import config
 
 OWN = {"step": 8, "version": 10, "run": "run-a"}
+ANOTHERS = RunState(id="run-b", session=1, version=99, step=99)
+BEHIND = RunState(id="run-a", session=2, version=9, step=7)
 REMEDY = r"put the run's own store or a backup of it there, or begin a new ledger.*slipstream queue new run\.toml"
 
 
@@ -27,23 +29,9 @@ REMEDY = r"put the run's own store or a backup of it there, or begin a new ledge
         pytest.param(OWN, "sqlite", RunState(id="run-b"), None, id="a ledger that was begun anew"),
         pytest.param(OWN, "sqlite", RunState(id="run-a", session=2, version=10, step=8), None, id="a resume"),
         pytest.param(OWN, "sqlite", RunState(id="run-a", session=3, version=12, step=4), None, id="an earlier step"),
-        pytest.param(
-            OWN,
-            "sqlite",
-            RunState(id="run-b", session=1, version=99, step=99),
-            "it is that of another run, run-b, not of run-a",
-            id="another run's",
-        ),
-        pytest.param(
-            OWN,
-            "sqlite",
-            RunState(id="run-a", session=2, version=9, step=7),
-            "lost what came after version 9, and the checkpoint has version 10",
-            id="an old backup",
-        ),
-        pytest.param(
-            {"step": 8, "version": 10}, "sqlite", RunState(id="run-b", session=1, version=10), None, id="before ids"
-        ),
+        pytest.param(OWN, "sqlite", ANOTHERS, "it is that of another run, run-b, not of run-a", id="another run's"),
+        pytest.param(OWN, "sqlite", BEHIND, "lost what came after version 9, .* has version 10", id="an old backup"),
+        pytest.param({"step": 8, "version": 10}, "sqlite", ANOTHERS, None, id="before ids"),
         pytest.param({"damaged": True}, "sqlite", RunState(id="run-a", session=1), None, id="for the learner to say"),
     ],
 )

@@ -206,14 +206,14 @@ async def test_a_queue_that_outlives_its_run_says_why_and_how_to_end_it_once_a_s
     made.acquire()
     made.commit(Changes(run=RunState(version=1, step=1, total_steps=1, session=1, id="run-1")))
     made.close()
-    async with (broker := Broker(once, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+    async with lifecycle.running(broker := Broker(once, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())):
         assert said() == 0
         for _ in range(2):
             await learner.finish(broker, FinishRun(1))
         assert said() == 1
     for steps, times in ((1, 2), (9, 2)):
         again = config(learner={"steps": steps})
-        async with (broker := Broker(again, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+        async with lifecycle.running(broker := Broker(again, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())):
             assert broker.ready
             assert said() == times, "more steps may be made"
 

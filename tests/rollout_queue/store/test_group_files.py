@@ -122,7 +122,7 @@ def test_a_body_is_right_or_known_to_be_wrong_wherever_a_file_was_cut_or_changed
     file.write_bytes(held)
     with closing(active(path)) as store:
         found = store.payloads(names)
-        sound = [name for name, payload in found.items() if payload.is_sound]
+        sound = [name for name, payload in found.items() if payload.sound_body is not None]
         assert {name: found[name] for name in sound} == {name: body(name, 200) for name in sound}
         before = names[: at // each]
         assert sound[: len(before)] == before, "what lies before it is untouched"

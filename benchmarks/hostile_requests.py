@@ -1,6 +1,6 @@
 """Attacks a real queue process over its sockets, beside a probe of its liveness, and prints the results as JSON.
 
-    python benchmarks/hostile_requests.py [--requests 1400] [--port 0] [--token]
+    python -m benchmarks.hostile_requests [--requests 1400] [--port 0] [--token]
 
 by_status: Number of answers by HTTP status. `closed` counts connections that the queue ended without one.
 hangs: Number of requests that the queue neither answered nor ended in time.
@@ -20,31 +20,23 @@ import multiprocessing
 import random
 import socket
 import struct
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
-from pathlib import Path
 
-import psutil
-
+from benchmarks.queue_process import ROOT, Program, Settings, queue
 from protocol import access, codec
 from protocol.client import JSON, MSGPACK, QueueClient
 from protocol.messages import BeginSession, Server, ServerState, TicketRequest
-from rollout_queue.service import listen
 
 TOKEN = "secret"
 HANG_S = 30.0
 SLOWEST_MS = 100.0
 GROWTH_MB = 50.0
 MIB = 1024**2
-SERVE = (
-    "import sys; from protocol.config import load; from rollout_queue.service import serve; serve(load(sys.argv[1]))"
-)
 ROUTES = [
     ("POST", access.TICKETS),
     ("POST", "/v1/tickets/0.0/fail"),
@@ -295,7 +287,8 @@ async def floods(port: int) -> AsyncIterator[str]:
             writer.transport.abort()
 
 
-async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str, object]:
+async def attack(of: Program, arguments: argparse.Namespace) -> dict[str, object]:
+    port = of.port
     token = TOKEN if arguments.token else None
     async with QueueClient(f"http://127.0.0.1:{port}", token, patience_s=30) as client:
         await client.begin_session(BeginSession(0, 0, 9, resume=False))
@@ -303,11 +296,10 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
             for state in (ServerState.SYNCING, ServerState.SERVING):
                 await client.put_server(Server("vllm-0", "http://127.0.0.1:1", state, 0))
             await client.tickets(TicketRequest("w", 4, wait_s=0.0))
-    memory = psutil.Process(pid)
     makes = Attack(token)
     for make in makes.kinds:  # The first request of a kind loads and caches: no growth.
         await send(port, make())
-    before = memory.memory_info().rss
+    before = of.process.memory_info().rss
     by_status: Counter[str] = Counter()
     hung: Counter[str] = Counter()
     failed: list[str] = []
@@ -334,7 +326,7 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
     with probing(port, latencies.setdefault("floods", [])):
         async for _ in floods(port):
             await asyncio.sleep(1.0)
-    after = memory.memory_info().rss
+    after = of.process.memory_info().rss
     return {
         "requests": arguments.requests,
         "by_status": dict(sorted(by_status.items())),
@@ -351,34 +343,15 @@ async def attack(port: int, pid: int, arguments: argparse.Namespace) -> dict[str
     }
 
 
-@contextmanager
-def queue(arguments: argparse.Namespace) -> Iterator[tuple[int, int]]:
-    """Run a queue and yield its port and process id."""
-    with listen("127.0.0.1", arguments.port) as free:
-        port = free.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "task.py").touch()
-        run_file = Path(folder, "run.toml")
-        token = f'queue.token = "{TOKEN}"\n' if arguments.token else ""
-        run_file.write_text(
-            f'run.dir = "{folder}"\nmodel.path = "tiny"\ntask.path = "task.py:task"\nqueue.port = {port}\n{token}'
-        )
-        process = subprocess.Popen([sys.executable, "-c", SERVE, str(run_file)])
-        try:
-            yield port, process.pid
-        finally:
-            process.terminate()
-            process.wait()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=1400)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--token", action="store_true", help="the queue has a token, and the attacker knows it")
     arguments = parser.parse_args()
-    with queue(arguments) as (port, pid):
-        result = asyncio.run(attack(port, pid, arguments))
+    settings: Settings = {"queue.token": TOKEN} if arguments.token else {}
+    with queue("queue", ROOT, "sqlite", settings, port=arguments.port) as of:
+        result = asyncio.run(attack(of, arguments))
     print(json.dumps(result))
     sys.exit(0 if result["held"] else 1)
 

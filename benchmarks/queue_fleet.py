@@ -1,6 +1,6 @@
 """Runs a fleet of fake workers as processes against one queue, then more than it takes, and prints JSON.
 
-    python benchmarks/queue_fleet.py [--workers 2000] [--beyond 300] [--seconds 60] [--store sqlite]
+    python -m benchmarks.queue_fleet [--workers 2000] [--beyond 300] [--seconds 60] [--store sqlite]
 
 Each worker is a process with connections of its own: it registers, sends a heartbeat every 5 s, waits for tickets by
 long-polls, and submits a small group for each some seconds later. A learner leases and acknowledges throughout;
@@ -200,28 +200,21 @@ class Fleet:
         return json.loads(found)  # type: ignore[no-any-return]
 
 
-async def measure(port: int, pid: int, given: argparse.Namespace, template: Path) -> dict[str, Any]:
+async def measure(queue: Any, given: argparse.Namespace, template: Path) -> dict[str, Any]:
     """Let the fleet come, and more than the queue takes. Returns the figures."""
     import asyncio
 
-    import psutil
-
-    from benchmarks import queue_cost
+    from benchmarks.queue_load import Connection, begin, ready
     from protocol import access, codec
-    from protocol.messages import BeginSession, Fingerprint, RunPosition
+    from protocol.messages import Fingerprint
 
-    process = psutil.Process(pid)
-    queue = queue_cost.Program("queue", port, process, is_queue=True)
-    await queue_cost.ready(queue)
-    connection = queue_cost.Connection(port)
-    declared = Fingerprint("1", "t", "c", {})
-    begin = BeginSession(0, 0, 1_000_000, resume=False, fingerprint=declared)
-    queue.session = (await connection.told("POST", access.POLICY, begin, RunPosition)).session
-    await serve(queue, connection)
+    port, process = queue.port, queue.process
+    await ready(queue)
+    await begin(queue, fingerprint=Fingerprint("1", "t", "c", {}))
     seconds: dict[str, list[float]] = {name: [] for name in ("healthz", "status", "metrics", "learner")}
 
     async def ask(name: str, path: str, every_s: float) -> None:
-        own = queue_cost.Connection(port)
+        own = Connection(port)
         while True:
             began = time.perf_counter()
             status, body = await own.ask("GET", path)
@@ -260,7 +253,7 @@ async def measure(port: int, pid: int, given: argparse.Namespace, template: Path
         await asyncio.to_thread(more.wait_up)
         found.append(await phase("fleet and beyond", given.seconds / 3))
         lasted = time.perf_counter() - came
-        last = queue_cost.Connection(port)
+        last = Connection(port)
         status = codec.decode_json((await last.ask("GET", access.STATUS))[1], dict)
         beyond, counts = await asyncio.to_thread(more.end), await asyncio.to_thread(workers.end)
         for task in running:
@@ -284,21 +277,9 @@ async def measure(port: int, pid: int, given: argparse.Namespace, template: Path
     }
 
 
-async def serve(queue: Any, connection: Any) -> None:
-    """Let the server of the run file serve version 0."""
-    from protocol import access
-    from protocol.messages import Server, ServerChange, ServerState
-
-    (known,) = await connection.told("GET", access.SERVERS, None, list[Server])
-    for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
-        server = Server(known.name, known.url, state, 0 if state is ServerState.SERVING else None)
-        path = access.SERVER_OF.format(name=known.name)
-        await connection.told("PUT", path, ServerChange(server, queue.session), Server)
-
-
 async def learn(queue: Any, seconds: list[float]) -> None:
     """Lease and acknowledge until cancelled, and note the seconds of answers that wait for nothing."""
-    from benchmarks.queue_cost import Connection
+    from benchmarks.queue_load import Connection
     from protocol import access, codec
     from protocol.messages import Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition
 
@@ -329,7 +310,8 @@ def spread(seconds: list[float]) -> dict[str, float]:
 def main() -> None:
     import asyncio
 
-    from benchmarks.queue_cost import ROLLOUTS, ROOT, SERVE, free_port, program, rollouts_of
+    from benchmarks.queue_load import ROLLOUTS, rollouts_of
+    from benchmarks.queue_process import ROOT, Settings, queue
     from protocol import codec
     from protocol.messages import Group
 
@@ -340,22 +322,21 @@ def main() -> None:
     parser.add_argument("--store", default="sqlite")
     given = parser.parse_args()
     os.environ.pop("SLIPSTREAM_TOKEN", None)
-    port = free_port()
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "task.py").touch()
-        template, run_file = Path(folder, "group"), Path(folder, "run.toml")
+    settings: Settings = {
+        "run.name": "fleet",
+        "rollout.group_size": ROLLOUTS,
+        "learner.groups_per_step": GROUPS_PER_STEP,
+        "learner.token_budget": 16384,
+        "learner.steps": 1_000_000,
+        "vllm.max_model_len": 16384,
+        "queue.max_workers": given.workers,
+        "queue.max_staleness": 9999,
+        "queue.depth": 2 * given.workers / GROUPS_PER_STEP,
+    }
+    with tempfile.TemporaryDirectory() as folder, queue("queue", ROOT, given.store, settings) as of:
+        template = Path(folder, "group")
         template.write_bytes(codec.encode(Group("0.0", 0, 0, rollouts_of(2), "w", ["vllm-0"], 0.0, 1.0)))
-        run_file.write_text(
-            f'[run]\ndir = "{folder}"\nname = "fleet"\n[model]\npath = "tiny"\n[task]\npath = "task.py:task"\n'
-            f"[rollout]\ngroup_size = {ROLLOUTS}\n"
-            f"[learner]\ngroups_per_step = {GROUPS_PER_STEP}\ntoken_budget = 16384\nsteps = 1000000\n"
-            f"[vllm]\nmax_model_len = 16384\n"
-            f'[queue]\nport = {port}\nstore = "{given.store}"\nmax_workers = {given.workers}\nmax_staleness = 9999\n'
-            f"depth = {2 * given.workers / GROUPS_PER_STEP}\n"
-        )
-        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        with program(["-c", SERVE, str(run_file)], environment, folder) as process:
-            print(json.dumps(asyncio.run(measure(port, process.pid, given, template)), indent=1))
+        print(json.dumps(asyncio.run(measure(of, given, template)), indent=1))
 
 
 if __name__ == "__main__":

@@ -83,7 +83,7 @@ def receive(pipe: Connection) -> None:
     """Run the server's worker, as `StagedEngine` does without a model."""
     from importlib import import_module
 
-    from weight_sync.transports.receiver import Worker
+    from weight_sync.transports.receiver import Worker, of_one_version
     from weight_sync.transports.registry import TRANSPORTS
 
     torch.set_num_threads(1)
@@ -95,6 +95,7 @@ def receive(pipe: Connection) -> None:
             make = getattr(import_module(module), cls)
             receivers = [make(info, Worker(1, torch.device("cpu"))) for info in infos]
         else:
+            infos = of_one_version(infos)
             threads = [
                 threading.Thread(target=lambda one=one, info=info: list(one.receive(info).pieces))
                 for one, info in zip(receivers, infos, strict=True)

@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 
 from deploy.checks import model_check
 from deploy.run import run_directory
-from deploy.servers import devices, kv_cache, probes
+from deploy.servers import kv_cache, probes, server_args
 from deploy.servers.probes import check_port
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
@@ -61,6 +61,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     probes.require_modules(
         "slipstream up", probes.LEARNER_MODULES if config.vllm.servers else probes.LEARNER_MODULES + probes.VLLM_MODULES
     )
+    server_args.check_server_args(config)
     check_learner(config)
     run_directory.check_run_directory(config, resume)
     findings: list[Finding] = []
@@ -104,7 +105,6 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
         kv_cache.check_cache_fits(config)
-    devices.check_server_args(config)
     findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)
 

@@ -19,9 +19,8 @@ from deploy.servers import device_plan, probes
 from deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
 from deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
 from deploy.servers.probes import Gpu
-from protocol.config import ConfigError, RunConfig
+from protocol.config import RunConfig
 from protocol.config.sections.base import toml_value
-from protocol.config.sections.servers import flag_value
 from weight_sync.transports.registry import choice
 
 # Environment variables that pass a process that the supervisor starts its share of a GPU's memory, 0 for no bound, and
@@ -137,36 +136,6 @@ def forbid_peers(config: RunConfig) -> None:
     """Set `nccl_environment` in this process, except variables that the user has set."""
     for name, value in nccl_environment(config).items():
         os.environ.setdefault(name, value)
-
-
-def check_server_args(config: RunConfig) -> None:
-    """Check `vllm.args` against what publications rest on.
-
-    Quantised servers need a probe tolerance and a transport that allow for rounded weights. A server must have one API
-    process: owner, pauses and adapters are kept there (`weight_sync.vllm.engine_state`). `vllm serve` would have one
-    for each data-parallel engine; the entry that servers are started by has one for all of them.
-
-    Raises:
-        ConfigError: They do not fit.
-    """
-    arguments, transport = config.vllm.args, config.weight_sync.transport
-    if (count := flag_value(arguments, "--api-server-count", "-asc")) not in (None, "1"):
-        raise ConfigError(
-            f"vllm.args: --api-server-count {count}: a server keeps its pauses and its owner in one API process; leave "
-            f"it out, and raise vllm.count where one process is too few"
-        )
-    if not config.served_quantised:
-        return
-    if config.weight_sync.probe_tolerance == "auto":
-        raise ConfigError(
-            "vllm.args: --quantization rounds weights, so that the servers' log-probs differ from the learner's by "
-            "more than weight_sync.probe_tolerance = auto allows; measure by how much, and set it, such as 1.0"
-        )
-    if transport not in ("auto", "nccl"):
-        raise ConfigError(
-            f"weight_sync.transport = {transport}: quantised servers (--quantization in vllm.args) take weights by "
-            f"vLLM's own reload only; set weight_sync.transport = nccl, or leave out --quantization"
-        )
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy.servers import devices, kv_cache, probes
+from deploy.servers import devices, kv_cache, probes, server_args
 from deploy.servers import joining as joining_of
 from deploy.servers.device_plan import Part, Seat
 from deploy.servers.devices import SHARE
@@ -20,8 +20,6 @@ from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ModelSection, RunConfig, adapter_checks
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME
-from weight_sync.fleet.eligibility import Wanted, judge
-from weight_sync.server.answers import ServerFacts
 from weight_sync.transports.registry import backend, choice
 
 logger = logging.getLogger(__name__)
@@ -187,7 +185,7 @@ def run(config: RunConfig, index: int) -> None:
         )
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     check_secret(config)
-    devices.check_server_args(config)
+    server_args.check_server_args(config)
     asyncio.run(announce(config, index))
     line, env = _settled(config, index)
     os.execve(line[0], line, env)
@@ -196,7 +194,7 @@ def run(config: RunConfig, index: int) -> None:
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:
     """Run a server that joins the run of a queue elsewhere. Returns its exit code."""
     check_secret(config)
-    devices.check_server_args(config)
+    server_args.check_server_args(config)
     joining = joining_of.plan(config, queue_url, name, advertise)
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     line, env = _settled(config, 0, "server", joining.replica)
@@ -214,9 +212,4 @@ def _settled(
     logger.info("weights travel by %s", config.weight_sync.transport)
     seat = devices.seat_of(planned, index, os.environ)
     line = command(with_cache_size(config), index, seat, replica)
-    if faults := judge(ServerFacts.of_command(line), Wanted.of(config)):
-        raise ConfigError(
-            f"vllm.args: this server would not suit the run: {'; '.join(fault.what for fault in faults)}; remove the "
-            f"flag from vllm.args, or set there: {' '.join(fault.flag for fault in faults)}"
-        )
     return line, environment(config, seat)

@@ -92,6 +92,13 @@ class Broker:
     def now(self) -> float:
         return self.clock.monotonic()
 
+    def log_finished(self) -> None:
+        """Say why a queue outlives its run."""
+        logger.info(
+            "the run has finished. This queue stays up for its status and its rollouts: end it with Ctrl-C or SIGTERM "
+            "(slipstream up ends the one that it started)"
+        )
+
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
         self.closing = True

@@ -294,10 +294,14 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
     """End the run: outstanding tickets and groups are dropped, and workers are told."""
     async with broker.lock:
         _check_session(broker, message.session)
+        had_finished = broker.ledger.run.finished
         ended = evaluations.finish(broker.ledger, broker.fleet, broker.clock.wall())
         broker.apply(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
     broker.observations.waits.end(LEARNER)
-    return await read_position(broker)
+    position = await read_position(broker)
+    if not had_finished:
+        broker.log_finished()
+    return position
 
 
 def _check_session(broker: Broker, session: int) -> None:

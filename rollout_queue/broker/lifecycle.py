@@ -19,7 +19,7 @@ from rollout_queue.ledger import servers
 from rollout_queue.ledger.ledger import Ledger
 from rollout_queue.ledger.records import Decision, Refusal
 from rollout_queue.ledger.server_registry import ServerRegistry
-from rollout_queue.store import check_beside_checkpoints
+from rollout_queue.store import check_beside_run
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes
 
@@ -97,7 +97,7 @@ def _note_active(broker: Broker, url: str | None) -> None:
 async def _load(broker: Broker) -> None:
     """Fill the broker's memory from the store. Raises `ConfigError` for a store that is not the run's."""
     contents = await broker.writer.call(broker.store.load)
-    check_beside_checkpoints(broker.config, contents)
+    check_beside_run(broker.config, contents.run)
     if not contents.run.id:
         contents.run = msgspec.structs.replace(contents.run, id=new_run_id(broker.config.run.name))
         await broker.writer.call(broker.store.commit, Changes(run=contents.run))
@@ -106,6 +106,8 @@ async def _load(broker: Broker) -> None:
         # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
         # before the learner must not end.
         contents.run = msgspec.structs.replace(contents.run, finished=False)
+    if contents.run.finished:
+        broker.log_finished()
     broker.writer.begin(contents.run.pruned_below)
     broker.ledger = Ledger(broker.config, contents, broker.now)
     broker.fleet = ServerRegistry(contents.servers)

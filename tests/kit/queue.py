@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from protocol.client import QueueClient
+from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
 from protocol.messages import Server, ServerState
 from rollout_queue.api.app import create_app
@@ -93,3 +94,17 @@ async def move_server(
     """Tell the queue a server's state, as the newest learner does."""
     url = next(server.url for server in await client.servers() if server.name == name)
     return await client.put_server(Server(name, url, state, version, reason), (await client.position()).session)
+
+
+async def refusal(call: Awaitable[object]) -> QueueRefused:
+    """Return the refusal that a call to the queue ends with."""
+    with pytest.raises(QueueRefused) as refused:
+        await call
+    return refused.value
+
+
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+    """Wait until the condition holds, of which nothing tells."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)

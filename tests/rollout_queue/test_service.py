@@ -45,7 +45,7 @@ from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import Served, move_server, serve_version, serving
+from tests.kit.queue import Served, move_server, refusal, serve_version, serving
 
 MIB = 1024**2
 TYPED = {"Content-Type": JSON}
@@ -73,12 +73,6 @@ async def lease(client: QueueClient, count: int = 8, **fields: Any) -> LeaseRepl
 
 async def step(client: QueueClient, ids: list[str], number: int, **fields: Any) -> None:
     await client.ack("l", LeaseAck(1, ids, step=number, version=number, **fields))
-
-
-async def refusal(call: Any) -> QueueRefused:
-    with pytest.raises(QueueRefused) as refused:
-        await call
-    return refused.value
 
 
 async def test_the_way_of_one_group() -> None:

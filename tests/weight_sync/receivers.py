@@ -19,7 +19,7 @@ from weight_sync.transports.base import TransferError
 from weight_sync.transports.gpu.communicator import Gpu
 from weight_sync.transports.gpu.nccl_receiver import chunks
 from weight_sync.transports.http.blob_server import BlobServer
-from weight_sync.transports.receiver import Receiver, Share, Worker
+from weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
 from weight_sync.transports.registry import TRANSPORTS
 from weight_sync.vllm.engine.staged_engine import Staging
 from weight_sync.weights.manifest import Manifest
@@ -167,7 +167,10 @@ class StagedEnd(ReceivingEnd):
             raise EngineError(str(error)) from error
 
     def _receive(self, update_info: dict[str, Any]) -> None:
-        updates = update_info["shares"]
+        try:
+            updates = of_one_version(update_info["shares"])
+        except ValueError as error:
+            raise EngineError(str(error)) from error
         self.updates.append(updates)
 
         def receiving(receiver: Receiver, update: dict[str, Any]) -> Callable[[], Share]:

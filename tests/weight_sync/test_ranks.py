@@ -25,7 +25,7 @@ from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.ranks.channel import Call, StoreChannel
 from weight_sync.ranks.follower import ShareFollower
 from weight_sync.ranks.leader import FollowingRanks
-from weight_sync.server.control import ServerControl
+from weight_sync.server.control import ControlError, ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.base import StagedTransport, TransferError, build_transport
 from weight_sync.transports.gpu import communicator
@@ -129,6 +129,18 @@ async def connected(name: str, monkeypatch: pytest.MonkeyPatch, **settings: Any)
         for lead, theirs in lines:
             lead.cut()
             theirs.cut()
+
+
+async def test_a_rank_that_sends_another_version_s_share_is_refused(rig: Rig) -> None:
+    first = rig.fill(1)
+    kept = rig.followers[1]._snapshots
+    old = kept[1]
+    await rig.publish(first)
+    second = rig.fill(2)
+    kept[2] = old
+    with pytest.raises(ControlError, match=r"not of one version: .*1, .*2"):
+        await rig.publish(second)
+    assert len(rig.end.loaded) == 2, "of the first version, at two workers"
 
 
 async def test_every_worker_gets_every_rank_s_share_of_each_version(rig: Rig) -> None:

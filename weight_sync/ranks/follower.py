@@ -149,7 +149,7 @@ class ShareFollower:
             case "check_met":
                 return await sender.check_met()
             case "offer":
-                return await sender.offer(await self._snapshot(call))
+                return await sender.offer_labelled(await self._snapshot(call))
             case "send":
                 return await sender.send(await self._snapshot(call))
             case "done":

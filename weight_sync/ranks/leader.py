@@ -139,6 +139,9 @@ class RemoteSender(Sender):
         found: dict[str, Any] = await self._call("offer", timeout_s=None, snapshot=snapshot.version)
         return found
 
+    async def offer_labelled(self, snapshot: Snapshot) -> dict[str, Any]:
+        return await self.offer(snapshot)  # the other rank has added the label of its own snapshot
+
     async def send(self, snapshot: Snapshot) -> None:
         await self._call("send", timeout_s=None, snapshot=snapshot.version)
 

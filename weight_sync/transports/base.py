@@ -121,6 +121,10 @@ class Sender(ABC):
     async def offer(self, snapshot: Snapshot) -> dict[str, Any]:
         """Prepare to send. Returns what each worker's `Receiver.receive` gets."""
 
+    async def offer_labelled(self, snapshot: Snapshot) -> dict[str, Any]:
+        """Do as `offer`, and add the `label` of what this rank sends, which the worker compares with the others'."""
+        return await self.offer(snapshot) | {"label": snapshot.label}
+
     async def send(self, snapshot: Snapshot) -> None:  # noqa: B027
         """Send to all workers, which have begun to receive. Cancelled if one of them fails."""
 
@@ -221,7 +225,7 @@ class StagedTransport:
         """Bring the snapshot to the workers. Returns when each has built it beside its live model."""
         whole = False
         try:
-            shares = await gather(*(sender.offer(snapshot) for sender in self.senders))
+            shares = await gather(*(sender.offer_labelled(snapshot) for sender in self.senders))
             # The engine answers at once: it receives and builds on a thread.
             await server.update({"shares": shares})
             await gather(self._until_staged(server), *(sender.send(snapshot) for sender in self.senders))

@@ -74,6 +74,18 @@ class Receiver(Protocol):
         """Close the connection to the learner. Never raises, and may be called again."""
 
 
+def of_one_version(updates: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Take the labels off what the ranks of the learner offer, for their receivers.
+
+    Raises:
+        ValueError: They are not shares of one version.
+    """
+    labels = {str(update.get("label")) for update in updates}
+    if len(labels) != 1 or labels == {"None"}:
+        raise ValueError(f"the shares of an update are not of one version: {', '.join(sorted(labels))}")
+    return [{name: value for name, value in update.items() if name != "label"} for update in updates]
+
+
 class DeviceBuffers:
     """Two buffers on a device, filled in turn: while one is loaded from, the other is filled."""
 

@@ -236,15 +236,8 @@ def test_auto_is_settled_for_both_ends_at_once(run_file: Path, monkeypatch: pyte
     assert devices.settled(elsewhere, None, cpu=False) is elsewhere, "each server says what it has"
 
 
-def test_quantised_servers_take_a_tolerance_and_vllms_own_reload(run_file: Path) -> None:
+def test_quantised_servers_take_vllms_own_reload(run_file: Path) -> None:
     fp8 = ("--vllm.args", '["--quantization=fp8"]')
-    with pytest.raises(ConfigError, match=r"probe_tolerance = auto allows; measure .* and set it"):
-        devices.check_server_args(load(run_file, [*fp8]))
-    with pytest.raises(ConfigError, match=r"transport = gloo: quantised .* set weight_sync.transport = nccl"):
-        devices.check_server_args(
-            load(run_file, [*fp8, "--weight_sync.probe_tolerance", "1.0", "--weight_sync.transport", "gloo"])
-        )
-    devices.check_server_args(load(run_file, [*fp8, "--weight_sync.probe_tolerance", "1.0"]))
     assert planned(run_file, machine(2), *fp8).transport == "nccl"
     with pytest.raises(ConfigError, match="a GPU apart from the learner's"):
         planned(run_file, machine(1), *fp8)
@@ -279,13 +272,6 @@ def test_a_seat_is_on_the_command_line_and_the_users_own_share_overrides_it(
     assert vllm_server.environment(config, Seat(("3",), 0.7))["CUDA_VISIBLE_DEVICES"] == "3"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "6")
     assert vllm_server.environment(config, Seat(("3",), 0.7))["CUDA_VISIBLE_DEVICES"] == "6", "the user's stays"
-
-
-def test_a_server_has_one_api_process(run_file: Path) -> None:
-    for spelling in ('["--api-server-count", "2"]', '["--api_server_count=4"]', '["-asc", "2"]'):
-        with pytest.raises(ConfigError, match=r"keeps its pauses and its owner in one API process; leave it out"):
-            devices.check_server_args(load(run_file, ["--vllm.args", spelling]))
-    devices.check_server_args(load(run_file, ["--vllm.args", '["--api-server-count", "1", "-dp", "2"]']))
 
 
 def test_nothing_is_planned_where_no_gpu_is(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

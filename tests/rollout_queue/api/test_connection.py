@@ -11,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from time import perf_counter, process_time, sleep
 from typing import Any
@@ -37,7 +37,7 @@ from rollout_queue.service import listen
 from rollout_queue.store.memory import MemoryStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import Served, listening, serve_version, serving
+from tests.kit.queue import Served, listening, serve_version, serving, until
 
 MIB = 1024**2
 SHARES = Shares(16)
@@ -195,12 +195,6 @@ async def opened(port: int, count: int, sent: bytes = b"") -> list[Open]:
 def close(connections: list[Open]) -> None:
     for _, writer in connections:
         writer.close()
-
-
-async def until(what: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not what():  # noqa: ASYNC110 - a count of the queue, which tells nobody of its change
-            await asyncio.sleep(0.01)
 
 
 def refusal(answer: bytes) -> ErrorBody:

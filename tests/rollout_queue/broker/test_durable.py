@@ -50,6 +50,8 @@ FREE = 1000
 class HeldStore(SqliteStore):
     """Holds each commit that changes something until it is let go."""
 
+    commits_are_brief = False
+
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.begun = threading.Semaphore(0)

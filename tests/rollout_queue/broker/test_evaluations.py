@@ -13,10 +13,9 @@ import aiohttp
 import msgspec
 import pytest
 
-from protocol.client import QueueClient, QueueRefused
+from protocol.client import QueueClient
 from protocol.messages import (
     BeginSession,
-    Fingerprint,
     LeaseAck,
     LeaseRequest,
     Rollout,
@@ -32,11 +31,9 @@ from rollout_queue.ledger.evaluations import MAX_ENDED, MAX_OPEN
 from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
+from tests.kit.broker import DECLARED, FOUND
 from tests.kit.messages import SERVER, segment
-from tests.kit.queue import Served, move_server, serve_version, serving
-
-DECLARED = Fingerprint("1", "t", "c", {})
-SAID = msgspec.structs.replace(DECLARED, rows=99, data="d", eval_rows=4, eval_data="e")
+from tests.kit.queue import Served, move_server, refusal, serve_version, serving
 
 
 @asynccontextmanager
@@ -55,7 +52,7 @@ async def running(
 async def register(client: QueueClient, worker: str = "w", **report: Any) -> list[str]:
     """A heartbeat; the tickets that it says are lost."""
     reply = await client.heartbeat(
-        WorkerReport(worker, **{"ticket_ids": [], "capacity": 8, "fingerprint": SAID, **report})
+        WorkerReport(worker, **{"ticket_ids": [], "capacity": 8, "fingerprint": FOUND, **report})
     )
     return reply.lost_tickets
 
@@ -72,12 +69,6 @@ async def take(client: QueueClient, count: int = 4, worker: str = "w", have: lis
 
 async def take_evals(client: QueueClient, count: int = 4, worker: str = "w") -> list[Ticket]:
     return [ticket for ticket in await take(client, count, worker) if ticket.kind == "eval"]
-
-
-async def refusal(call: Any) -> QueueRefused:
-    with pytest.raises(QueueRefused) as refused:
-        await call
-    return refused.value
 
 
 async def test_the_way_of_one_evaluation() -> None:
@@ -448,7 +439,7 @@ async def test_a_worker_that_is_refused_gives_its_rows_back() -> None:
     async with running(eval={"every": 5}) as (_, client):
         await ask(client)
         held = await take_evals(client)
-        other = msgspec.structs.replace(SAID, eval_data="other")
+        other = msgspec.structs.replace(FOUND, eval_data="other")
         refused = await refusal(register(client, fingerprint=other))
         assert "rows of the eval_dataset differ: other, the run has e" in str(refused)
         await register(client, "v")

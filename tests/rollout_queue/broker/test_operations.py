@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import logging
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from protocol import codec, reasons
+from protocol import reasons
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -33,32 +32,13 @@ from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
-from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.store.memory import MemoryStore
+from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import SqliteStore
-from tests.kit import config, group
+from tests.kit import config
+from tests.kit.broker import URL, draw, running, stays, submit
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
-
-URL = "http://127.0.0.1:8100"
-
-
-@asynccontextmanager
-async def running(**sections: dict[str, Any]) -> AsyncIterator[Broker]:
-    """A broker with a learner session and a server that serves version 0."""
-    broker = Broker(config(**sections), MemoryStore(), FakeTime().clock())
-    async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
-        try:
-            yield broker
-        finally:
-            broker.close_waits()
-
-
-async def stays() -> bool:
-    return False
 
 
 async def has_left() -> bool:
@@ -67,18 +47,6 @@ async def has_left() -> bool:
 
 async def never_read() -> bytes:
     raise AssertionError("the body was read")
-
-
-async def draw(broker: Broker, count: int = 1, **fields: Any) -> list[Any]:
-    reply = await workers.draw_tickets(broker, TicketRequest("w", count, **{"wait_s": 0.0, **fields}), stays)
-    return [] if reply is None else reply.tickets
-
-
-async def submit(broker: Broker, ticket: Any) -> bool:
-    async def body() -> bytes:
-        return codec.encode(group(ticket))
-
-    return await workers.submit_group(broker, ticket.id, body)
 
 
 def sums(broker: Broker) -> tuple[int, int, int, int, int]:
@@ -224,6 +192,30 @@ async def test_a_finished_run_gives_no_tickets_and_drops_what_is_out() -> None:
         with pytest.raises(Refusal) as refused:
             await draw(broker)
         assert refused.value.reason == reasons.RUN_FINISHED
+
+
+async def test_a_queue_that_outlives_its_run_says_why_and_how_to_end_it_once_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return caplog.text.count("the run has finished. This queue stays up for its status and its rollouts")
+
+    caplog.set_level(logging.INFO, "rollout_queue")
+    once = config(learner={"steps": 1})
+    made = SqliteStore(tmp_path / "queue.db")
+    made.acquire()
+    made.commit(Changes(run=RunState(version=1, step=1, total_steps=1, session=1, id="run-1")))
+    made.close()
+    async with (broker := Broker(once, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+        assert said() == 0
+        for _ in range(2):
+            await learner.finish(broker, FinishRun(1))
+        assert said() == 1
+    for steps, times in ((1, 2), (9, 2)):
+        again = config(learner={"steps": steps})
+        async with (broker := Broker(again, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())).running():
+            assert broker.ready
+            assert said() == times, "more steps may be made"
 
 
 async def test_a_server_drains_until_no_worker_uses_it_and_goes_at_once_on_request() -> None:

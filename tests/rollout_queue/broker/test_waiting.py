@@ -16,8 +16,8 @@ from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_POLLS, Place, TicketLine
 from rollout_queue.ledger.records import Refusal
+from tests.kit.broker import URL, running, stays
 from tests.kit.messages import SERVER
-from tests.rollout_queue.broker.test_operations import URL, running, stays
 
 
 class Line(RuleBasedStateMachine):

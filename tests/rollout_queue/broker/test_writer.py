@@ -4,31 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from contextlib import suppress
+import time
 from typing import Any
 
 import pytest
 
 from protocol import reasons
-from protocol.messages import BeginSession, Server, ServerChange, ServerState, TicketRequest
-from rollout_queue.broker import learner, lifecycle, workers
+from rollout_queue.broker import lifecycle
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.lifecycle import ALIVE_S
-from rollout_queue.broker.writer import Writer
-from rollout_queue.ledger.records import Decision, Refusal, TicketRecord
+from rollout_queue.broker.writer import BRIEF_S, Writer
+from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketRecord
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
-from tests.kit.messages import SERVER
-from tests.kit.queue import FakeTime
-from tests.rollout_queue.broker.test_operations import URL, stays
+from tests.kit.broker import draw, running
+from tests.kit.queue import FakeTime, until
 
 
 class SlowStore(SqliteStore):
     """Holds each commit until it is let go, or fails it."""
+
+    commits_are_brief = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -58,14 +58,6 @@ def store(tmp_path: Any) -> SlowStore:
     store = SlowStore(tmp_path / "queue.db")
     store.acquire()
     return store
-
-
-async def until(is_true: Any) -> None:
-    for _ in range(4000):
-        if is_true():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it never came")
 
 
 async def test_what_comes_while_one_is_written_goes_together_with_the_next(store: SlowStore) -> None:
@@ -103,6 +95,89 @@ async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to
     for later in (lambda: writer.add(ticket(3), {}), lambda: asyncio.ensure_future(writer.call(store.load))):
         with pytest.raises(Refusal, match="disk full"):
             await later()  # type: ignore[misc]
+    assert [str(error) for error in failures] == ["disk full"]
+    writer.close()
+
+
+class BriefStore(MemoryStore):
+    """Notes in which thread a commit is made; each kind of commit lasts as long as it is told."""
+
+    blocks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+        self.seconds = {False: 0.0, True: 0.0}
+        self.error: Exception | None = None
+
+    def commit(self, changes: Changes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.threads.append("store" if threading.current_thread().name == "store" else "loop")
+        time.sleep(self.seconds[changes.run is not None])
+        super().commit(changes)
+
+    def kept(self) -> list[str]:
+        """Return the tickets and forget in which threads they came."""
+        self.threads.clear()
+        return sorted(self._tickets)
+
+
+async def test_commits_are_made_on_the_loop_as_long_as_those_of_their_kind_are_brief() -> None:
+    store = BriefStore()
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    step = Decision(run=RunState(step=1))
+    for decision in (ticket(0), step, ticket(1), step):
+        await writer.add(decision, {})
+    assert store.threads == ["loop"] * 4
+    store.kept()
+    store.seconds[True] = 10 * BRIEF_S
+    for decision in (step, ticket(2), step, ticket(3)):
+        await writer.add(decision, {})
+    assert store.threads == ["loop", "loop", "store", "loop"], "a slow disk is waited for in the thread"
+    store.kept()
+    store.seconds[True] = 0.0
+    for _ in range(3):
+        await writer.add(step, {})
+    assert store.threads == ["store", "loop", "loop"], "once it is quick again, it is not"
+    assert store.kept() == [f"{index}.0" for index in range(4)]
+    writer.close()
+
+
+async def test_no_commit_is_made_on_the_loop_while_the_thread_uses_the_store() -> None:
+    """They share one connection, and one transaction."""
+    store = BriefStore()
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    begun, go = threading.Event(), threading.Event()
+
+    def read() -> int:
+        begun.set()
+        assert go.wait(20)
+        return len(store.threads)
+
+    reading = asyncio.ensure_future(writer.call(read))
+    await until(begun.is_set)
+    commits = [writer.add(ticket(index), {}) for index in range(3)]
+    await asyncio.sleep(0.05)
+    assert store.threads == []
+    go.set()
+    for commit in commits:
+        await commit
+    assert (await reading, store.threads) == (0, ["store"]), "they go together, and after it"
+    await writer.add(ticket(3), {})
+    assert store.threads == ["store", "loop"]
+    writer.close()
+
+
+async def test_a_commit_that_fails_on_the_loop_is_told_as_any_other() -> None:
+    store, failures = BriefStore(), list[Exception]()
+    writer = Writer(store, failures.append, lambda *_: None)
+    store.error = StoreError("disk full")
+    waiting = [awaited(writer.add(ticket(index), {})) for index in range(3)]
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*waiting) == [reasons.STORE_FAILED] * 3
+    with pytest.raises(Refusal, match="disk full"):
+        writer.add(ticket(3), {})
     assert [str(error) for error in failures] == ["disk full"]
     writer.close()
 
@@ -167,27 +242,20 @@ async def awaited(commit: Any) -> str | None:
 
 async def test_a_ticket_is_given_only_once_it_is_in_the_store_though_it_counts_at_once(store: SlowStore) -> None:
     """A worker whose answer is still to come holds its permit: it is not given twice."""
-    broker = Broker(config(), store, FakeTime().clock())
     store.go.release(100)  # the servers of the run file, and the session
-    async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
+    async with running(store) as broker:
         while store.go.acquire(blocking=False):
             pass
         while store.begun.acquire(blocking=False):
             pass
-        asked = asyncio.create_task(workers.draw_tickets(broker, TicketRequest("w", 1, wait_s=0.0), stays))
+        asked = asyncio.create_task(draw(broker))
         await until(lambda: store.begun.acquire(blocking=False))
         await asyncio.sleep(0.05)
         assert not asked.done()
         assert broker.ledger.issued == 1
         store.go.release(100)
-        reply = await asked
-        assert reply is not None
+        assert [ticket.id for ticket in await asked] == ["0.0"]
         assert store.records(["0.0"]).keys() == {"0.0"}
-        with suppress(Refusal):
-            broker.close_waits()
 
 
 async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store: SlowStore) -> None:

@@ -18,7 +18,6 @@ from protocol import codec
 from protocol.messages import (
     BeginSession,
     Checkpointed,
-    Fingerprint,
     FinishRun,
     LeaseAck,
     LeaseRequest,
@@ -27,7 +26,6 @@ from protocol.messages import (
     ServerState,
     Ticket,
     TicketFailure,
-    TicketRequest,
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
@@ -35,22 +33,17 @@ from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.records import LIVE, Refusal
 from rollout_queue.store.memory import MemoryStore
-from tests.kit import config, group
+from tests.kit import config
+from tests.kit.broker import DECLARED, FOUND, draw, stays, submit
 from tests.kit.messages import SERVER
 from tests.kit.queue import FakeTime
 
-DECLARED = Fingerprint("1", "t", "c", {})
-FOUND = msgspec.structs.replace(DECLARED, rows=99, data="d", eval_rows=4, eval_data="e")
 SETTINGS = config(
     queue={"ticket_attempts": 2, "ticket_timeout_s": 60.0, "max_staleness": 1, "depth": 2.0},
     learner={"groups_per_step": 2, "keep_checkpoints": 1},
     eval={"every": 1, "share": 0.5},
     worker={"episodes": 8},
 )
-
-
-async def stays() -> bool:
-    return False
 
 
 class Run:
@@ -79,17 +72,13 @@ class Run:
         return [ticket.id for ticket in self.out]
 
     async def draw(self, count: int) -> list[Ticket]:
-        reply = await workers.draw_tickets(self.broker, TicketRequest("w", count, wait_s=0.0), stays)
-        drawn = [] if reply is None else reply.tickets
+        drawn = await draw(self.broker, count)
         self.out += drawn
         return drawn
 
     async def submit(self, ticket: Ticket) -> bool:
-        async def body() -> bytes:
-            return codec.encode(group(ticket))
-
         self.out.remove(ticket)
-        return await workers.submit_group(self.broker, ticket.id, body)
+        return await submit(self.broker, ticket)
 
     async def fail(self, ticket: Ticket, reason: str, retryable: bool) -> None:
         self.out.remove(ticket)

@@ -10,34 +10,23 @@ from pathlib import Path
 import pytest
 
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import Server
 from rollout_queue import store as stores
-from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord, TicketState
 from rollout_queue.store import copying
 from rollout_queue.store.base import Store
-from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import config
 from tests.kit.postgres import cluster
+from tests.kit.stores import active, in_every_table, with_store
 
 IDS = [f"{index}.0" for index in range(40)]
-# Something in every table; what is below 3 becomes sums.
-EVERYTHING = Changes(
-    tickets={f"{index}.0": TicketRecord(index, 0, index, "w", 0, TicketState.READY) for index in range(40)},
-    payloads={f"{index}.0": Payload.of(bytes([index]) * 5000) for index in range(3, 40)},
-    run=RunState(version=9, step=8, session=1, id="run-x", pruned_below=3),
-    prune_below=3,
-    servers={"a": ServerRecord(Server("a", "http://a"))},
-    evaluations={4: EvalRecord(4, 5, 4, 8, 2, 0.5, 60.0, 1.5)},
-    evaluation_tickets={(4, 1): TicketRecord(1, 0, 7, "w", 0, evaluation=4)},
-)
+EVERYTHING = in_every_table(len(IDS), pruned_below=3)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def run_config(request: pytest.FixtureRequest, tmp_path: Path) -> RunConfig:
-    store = cluster().new_database() if request.param == "postgresql" else request.param
-    return config(run={"dir": str(tmp_path)}, queue={"store": store})
+    return with_store(request.param, tmp_path)
 
 
 @pytest.fixture
@@ -45,12 +34,6 @@ def store(run_config: RunConfig) -> Iterator[Store]:
     with closing(active(run_config)) as store:
         store.commit(EVERYTHING)
         yield store
-
-
-def active(run_config: RunConfig) -> Store:
-    store = stores.build(run_config)
-    assert store.acquire() is None
-    return store
 
 
 def test_a_backup_beside_a_running_queue_is_a_store_of_its_own(
@@ -87,7 +70,7 @@ def test_a_damaged_store_gives_no_backup(tmp_path: Path) -> None:
     with closing(active(run_config)) as store:
         store.commit(EVERYTHING)
     with closing(sqlite3.connect(path)) as db:
-        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'payloads'").fetchone()[0]
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'tickets'").fetchone()[0]
         page = db.execute("PRAGMA page_size").fetchone()[0]
     with path.open("r+b") as file:
         file.seek((root - 1) * page + 8)

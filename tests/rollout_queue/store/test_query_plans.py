@@ -6,29 +6,21 @@ import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
 
+import msgspec
 import pytest
 
 from protocol.config import QueueSection
-from protocol.messages import Server
-from rollout_queue.ledger.records import EvalRecord, RunState, ServerRecord, TicketRecord
+from rollout_queue.ledger.records import TicketRecord
 from rollout_queue.store import migrations, sql
-from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.postgres import PostgresStore
 from rollout_queue.store.postgres_database import Database, adapted
 from tests.kit.postgres import cluster
+from tests.kit.stores import in_every_table
 
 # Changes of every kind.
-EVERYTHING = Changes(
-    tickets={"0.0": TicketRecord(0, 0, 0, "w", 0)},
-    payloads={"0.0": Payload.of(b"group")},
-    let_go=frozenset({"1.0"}),
-    run=RunState(),
-    prune_below=1,
-    servers={"a": ServerRecord(Server("a", "http://a"))},
-    evaluations={0: EvalRecord(0, 5, 4, 8, 2, 0.5, 60.0, 1.5)},
-    evaluation_tickets={(0, 0): TicketRecord(0, 0, 0, "w", 0, evaluation=0)},
-    ended=frozenset({1}),
-    forgotten=frozenset({1}),
+EVERYTHING = msgspec.structs.replace(
+    in_every_table(2, pruned_below=1), let_go=frozenset({"1.0"}), ended=frozenset({1}), forgotten=frozenset({1})
 )
 
 

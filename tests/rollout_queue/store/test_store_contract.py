@@ -31,8 +31,7 @@ from rollout_queue.ledger.records import (
 from rollout_queue.store.base import LedgerRow, Store, StoreError
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.memory import MemoryStore
-from tests.kit import config
-from tests.kit.postgres import cluster
+from tests.kit.stores import active, with_store
 
 # Each store, and whether it keeps what was committed when it is closed and opened again.
 VARIANTS = {
@@ -59,18 +58,6 @@ def store(run_config: RunConfig) -> Iterator[Store]:
     store = active(run_config)
     yield store
     store.close()
-
-
-def with_store(kind: str, tmp_path: Path) -> RunConfig:
-    """A run file that names a store in which nothing is yet. Skips the test where the store cannot be had."""
-    store = cluster().new_database() if kind == "postgresql" else kind
-    return config(run={"dir": str(tmp_path)}, queue={"store": store})
-
-
-def active(run_config: RunConfig) -> Store:
-    store = stores.build(run_config)
-    assert store.acquire() is None
-    return store
 
 
 def ticket(index: int, state: TicketState = TicketState.ISSUED, attempt: int = 0, **fields: Any) -> TicketRecord:
@@ -215,12 +202,13 @@ def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig
     before = store.load()
     broken: Any = object()
     after = {record.id: record for record in (ticket(0, TicketState.READY), ticket(1))}
-    sound = {"0.0": Payload.of(b"group")}
+    unsound = {**after, "2.0": ticket(2, worker_id=broken)}
+    groups = {"0.0": Payload.of(b"group")}
     with pytest.raises(StoreError):
-        store.commit(Changes(tickets=after, run=RunState(session=1), payloads={**sound, "1.0": Payload(broken, None)}))
+        store.commit(Changes(tickets=unsound, run=RunState(session=1), payloads=groups))
     assert store.load() == before
     assert store.payloads(["0.0"]) == {}
-    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=sound))
+    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=groups))
     assert store.load().run.session == 1
 
 

@@ -102,7 +102,9 @@ def _sorted(contents: StoreContents) -> StoreContents:
     return msgspec.structs.replace(contents, to_reissue=sorted(contents.to_reissue, key=lambda record: record.id))
 
 
-class RestartedQueue(QueueMachine):
+class _OverEveryStore(SabotagedQueue):
+    """A queue over every store, all of which are opened again with it."""
+
     store: EveryStore
 
     def open_store(self) -> Store:
@@ -113,15 +115,12 @@ class RestartedQueue(QueueMachine):
         super().restart_queue()
 
 
-class RestartedEvaluations(EvaluationMachine):
-    store: EveryStore
+class RestartedQueue(_OverEveryStore, QueueMachine):
+    pass
 
-    def open_store(self) -> Store:
-        return EveryStore()
 
-    def restart_queue(self) -> None:
-        self.store.reopen()
-        super().restart_queue()
+class RestartedEvaluations(_OverEveryStore, EvaluationMachine):
+    pass
 
 
 class _CommittedInGroups(SabotagedQueue):

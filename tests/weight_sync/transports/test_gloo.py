@@ -133,7 +133,7 @@ async def test_a_worker_that_is_gone_breaks_the_transfer_off() -> None:
 async def test_a_learner_that_dies_in_mid_transfer_is_an_error_at_the_worker() -> None:
     async with connected(timeout_s=5) as r:
         await r.control.start_update()
-        await r.control.update({"shares": [snapshot().manifest.as_dict()]})
+        await r.control.update({"shares": [snapshot().manifest.as_dict() | {"label": "run:1"}]})
         await r.transport.close()
         (staging,) = r.receiver.stagings
         staging.join(15)

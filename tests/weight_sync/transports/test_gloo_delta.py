@@ -166,7 +166,7 @@ async def test_everything_is_sent_over_a_new_connection() -> None:
 async def test_a_delta_that_says_it_is_larger_than_everything_is_refused() -> None:
     async with connected() as r:
         await r.publish(snapshot(1))
-        huge = snapshot(2).manifest.as_dict() | {"delta": {"base": "00", "sizes": [2**40]}}
+        huge = snapshot(2).manifest.as_dict() | {"label": "run:2", "delta": {"base": "00", "sizes": [2**40]}}
         await r.control.start_update()
         await r.control.update({"shares": [huge]})
         (staging,) = r.receiver.stagings

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-from weight_sync.transports.receiver import Receiver, Share, Worker
+from weight_sync.transports.receiver import Receiver, Share, Worker, of_one_version
 from weight_sync.transports.registry import TRANSPORTS, of_backend
 from weight_sync.vllm.engine import shadow_modules
 from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, kind_of
@@ -153,12 +153,18 @@ class StagedEngine(WeightTransferEngine):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: ShareInfos) -> None:
-        """Begin to receive and to build on a thread. `staging` returns how far it is."""
+        """Begin to receive and to build on a thread. `staging` returns how far it is.
+
+        Raises:
+            RuntimeError: No learner is connected, or the last update is still received.
+            ValueError: The shares are not one of each rank, all of one version.
+        """
         receivers = list(self._receivers)
         if not receivers:
             raise RuntimeError("not connected to a learner: call /init_weight_transfer_engine first")
         if len(receivers) != len(update_info.shares):
             raise ValueError(f"an update of {len(update_info.shares)} shares, and {len(receivers)} ranks are connected")
+        updates = of_one_version(update_info.shares)
         self._check_over()
 
         def receiving(receiver: Receiver, update: dict[str, Any]) -> Callable[[], Share]:
@@ -168,7 +174,7 @@ class StagedEngine(WeightTransferEngine):
 
             return receive
 
-        calls = [receiving(*pair) for pair in zip(receivers, update_info.shares, strict=True)]
+        calls = [receiving(*pair) for pair in zip(receivers, updates, strict=True)]
         self._staging = Staging(calls, self.build)
         self._staging.start()
 

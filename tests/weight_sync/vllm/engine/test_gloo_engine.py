@@ -73,9 +73,9 @@ class Rig:
     def __post_init__(self) -> None:
         self.server = InProcess(self.engine, self.loaded)
 
-    async def connect(self, timeout_s: float = 10) -> StagedTransport:
+    async def connect(self, timeout_s: float = 10, ranks: int = 1) -> StagedTransport:
         section = WeightSyncSection(bucket_bytes=1024, timeout_s=timeout_s)
-        transport = StagedTransport(section, [GlooSender(section)])
+        transport = StagedTransport(section, [GlooSender(section) for _ in range(ranks)])
         self.transports.append(transport)
         await transport.connect(self.server, 1)
         return transport
@@ -86,7 +86,7 @@ class Rig:
     def receive(self, sent: Snapshot) -> None:
         """As if a learner had got so far, and no further."""
         self.engine.start_weight_update()
-        self.engine.update_weights({"shares": [sent.manifest.as_dict()]})
+        self.engine.update_weights({"shares": [sent.manifest.as_dict() | {"label": sent.label}]})
 
 
 def snapshot(version: int) -> Snapshot:
@@ -172,6 +172,16 @@ async def test_a_new_connection_begins_while_the_reception_of_a_dead_one_still_w
     rig.receive(snapshot(1))
     await rig.publish(await rig.connect(), snapshot(2))
     assert torch.equal(rig.loaded[0]["a"], torch.full((1500,), 2.0))
+
+
+async def test_shares_of_two_versions_are_refused_before_any_is_received(rig: Rig) -> None:
+    transport = await rig.connect(ranks=2)
+    rig.engine.start_weight_update()
+    now, before = [await transport.senders[version - 1].offer_labelled(snapshot(version)) for version in (2, 1)]
+    for shares, found in (([now, before], "1, .*2"), ([now, {**before, "label": None}], "2, None"), ([{}, {}], "None")):
+        with pytest.raises(ValueError, match=rf"not of one version: .*{found}"):
+            rig.engine.update_weights({"shares": shares})
+    assert rig.engine.staging()["error"] == "no weights were sent since start_weight_update"
 
 
 def test_calls_out_of_order_are_refused(rig: Rig) -> None:

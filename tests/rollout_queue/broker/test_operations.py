@@ -349,3 +349,13 @@ async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_o
             await asking
         assert refused.value.reason == reasons.UNREGISTERED
         assert broker.ledger.get(held.id, TicketState.ISSUED)
+
+
+async def test_workers_that_register_at_once_are_no_more_than_there_may_be() -> None:
+    """They wait for the same lock: each looks for room once it has it."""
+    async with running(queue={"max_workers": 2}) as broker:
+        async with broker.lock:
+            beats = [asyncio.create_task(workers.heartbeat(broker, WorkerReport(name, []))) for name in "abc"]
+            await asyncio.sleep(0.01)
+        found = await asyncio.gather(*beats, return_exceptions=True)
+        assert [getattr(answer, "reason", None) for answer in found] == [None, None, reasons.BUSY]

@@ -78,9 +78,9 @@ def init(
     write_task_files(folder, model)
 
 
-@app.command(**reading("queue.port", "vllm.port", "vllm.count", "vllm.servers"))
+@app.command(**reading(*RUN, "queue.port", "queue.store", "vllm.port", "vllm.count", "vllm.servers"))
 def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
-    """Show what is installed, which devices are here, and what is broken."""
+    """Show packages, devices, the run's store, and what is broken."""
     from deploy.commands.setup import examine
 
     raise typer.Exit(examine(load(run_file, context.args) if run_file else None))

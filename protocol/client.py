@@ -88,6 +88,9 @@ _AMONG_SEVERAL = wait_random_exponential(multiplier=0.1, max=1.0)
 # Answers of a web server that knows no POST: neither of a queue nor of a proxy before a queue that restarts.
 _NO_QUEUES = (501, 505)
 
+# Answers of a queue that is not the active one, or cannot be, and of a proxy before one that is away: another is asked.
+_ASK_ANOTHER = (reasons.STANDS_BY, reasons.STORE_FAILED, reasons.NOT_READY, *map(reasons.http, (502, 503, 504)))
+
 # Nothing leaves the queue while a learner writes a checkpoint or evaluates.
 FULL_PATIENCE_S = 900.0
 
@@ -288,7 +291,7 @@ class QueueClient:
     async def remove_server(self, name: str, now: bool = False) -> list[Server]:
         """Let a server drain, or remove it `now`. Returns the servers that are registered then.
 
-        Raises `QueueRefused` if it is not registered.
+        One that has left before is no error. Raises `QueueRefused` for one that never was registered.
         """
         path = access.SERVER_OF.format(name=quote(name, safe=""))
         return await self._ask(list[Server], "DELETE", f"{path}?now=true" if now else path)
@@ -418,7 +421,7 @@ class QueueClient:
         asked = f"{method} {url}{path}"
         sending = self._send(self._session, method, url + path, data, headers, timeout_s)
         try:
-            status, body, retry_after_s = await self._urls.unless_moved(sending)
+            status, body, retry_after_s = await self._urls.unless_moved(url, sending)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             self._urls.failed(url)
             raise _Transient(f"{asked}: {connection_failure(error)}") from error
@@ -426,7 +429,7 @@ class QueueClient:
             raise _Transient(f"{asked}: another queue is active now, at {self.url}") from None
         if status >= 500 and status not in _NO_QUEUES:
             why = _problem(status, body)
-            if why.reason != reasons.BUSY and self._urls.are_several:
+            if why.reason in _ASK_ANOTHER and self._urls.are_several:
                 self._urls.failed(url)
                 retry_after_s = None  # that was about this queue, and another one is asked next
             text = f": {why.message}" if reasons.is_ours(why.reason) else ""

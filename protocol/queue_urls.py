@@ -14,7 +14,7 @@ CHECK_EVERY_S = 1.0
 
 
 class Moved(Exception):
-    """Another queue became the active one while a call waited for an answer."""
+    """Another queue is the active one while a call waits for an answer."""
 
 
 def split_urls(given: str) -> list[str]:
@@ -36,7 +36,7 @@ class QueueUrls:
     def __init__(self, given: str) -> None:
         self._urls = split_urls(given)
         self._at = 0
-        self._moved = asyncio.Event()
+        self._under_way: dict[asyncio.Future[None], str] = {}  # the URL of each call; set if it is not the active one's
 
     @property
     def current(self) -> str:
@@ -55,9 +55,9 @@ class QueueUrls:
         return ", ".join(self._urls)
 
     def failed(self, url: str) -> None:
-        """Note that a queue did not answer, or stands by: the next one is asked."""
+        """Note that a queue did not answer, or is not active: the next one is asked. Other calls to it go on."""
         if url == self.current:
-            self._move(self._at + 1)
+            self._at = (self._at + 1) % len(self._urls)
 
     async def watch(self, is_active: Callable[[str], Awaitable[bool]]) -> None:
         """Ask the current queue whether it is the active one, and find the one that is if not. Runs until cancelled.
@@ -70,30 +70,32 @@ class QueueUrls:
             at = max(at + CHECK_EVERY_S, loop.time())
             await asyncio.sleep(at - loop.time())
             found = await _first_active(asked, is_active)
-            if found is not None and found != self.current:
-                self._move(self._urls.index(found))
+            if found is not None:
+                self._is_active(found)
             # None of them may be active for a while. All at once: one that was stopped takes its whole time.
             asked = [self.current] if found is not None else self._urls
 
-    async def unless_moved(self, call: Coroutine[Any, Any, T]) -> T:
-        """Make a call to the current queue. Raises `Moved` as soon as it is not the current one any more."""
+    async def unless_moved(self, url: str, call: Coroutine[Any, Any, T]) -> T:
+        """Make a call to the queue at a URL. Raises `Moved` as soon as another one is known to be the active one."""
         if not self.are_several:
             return await call
-        asked, moved = asyncio.ensure_future(call), asyncio.ensure_future(self._moved.wait())
+        asked, moved = asyncio.ensure_future(call), asyncio.get_running_loop().create_future()
+        self._under_way[moved] = url
         try:
             await asyncio.wait((asked, moved), return_when=asyncio.FIRST_COMPLETED)
             if not asked.done():
                 raise Moved
             return asked.result()
         finally:
+            del self._under_way[moved]
             asked.cancel()
-            moved.cancel()
 
-    def _move(self, to: int) -> None:
-        if self.are_several:
-            self._at = to % len(self._urls)
-            self._moved.set()
-            self._moved = asyncio.Event()
+    def _is_active(self, url: str) -> None:
+        """Ask this queue from now on, and break off the calls that wait for another one."""
+        self._at = self._urls.index(url)
+        for moved, asked in self._under_way.items():
+            if asked != url and not moved.done():
+                moved.set_result(None)
 
 
 async def _first_active(urls: Sequence[str], is_active: Callable[[str], Awaitable[bool]]) -> str | None:

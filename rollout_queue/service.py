@@ -17,7 +17,7 @@ from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import bounded_by
-from rollout_queue.api.connection_pool import ConnectionPool, Shares, fit, raise_descriptors
+from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Shares, fit, raise_descriptors
 from rollout_queue.broker.broker import Broker
 from rollout_queue.store.base import StoreError, Superseded
 
@@ -68,17 +68,25 @@ def _serve_once(config: RunConfig) -> None:
 
 
 def fitted(config: RunConfig, descriptors: int) -> tuple[RunConfig, Shares]:
-    """Lower `queue.max_workers` to what the process may open, and say so."""
-    wanted, shares = Shares(config.queue.max_workers), fit(config.queue.max_workers, descriptors)
+    """Lower `queue.max_workers` to what the process may open, and say so.
+
+    Raises:
+        ConfigError: It may open fewer than `MIN_DESCRIPTORS`.
+    """
+    wanted = Shares(config.queue.max_workers)
+    needs = f"file descriptors and this process may open {descriptors}"
+    remedy = f"raise the limit (ulimit -n {wanted.descriptors}, LimitNOFILE= of systemd, --ulimit nofile= of Docker)"
+    if descriptors < MIN_DESCRIPTORS:
+        raise ConfigError(f"the queue needs at least {MIN_DESCRIPTORS} {needs}: {remedy}")
+    shares = fit(wanted.max_workers, descriptors)
     if shares.max_workers < wanted.max_workers:
         logger.warning(
-            "queue.max_workers = %d needs %d file descriptors and this process may open %d: it takes %d workers; "
-            "raise the limit (ulimit -n %d, LimitNOFILE= of systemd, --ulimit nofile= of Docker)",
+            "queue.max_workers = %d needs %d %s: it takes %d workers; %s",
             wanted.max_workers,
             wanted.descriptors,
-            descriptors,
+            needs,
             shares.max_workers,
-            wanted.descriptors,
+            remedy,
         )
         queue = config.queue.model_copy(update={"max_workers": shares.max_workers})
         config = config.model_copy(update={"queue": queue})

@@ -24,8 +24,8 @@ from typing import Any
 
 import psutil
 
+from rollout_queue.store.sqlite import SqliteReader
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.kit.ports import free_port
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"

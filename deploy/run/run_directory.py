@@ -14,7 +14,7 @@ from pathlib import Path
 
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, to_toml
-from rollout_queue.store import base, open_for_reading
+from rollout_queue.store import base, check_beside_run, open_for_reading
 
 # Prefix of the folders for files of a start that made no step.
 FAILED = "failed-start-"
@@ -29,11 +29,15 @@ def check_run_directory(config: RunConfig, resume: bool) -> None:
     """Check that the run can start in its directory.
 
     Raises:
-        ConfigError: The directory cannot be written, holds a run that would be overwritten, or holds none to `resume`.
+        ConfigError: The directory cannot be written, holds a run that would be overwritten or whose store is lost, or
+            holds none to `resume`.
     """
     _check_writable(config)
     name, folder = config.run.name, config.run_dir
-    steps = _steps(config)
+    stored = open_for_reading(config).run_state()
+    if resume or not has_checkpoint(config):
+        check_beside_run(config, stored)
+    steps = stored.version
     if resume and not has_checkpoint(config) and not steps:
         raise ConfigError(
             f"--resume: {folder} holds nothing to go on from, neither a checkpoint nor a step; start it without "

@@ -22,7 +22,7 @@ from rollout_queue.api import learner_routes, requests, schema, worker_routes
 from rollout_queue.api.access import Gate, names_of_this_machine
 from rollout_queue.api.entrance import Entrance
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
-from rollout_queue.broker import status
+from rollout_queue.broker import lifecycle, status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger.records import Refusal
@@ -57,7 +57,8 @@ async def health() -> Response:
 
 @handles(router, access.READ_READY, answers={200: str})
 async def ready(broker: ReadyBroker) -> Response:
-    broker.check_is_active()
+    """Answer while this is the active queue and its store works, for those who choose which queue to ask."""
+    broker.check_answers_soon()
     return Response("ok", media_type="text/plain")
 
 
@@ -114,7 +115,7 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async with broker.running():
+        async with lifecycle.running(broker):
             yield
 
     app = FastAPI(title="Slipstream rollout queue", lifespan=lifespan, openapi_url=None, redirect_slashes=False)

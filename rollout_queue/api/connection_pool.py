@@ -37,9 +37,12 @@ _HEALTH = 32
 # Store, log, listener, threads' pipes.
 _FILES = 64
 
+# File descriptors without which no queue starts: enough for 10 workers.
+MIN_DESCRIPTORS = 256
+
 
 class Kind(StrEnum):
-    """Who a connection serves.
+    """The kind of client that a connection serves.
 
     NEW: its first request's head is not complete. WORKER: it asked for a route of workers. CONTROL: learner, vLLM
     servers, people and monitors. HEALTH: the liveness probe. CLOSING: it was answered, and is not closed yet.
@@ -97,7 +100,11 @@ class Shares(msgspec.Struct, frozen=True):
 
 
 def fit(max_workers: int, descriptors: int) -> Shares:
-    """Return the shares for `max_workers`, or for as many as a process with so many file descriptors can serve."""
+    """Return the shares for `max_workers`, or for as many as a process with so many file descriptors can serve.
+
+    Args:
+        descriptors: At least `MIN_DESCRIPTORS`.
+    """
     wanted = Shares(max_workers)
     if wanted.descriptors <= descriptors:
         return wanted
@@ -112,7 +119,7 @@ def fit(max_workers: int, descriptors: int) -> Shares:
         files=min(_FILES, 2 * eighth),
     )
     left = descriptors - least.descriptors
-    return msgspec.structs.replace(least, max_workers=max(1, left // (PER_WORKER + _NEW_PER_WORKER)))
+    return msgspec.structs.replace(least, max_workers=min(max_workers, left // (PER_WORKER + _NEW_PER_WORKER)))
 
 
 def raise_descriptors() -> int:

@@ -1,7 +1,7 @@
-"""What every request meets first: its route is found and its sender checked, once; the fleet's requests are answered.
+"""The outermost layer of the application: finds a request's route and checks its sender, once for all routes.
 
-Four requests carry a group, so those of workers and learner go straight to their handlers. The others, which people and
-monitors send, go on to FastAPI.
+Requests of workers and learner go straight to their handlers, since four of them carry each group. The others, which
+people and monitors send, go on to FastAPI.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ class Entrance:
                 return
             else:
                 self._broker.check_ready()
-                request = Request(scope, receive)
-                response = await (handle(request, self._broker, name) if name else handle(request, self._broker))
+                response = await self._answer(handle, Request(scope, receive), name)
         except Refusal as refusal:
             response = requests.error_response(refusal)
         except ClientDisconnect:
@@ -68,6 +67,12 @@ class Entrance:
                 raise
             response = requests.error_response(Refusal(reasons.NOT_READY, "the queue ends: try again in a moment", 1.0))
         await response(scope, receive, send)
+
+    async def _answer(self, handle: Handler, request: Request, name: str) -> Response:
+        try:
+            return await (handle(request, self._broker, name) if name else handle(request, self._broker))
+        except Refusal as refusal:
+            return await requests.refusal_response(self._broker, refusal)
 
 
 def _not_allowed(method: str, path: str, routes: Mapping[str, access.Route]) -> Response:

@@ -285,8 +285,21 @@ HTTP_STATUS: Mapping[str, int] = {
 }
 
 
+async def refusal_response(broker: Broker, refusal: Refusal) -> Response:
+    """Answer a request that an operation refused, once the store has what the refusal tells and is still this queue's.
+
+    Another queue may have begun the session, or issued the tickets, that this one does not know.
+    """
+    try:
+        if broker.ready:
+            await broker.writer.newest
+    except Refusal as failed:
+        return error_response(failed)
+    return error_response(refusal)
+
+
 def error_response(refusal: Refusal) -> Response:
-    """Return the HTTP answer to a refused request."""
+    """Return the HTTP answer to a refusal, at once."""
     headers = {}
     if refusal.retry_after_s is not None:
         headers["Retry-After"] = f"{refusal.retry_after_s:g}"
@@ -299,8 +312,8 @@ def install_error_bodies(app: FastAPI) -> None:
     """Answer every refusal of `app` with an `ErrorBody`, those of HTTP itself too, such as an unknown route."""
 
     @app.exception_handler(Refusal)
-    async def refused(_: Request, error: Refusal) -> Response:
-        return error_response(error)
+    async def refused(request: Request, error: Refusal) -> Response:
+        return await refusal_response(request.app.state.broker, error)
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, raised: HTTPException) -> Response:

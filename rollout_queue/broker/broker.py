@@ -11,21 +11,18 @@ import asyncio
 import logging
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from protocol import reasons
-from protocol.addresses import normal_url
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import RunPosition, Server, ServerState
+from protocol.messages import RunPosition
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
-from protocol.versions import new_run_id
-from rollout_queue.broker.clock import TICK_S, Clock
-from rollout_queue.broker.fresh import FreshGroups
+from rollout_queue.broker.clock import Clock
+from rollout_queue.broker.payload_cache import PayloadCache
 from rollout_queue.broker.recorder import Recorder, heads
 from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
@@ -37,21 +34,14 @@ from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.observations import Observations
-from rollout_queue.store import check_beside_checkpoints
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
-from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.changes import Payload
 
 logger = logging.getLogger(__name__)
 
-# A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
-ALIVE_S = 0.5
-
-# A queue that ends waits so long for its store to take the last commit, seconds.
-_LAST_COMMIT_S = 5.0
-
 
 class Broker:
-    """Holds the queue's state and commits its changes. Use it within `running`.
+    """Holds the queue's state and commits its changes. Use it within `lifecycle.running`.
 
     Attributes:
         lock: Held from a look at the ledger until its decision is applied, by those that read the store in between;
@@ -78,7 +68,7 @@ class Broker:
         self.groups_came = WakeUp()
         self.evaluations_ended = WakeUp()
         self.line = TicketLine(lambda: self.grant().count)
-        self.fresh = FreshGroups()
+        self.recent_payloads = PayloadCache()
         self.admission = Admission(config)
         self.fleet = ServerRegistry()
         self.ledger = Ledger(config, StoreContents(), self.now)
@@ -96,106 +86,18 @@ class Broker:
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.on_failure: Callable[[], None] = lambda: None
-        self.writer = Writer(store, self._fail, self.observations.histograms.commit_s)
+        self.writer = Writer(store, self.fail, self.observations.histograms.commit_s)
 
     @property
     def now(self) -> float:
         return self.clock.monotonic()
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        """Serve as the active queue of the store, or stand by until the one that is active has gone.
-
-        The store is closed at the end. What keeps the queue from starting is in `failure`.
-        """
-        settled = asyncio.Event()
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                work = tasks.create_task(self._run(settled))
-                await settled.wait()
-                yield
-                self.ready = False
-                with suppress(Refusal, TimeoutError):
-                    async with asyncio.timeout(_LAST_COMMIT_S):
-                        await self.writer.flushed()
-                work.cancel()
-        finally:
-            self.writer.close(*([self.recorder.close] if self.recorder is not None else []))
-
-    async def _run(self, settled: asyncio.Event) -> None:
-        """Become the active queue, load the store, and keep it until cancelled or until something fails."""
-        try:
-            while (active := await self.writer.call(self.store.acquire)) is not None:
-                self._note_standby(active)
-                settled.set()
-                await asyncio.sleep(ALIVE_S)
-            await self._load()
-            self._note_standby(None)
-            self.ready = True
-            self._register_servers()
-            settled.set()
-            async with asyncio.TaskGroup() as tasks:
-                for task in (self._expire_when_due(), self._tick(), self._show_alive()):
-                    tasks.create_task(task)
-        except ConfigError as error:
-            self._fail(error)
-        except Exception as error:
-            # Without deadlines, or half loaded, it would keep everyone waiting.
-            if self.failure is None:
-                logger.exception("the queue ends, since one of its own tasks failed")
-                self._fail(StoreError(f"the queue failed: {error!r}; start it again, and report the lines above"))
-        finally:
-            settled.set()
-
-    def _note_standby(self, active: str | None) -> None:
-        if active is not None and active != self.active_url:
-            logger.info("standing by for the queue at %s", active)
-        elif active is None and self.active_url is not None:
-            logger.info("this queue is active now, after the one at %s", self.active_url)
-        self.active_url = active
-
-    async def _load(self) -> None:
-        contents = await self.writer.call(self.store.load)
-        check_beside_checkpoints(self.config, contents)
-        if not contents.run.id:
-            contents.run = msgspec.structs.replace(contents.run, id=new_run_id(self.config.run.name))
-            await self.writer.call(self.store.commit, Changes(run=contents.run))
-        learner = self.config.learner
-        if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
-            # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
-            # before the learner must not end.
-            contents.run = msgspec.structs.replace(contents.run, finished=False)
-        self.writer.begin(contents.run.pruned_below)
-        self.ledger = Ledger(self.config, contents, self.now)
-        self.fleet = ServerRegistry(contents.servers)
-        self.early_failures.begin(self.ledger.ever_accepted)
-
-    def _register_servers(self) -> None:
-        """Register the servers of the run file that the run has never had."""
-        for name, given in self.config.server_names.items():
-            url = normal_url(given)
-            if not self.fleet.has_had(name, url):
-                known = self.fleet.get(name)
-                if known is not None and known.state is ServerState.DRAINING:
-                    # It has another address, which the run file names no more. It would keep the name taken.
-                    self.apply(servers.remove(self.fleet, self.ledger, [name]))
-                self.apply(servers.put(self.fleet, self.ledger, Server(name, url), self.clock.wall()))
-
-    async def _tick(self) -> None:
-        """Read the clock often, as `AwakeClock` needs, and note how late the loop is."""
-        loop = asyncio.get_running_loop()
-        while True:
-            due = loop.time() + TICK_S
-            await asyncio.sleep(TICK_S)
-            self.observations.histograms.loop_lag(max(0.0, loop.time() - due))
-            _ = self.now
-
-    async def _show_alive(self) -> None:
-        """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
-        with suppress(Refusal):  # the store has failed
-            while True:
-                await asyncio.sleep(ALIVE_S)
-                self.writer.add(Decision(), {})
+    def log_finished(self) -> None:
+        """Say why a queue outlives its run."""
+        logger.info(
+            "the run has finished. This queue stays up for its status and its rollouts: end it with Ctrl-C or SIGTERM "
+            "(slipstream up ends the one that it started)"
+        )
 
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
@@ -219,17 +121,14 @@ class Broker:
             raise Refusal(reasons.STANDS_BY, f"this queue stands by: the active one is at {self.active_url}", 1.0)
         raise Refusal(reasons.NOT_READY, "the queue is loading its store: try again in a moment", 1.0)
 
-    def check_is_active(self) -> None:
-        """Refuse (NOT_READY) while another queue may have become the active one without this one's knowledge.
-
-        Call it before anything is answered from memory alone that the other queue may know better.
-        """
-        silent_s = self.writer.silent_s if self.store.has_standbys else 0.0
-        if silent_s > MAX_SILENCE_S:
+    def check_answers_soon(self) -> None:
+        """Refuse (NOT_READY) while the store is silent, and answers wait for it: another queue may take over from this
+        one, or has done so."""
+        if self.store.has_standbys and self.writer.silent_s > MAX_SILENCE_S:
             raise Refusal(
                 reasons.NOT_READY,
-                f"the store has not answered for {silent_s:.0f} s, and another queue may be active by now: try again "
-                f"in a moment",
+                f"the store has not answered for {self.writer.silent_s:.0f} s, and another queue may be active by now: "
+                f"try again in a moment",
                 1.0,
             )
 
@@ -242,7 +141,7 @@ class Broker:
 
         def payload(ticket_id: str) -> bytes | None:
             found = self.store.payloads([ticket_id]).get(ticket_id)
-            return found.body if found is not None and found.is_sound else None
+            return found.sound_body if found is not None else None
 
         if (failure := await self.writer.read(recorder.append, found, payload)) is not None:
             logger.error("%s", failure)
@@ -271,9 +170,9 @@ class Broker:
         session, had_tickets = self.ledger.run.session, self._evaluations_with_tickets()
         commit = self.writer.add(decision, {name: Payload.of(body) for name, body in (payloads or {}).items()})
         try:
-            self.fresh.changed(decision.tickets)
+            self.recent_payloads.evict_ended(decision.tickets)
             for name, body in (payloads or {}).items():
-                self.fresh.add(name, body)
+                self.recent_payloads.add(name, body)
             self.ledger.apply(decision, self.now)
             for server in decision.servers:
                 self.fleet.apply(server)
@@ -355,7 +254,7 @@ class Broker:
         newer = record.proven is not None and record.proven < self.ledger.run.version
         return record.awaits_verdict and newer and self.learner_lives
 
-    def _drain_due(self) -> float:
+    def drain_due(self) -> float:
         """Return when the first server's time to drain is over; infinity if none drains."""
         return min(self.now + 1.0, self.ledger.drains.soonest()) if self.ledger.drains else math.inf
 
@@ -401,15 +300,8 @@ class Broker:
         """Return every evaluation that is open or remembered, in the order of their requests."""
         return evaluations.views(self.ledger, self.fleet, self.clock.wall())
 
-    async def _expire_when_due(self) -> None:
-        while self.failure is None:
-            due = min(self.ledger.next_deadline(self.now), self._drain_due())
-            await asyncio.sleep(max(0.05, due - self.now))
-            with suppress(Refusal):  # `on_failure` has told the service that the store failed
-                await self.expire()
-                await self.remove_drained()
-
-    def _fail(self, error: StoreError | ConfigError) -> None:
+    def fail(self, error: StoreError | ConfigError) -> None:
+        """Answer nothing more, and tell the service why."""
         self.failure = error
         self.close_waits()
         self.on_failure()

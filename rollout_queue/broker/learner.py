@@ -170,12 +170,12 @@ async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> di
     A group that the store has lost or damaged is dropped, and people are told.
     """
 
-    sound = {record.id: body for record in records if (body := broker.fresh.get(record.id)) is not None}
+    sound = {record.id: body for record in records if (body := broker.recent_payloads.get(record.id)) is not None}
     others = [record.id for record in records if record.id not in sound]
 
     def read() -> dict[str, bytes]:
-        found = broker.store.payloads(others)
-        return {name: payload.body for name, payload in found.items() if payload.is_sound}
+        found = broker.store.payloads(others).items()
+        return {name: body for name, payload in found if (body := payload.sound_body) is not None}
 
     if others:
         sound |= await broker.writer.read(read)
@@ -276,6 +276,8 @@ async def put_server(broker: Broker, change: ServerChange) -> Server | None:
 async def remove_server(broker: Broker, name: str, now: bool) -> list[Server]:
     """Let a server drain, or end it at once where `now`. Returns the servers that are registered then.
 
+    One that has left already changes nothing: the call may be a repeat.
+
     Raises:
         Refusal: SERVER_UNKNOWN.
     """
@@ -292,15 +294,18 @@ async def finish(broker: Broker, message: FinishRun) -> RunPosition:
     """End the run: outstanding tickets and groups are dropped, and workers are told."""
     async with broker.lock:
         _check_session(broker, message.session)
+        had_finished = broker.ledger.run.finished
         ended = evaluations.finish(broker.ledger, broker.fleet, broker.clock.wall())
         broker.apply(msgspec.structs.replace(leases.finish(broker.ledger), evaluations=ended))
     broker.observations.waits.end(LEARNER)
-    return await read_position(broker)
+    position = await read_position(broker)
+    if not had_finished:
+        broker.log_finished()
+    return position
 
 
 def _check_session(broker: Broker, session: int) -> None:
     """Refuse any but the newest session (SESSION_SUPERSEDED); note that the learner is alive."""
-    broker.check_is_active()
     leases.check_session(broker.ledger, session)
     broker.observations.learner_seen(broker.now)
     _expect_steps(broker)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
 from types import TracebackType
 from typing import Self
 
 MAX_WAIT_S = 60.0  # longest wait of one long-poll
+
+# Polls of one worker at a time. It has one, and for a while more whose connections broke.
+MAX_POLLS = 8
 
 
 class WakeUp:
@@ -39,7 +43,7 @@ async def wait(event: asyncio.Event, timeout_s: float) -> bool:
 
 
 class Place:
-    """A request's place in a `TicketLine`, which it leaves at the end of its `with`.
+    """A poll of a worker, and its place in a `TicketLine`. It has both only within its `with`.
 
     Attributes:
         has_waited: Whether it stood in the line.
@@ -70,11 +74,15 @@ class Place:
         self._called.clear()
 
     def __enter__(self) -> Self:
+        self._line.polls[self.worker_id] += 1
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._line.polls.subtract([self.worker_id])
+        if not self._line.polls[self.worker_id]:
+            del self._line.polls[self.worker_id]
         self._line.leave(self)
 
 
@@ -86,9 +94,13 @@ class TicketLine:
 
     Args:
         permits: Returns how many tickets may be issued now.
+
+    Attributes:
+        polls: Number of requests that are being answered, by worker.
     """
 
     def __init__(self, permits: Callable[[], int]) -> None:
+        self.polls: Counter[str] = Counter()
         self._permits = permits
         self._places: dict[Place, None] = {}
         self._called: set[Place] = set()

@@ -15,7 +15,7 @@ import msgspec
 from protocol import reasons
 from protocol.messages import Fingerprint, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.waiting import MAX_WAIT_S, Place
+from rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
 from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
@@ -23,6 +23,8 @@ from rollout_queue.observe.notices import Rewards
 
 # Groups up to this size are validated on the event loop, which takes about a millisecond; larger ones in a thread.
 _MAX_BYTES_AT_ONCE = 256 * 1024
+
+_RETRY_AFTER_S = 5.0
 
 
 async def draw_tickets(
@@ -38,9 +40,9 @@ async def draw_tickets(
         leaves service; None if neither happens within `request.wait_s`.
 
     Raises:
-        Refusal: MAX_TICKETS; RUN_FINISHED or GAVE_UP once the run is over; UNREGISTERED.
+        Refusal: MAX_TICKETS; RUN_FINISHED or GAVE_UP once the run is over; UNREGISTERED; BUSY for one poll more than a
+            worker may have.
     """
-    broker.check_is_active()
     worker, ledger, waits = request.worker_id, broker.ledger, broker.observations.waits
     if request.max_tickets < 1:
         raise Refusal(reasons.MAX_TICKETS, f"max_tickets = {request.max_tickets}: ask for at least 1")
@@ -56,6 +58,13 @@ async def draw_tickets(
             reply = _ticket_reply(broker, request, delivered)
             await broker.writer.newest
             return reply
+    if broker.line.polls[worker] >= MAX_POLLS:
+        broker.observations.connections.refuse(broker.now)
+        raise Refusal(
+            reasons.BUSY,
+            f"worker {worker} asks for tickets {MAX_POLLS} times at once: do others have its name? Give each its own",
+            retry_after_s=_RETRY_AFTER_S,
+        )
     began = broker.now
     deadline = began + min(request.wait_s, MAX_WAIT_S)
     with broker.line.place(worker, request.serving) as place:
@@ -89,7 +98,6 @@ async def draw_tickets(
 
 async def fail_ticket(broker: Broker, ticket_id: str, failure: TicketFailure) -> None:
     """End a ticket that yielded no group. Changes nothing if it has ended already: the call may be a repeat."""
-    broker.check_is_active()
     reason = reasons.failed(failure.reason)
     async with broker.lock:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
@@ -112,7 +120,6 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is not None and record.worker_id == worker:
             broker.ledger.renew_ticket(ticket_id, broker.now)
-    broker.check_is_active()
     warnings = await _register(broker, worker, report.fingerprint)
     broker.observations.worker_reports(report, broker.now)
     if report.draining:
@@ -268,15 +275,19 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
 
 
 async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
-    """Admit a worker and return its warnings, or refuse it (FINGERPRINT, SESSION_AWAITED) and free its tickets."""
+    """Admit a worker and return its warnings.
+
+    Raises:
+        Refusal: BUSY where there is no room; FINGERPRINT or SESSION_AWAITED, which frees the worker's tickets.
+    """
     seen, notices = broker.observations, broker.observations.notices
-    try:
-        broker.registry.check_room(worker_id, broker.now)
-    except Refusal:
-        seen.connections.refuse(broker.now)
-        raise
     async with broker.lock:
         run = broker.ledger.run
+        try:
+            broker.registry.check_room(worker_id, broker.now)
+        except Refusal:
+            seen.connections.refuse(broker.now)
+            raise
         try:
             admitted = registration.admit(run, worker_id, given, broker.learner_lives)
         except Refusal as refusal:

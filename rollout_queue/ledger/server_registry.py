@@ -141,11 +141,15 @@ class ServerRegistry:
         return _next_record(known or ServerRecord(server), server, serial)
 
     def leave(self, name: str, wall_time: float) -> ServerRecord | None:
-        """Return the record of a server that shall drain; None if it drains already. Refuses an unknown server."""
-        known = self._in_fleet.get(name)
+        """Return the record of a server that shall drain; None if it drains already or has left.
+
+        Raises:
+            Refusal: SERVER_UNKNOWN for one that never was in the fleet.
+        """
+        known = self._records.get(name)
         if known is None:
             raise Refusal(reasons.SERVER_UNKNOWN, f"server {name[:80]!r} is not registered")
-        if known.server.state is ServerState.DRAINING:
+        if known.removed or known.server.state is ServerState.DRAINING:
             return None
         server = msgspec.structs.replace(
             known.server, state=ServerState.DRAINING, reason="it was asked to leave", changed_at=wall_time

@@ -1,4 +1,5 @@
-"""Who waits for what and since when (I7), and many that wait for the same as one. Times are arguments, in seconds."""
+"""Waits as people see them (I7): name, cause and beginning of each; many with one cause are shown as one. Times are
+arguments, in seconds."""
 
 from __future__ import annotations
 

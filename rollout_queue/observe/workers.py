@@ -1,4 +1,4 @@
-"""What the workers last reported: their counts, what they do now, and who may have a request on a draining server.
+"""The newest report of each worker: its counts, what it does now, and the draining servers that it may still use.
 
 A report costs the same with one worker and with thousands.
 """

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import closing
+from pathlib import Path
 
 import msgspec
 
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig
-from rollout_queue.ledger.records import RunState, StoreContents
-from rollout_queue.store.base import Store, StoreReader
+from protocol.trained_record import RECORD_FOLDER, record_parts
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store import migrations
+from rollout_queue.store.base import Store, StoreReader, hold_lock_file
 from rollout_queue.store.memory import MemoryReader, MemoryStore
-from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 
 
 def _postgres(config: RunConfig) -> Store:
@@ -56,6 +60,65 @@ def open_for_reading(config: RunConfig) -> StoreReader:
     return STORE_READERS[config.queue.store_kind](config)
 
 
+class StoreFacts(msgspec.Struct, frozen=True):
+    """How a run's store stands.
+
+    Attributes:
+        place: Names it.
+        layout: Its layout; None where nothing of the run is stored.
+        newest_layout: The one that this release writes.
+        run: How far the run is.
+        queue: Names the queue that is active on it; None if none is.
+    """
+
+    place: str
+    layout: int | None
+    newest_layout: int
+    run: RunState = RunState()
+    queue: str | None = None
+
+
+def look_at(config: RunConfig) -> StoreFacts:
+    """Look at the run's store, without holding it. Raises `ConfigError` if it cannot be reached or read."""
+    return _LOOKS[config.queue.store_kind](config)
+
+
+def _look_at_sqlite(config: RunConfig) -> StoreFacts:
+    path = config.run_dir / FILE_NAME
+    run, newest = SqliteReader(path).run_state(), migrations.newest_layout()
+    lock, held = path.with_suffix(".lock"), False
+    if lock.exists():
+        try:
+            with hold_lock_file(lock):
+                pass
+        except BlockingIOError:
+            held = True
+        except OSError as error:
+            raise ConfigError(f"{lock}: cannot be opened: {error.strerror}; give this user the right to") from error
+    layout = None
+    if path.exists():
+        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
+            layout = migrations.layout_of(db)
+    return StoreFacts(str(path), layout, newest, run, "a queue on this machine" if held else None)
+
+
+def _look_at_postgres(config: RunConfig) -> StoreFacts:
+    from rollout_queue.store.postgres_database import LAYOUTS, Database
+    from rollout_queue.store.postgres_reader import PostgresReader
+
+    database = Database(config.queue, config.run.name)
+    reader = PostgresReader(database)
+    layout, queue = reader.layout_and_queue()
+    return StoreFacts(database.name, layout, len(LAYOUTS), reader.run_state(), queue)
+
+
+_LOOKS: Mapping[str, Callable[[RunConfig], StoreFacts]] = {
+    "sqlite": _look_at_sqlite,
+    ":memory:": lambda _: StoreFacts("memory", None, 0),
+    "postgresql": _look_at_postgres,
+}
+
+
 class _Checkpoint(msgspec.Struct):
     """What a checkpoint's state.json says of its place; `run` is "" in those of earlier releases."""
 
@@ -63,35 +126,51 @@ class _Checkpoint(msgspec.Struct):
     run: str = ""
 
 
-def check_beside_checkpoints(config: RunConfig, contents: StoreContents) -> None:
-    """Refuse a store that does not know of the newest checkpoint in the run directory.
+def check_beside_run(config: RunConfig, stored: RunState) -> None:
+    """Refuse a store that does not know of what else the run has left in its directory.
 
-    The queue acknowledges a step before a checkpoint holds it, so such a store is another run's, or was lost in part.
+    The queue acknowledges a step before a checkpoint holds it and before the learner writes of it, so a store that has
+    neither the newest checkpoint nor any step is another run's, or was lost in part.
 
     Raises:
         ConfigError: Names what is wrong and the remedy.
     """
-    kept = checkpoints.complete(config.run_dir)
-    if not kept or config.queue.store_kind == ":memory:":
+    if config.queue.store_kind == ":memory:":
         return
-    newest, run = kept[max(kept)], contents.run
-    if run == RunState():
+    kept = checkpoints.complete(config.run_dir)
+    if not kept:
+        if stored == RunState() and (left := _left_by_steps(config.run_dir)) is not None:
+            raise ConfigError(
+                f"queue.store = {config.queue.store}: it is empty, beside {left}, which tells of steps of this run; "
+                f"put the run's own store or a backup of it there, or move {config.run_dir} away to begin again, or "
+                f"choose another run.name"
+            )
+        return
+    newest = kept[max(kept)]
+    if stored == RunState():
         fault = "is empty"
     else:
         # No learner has begun yet: a new ledger, begun by `slipstream queue new`.
-        if not run.session:
+        if not stored.session:
             return
         try:
             found = msgspec.json.decode((newest / checkpoints.STATE).read_bytes(), type=_Checkpoint)
         except (OSError, msgspec.DecodeError):
             return  # the learner says which checkpoint it takes instead
-        if found.run and found.run != run.id:
-            fault = f"is that of another run, {run.id}, not of {found.run}"
-        elif found.version > run.version:
-            fault = f"has lost what came after version {run.version}, and the checkpoint has version {found.version}"
+        if found.run and found.run != stored.id:
+            fault = f"is that of another run, {stored.id}, not of {found.run}"
+        elif found.version > stored.version:
+            fault = f"has lost what came after version {stored.version}, and the checkpoint has version {found.version}"
         else:
             return
     raise ConfigError(
         f"queue.store = {config.queue.store}: it {fault}, beside {newest}; put the run's own store or a backup of it "
         f"there, or begin a new ledger, which has rows trained once more, with slipstream queue new run.toml"
     )
+
+
+def _left_by_steps(run_dir: Path) -> Path | None:
+    """Return a file that only a run which has trained leaves in its directory; None if there is none."""
+    record = run_dir / RECORD_FOLDER
+    found = [run_dir / "metrics.jsonl", *(record_parts(record) if record.is_dir() else [])]
+    return next((path for path in found if path.is_file() and path.stat().st_size), None)

@@ -32,9 +32,9 @@ class Payload(msgspec.Struct, frozen=True):
         return cls(body, crc32c.crc32c(body))
 
     @property
-    def is_sound(self) -> bool:
-        """Whether the body is what was submitted."""
-        return self.checksum is None or crc32c.crc32c(self.body) == self.checksum
+    def sound_body(self) -> bytes | None:
+        """The body; None if it is not what was submitted."""
+        return self.body if self.checksum is None or crc32c.crc32c(self.body) == self.checksum else None
 
 
 class Changes(msgspec.Struct, frozen=True):

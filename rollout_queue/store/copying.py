@@ -73,7 +73,8 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
     if not path.exists():
         raise ConfigError(f"queue.store = {config.queue.store}: there is no {path} to copy from")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(contextlib.closing(SqliteStore(path)))
+        held = stack.enter_context(contextlib.closing(SqliteStore(path)))
+        held.acquire()
         source = stack.enter_context(contextlib.closing(sqlite3.connect(path)))
         into = PostgresStore(database, target.queue.own_address)
         stack.enter_context(contextlib.closing(into))
@@ -86,10 +87,12 @@ def move_to_postgres(config: RunConfig, target: RunConfig) -> dict[str, int]:
             )
 
         def rows_of(table: str) -> Iterator[Row]:
+            if table == "payloads":
+                return held.bodies()
             return source.execute(f"SELECT {quoted(TABLES[table][0])} FROM {table}")
 
         rows = into.fill(rows_of)
-        found = count_rows(source)
+        found = {**count_rows(source), "payloads": sum(1 for _ in held.bodies())}
     if {table: found[table] for table in rows} != rows:
         raise ConfigError(f"{target.queue.store}: not every row arrived: {rows}, not {found}; try another database")
     return rows

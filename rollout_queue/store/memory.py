@@ -18,13 +18,14 @@ from rollout_queue.ledger.records import (
 )
 from rollout_queue.store.base import LedgerRow, StoreSize
 from rollout_queue.store.changes import Changes, Payload
-from rollout_queue.store.sqlite_reader import SqliteReader
+from rollout_queue.store.sqlite import SqliteReader
 
 
 class MemoryStore:
     """A `Store` of dictionaries. It shares its records with the ledger, and no other queue can open it."""
 
     blocks = False
+    commits_are_brief = True
     has_standbys = False
 
     def __init__(self) -> None:

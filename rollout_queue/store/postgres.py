@@ -39,7 +39,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds for which a lost connection is sought again before the queue ends, and the pauses between the tries.
+# Seconds for which a connection is sought, at the start and after it was lost, before the queue ends, and the pauses
+# between the tries.
 MAX_LOST_S = 60.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 0.5
 
@@ -68,21 +69,25 @@ class PostgresStore(SqlStore):
     has_standbys = True
 
     def __init__(self, database: Database, url: str) -> None:
-        """Connect.
+        """Connect. While PostgreSQL is away it is waited for, as later.
 
         Args:
             url: Of this queue, for those that stand by.
 
         Raises:
             ConfigError: The database cannot be used.
+            StoreError: It could not be reached for `MAX_LOST_S`.
         """
         self._database = database
         self._url = url
         self._epoch: int | None = None
-        self._db: Connection | None = database.open()
+        self._db: Connection | None = None
         self._given_up = threading.Event()
         # Backend of the connection that holds, or held, the lock.
         self._backend = 0
+        self._connect = database.open
+        self._ride_out(lambda _: None)
+        self._connect = self._reconnect
 
     def acquire(self) -> str | None:
         return self._ride_out(self._acquire)
@@ -197,10 +202,10 @@ class PostgresStore(SqlStore):
         while True:
             try:
                 if self._db is None:
-                    self._db = self._reconnect()
+                    self._db = self._connect()
                 found = work(self._db)
                 if until:
-                    logger.warning("%s: connected again", self._database.name)
+                    logger.warning("%s: connected", self._database.name)
                 return found
             except psycopg.Error as error:
                 if self._db is not None and not _passes(self._db, error):
@@ -217,7 +222,12 @@ class PostgresStore(SqlStore):
                 now = time.monotonic()
                 if not until:
                     until = now + MAX_LOST_S
-                    logger.warning("%s: connection lost: %s", self._database.name, one_line(error))
+                    logger.warning(
+                        "%s: no connection, trying again for up to %g s: %s",
+                        self._database.name,
+                        MAX_LOST_S,
+                        one_line(error),
+                    )
                 if now >= until:
                     raise StoreError(
                         f"the queue's store {self._database.name} could not be reached for {MAX_LOST_S:g} s: "

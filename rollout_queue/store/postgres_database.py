@@ -33,6 +33,9 @@ _CONNECT_S = 5
 _KEEPALIVES = {"keepalives_idle": 5, "keepalives_interval": 2, "keepalives_count": 3}
 _TCP_USER_TIMEOUT_MS = 10_000
 
+# What a server answers, in words alone, to a connection that another try may be given.
+_ANSWERS_THAT_PASS = re.compile(r"too many (clients|connections)|connection slots are reserved|read-only|hot standby")
+
 # A name of PostgreSQL's has at most 63 bytes; a longer one would be cut without a word.
 _MAX_NAME = 63
 
@@ -67,6 +70,8 @@ LAYOUTS: tuple[Migration, ...] = (
             )""",
         ),
     ),
+    # Only the load and a resume, which read most of the table anyway, ever used it.
+    Migration("a change of a ticket's state touches no index", ("DROP INDEX tickets_by_state",)),
 )
 
 
@@ -128,20 +133,43 @@ class Database:
         return db
 
     def open(self) -> Connection:
-        """Connect, and check the layout. Raises `ConfigError` where this database cannot be used."""
+        """Connect for the first time, and check the layout.
+
+        Raises:
+            ConfigError: The database cannot be used: PostgreSQL refuses the connection, or a newer release wrote it.
+            psycopg.OperationalError: PostgreSQL cannot be reached now, or takes no connection for a while.
+        """
         try:
             db = self.connect()
-            try:
-                self.check_layout(layout_of(db))
-            except BaseException:
-                db.close()
+        except psycopg.Error as refused:
+            if self._is_away(refused):
                 raise
-        except psycopg.Error as error:
-            raise ConfigError(
-                f"queue.store = {self._url}: {one_line(error)}; start PostgreSQL, or mend queue.store. A password may "
-                f"stand in PGPASSWORD or ~/.pgpass"
-            ) from error
+            try:
+                db = self.connect()  # it may have come up between its refusal and its answer
+            except psycopg.Error as error:
+                raise ConfigError(f"queue.store = {self._url}: {one_line(error)}; {_remedy(error)}") from error
+        try:
+            self.check_layout(layout_of(db))
+        except BaseException as error:
+            lost = db.closed
+            db.close()
+            if isinstance(error, psycopg.Error) and not lost:
+                raise ConfigError(f"{self.name}: cannot be read: {one_line(error)}; mend the database") from error
+            raise
         return db
+
+    def _is_away(self, error: psycopg.Error) -> bool:
+        """Tell whether a connection failed because no server answers, or it takes none now. libpq gives no code."""
+        if not isinstance(error, psycopg.OperationalError):
+            return False
+        if _ANSWERS_THAT_PASS.search(str(error)):
+            return True
+        # Asked without encryption, since a server that cannot do it counts as silent otherwise. It need not let us in.
+        plain = psycopg.conninfo.make_conninfo(
+            self._url, sslmode="disable", gssencmode="disable", connect_timeout=_CONNECT_S
+        )
+        answer = psycopg.pq.PGconn.ping(plain.encode())
+        return answer in (psycopg.pq.Ping.REJECT, psycopg.pq.Ping.NO_RESPONSE)
 
     def check_layout(self, layout: int) -> None:
         if layout > len(LAYOUTS):
@@ -202,6 +230,16 @@ def has_schema(db: Connection) -> bool:
 def adapted(statement: str) -> bytes:
     """Return a statement of `sql` with psycopg's placeholders."""
     return statement.replace("%", "%%").replace("?", "%s").encode()
+
+
+def _remedy(error: psycopg.Error) -> str:
+    """Return what to do about a connection that PostgreSQL refused."""
+    connection = error.pgconn
+    if connection is not None and connection.needs_password:
+        return "put the password into PGPASSWORD or ~/.pgpass"
+    if connection is not None and connection.used_password:
+        return "mend queue.store, or the password in PGPASSWORD or ~/.pgpass"
+    return "mend queue.store"
 
 
 def one_line(error: psycopg.Error) -> str:

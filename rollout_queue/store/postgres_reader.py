@@ -17,10 +17,12 @@ from rollout_queue.store import sql
 from rollout_queue.store.base import LedgerRow
 from rollout_queue.store.migrations import migrate
 from rollout_queue.store.postgres_database import (
+    HOLDER,
     Connection,
     Database,
     adapted,
     has_schema,
+    layout_of,
     one_line,
     schema_of,
     try_lock,
@@ -50,6 +52,15 @@ class PostgresReader:
 
     def run_state(self) -> RunState:
         return self._read(sql.run_state) or RunState()
+
+    def layout_and_queue(self) -> tuple[int | None, str | None]:
+        """Return the schema's layout, None if there is no schema, and the URL of the queue that is active on it."""
+        with self._opened() as db:
+            if not has_schema(db):
+                return None, None
+            held = db.execute(HOLDER, (self._database.schema,)).fetchall()
+            ((url,),) = db.execute(b"SELECT url FROM owner")
+            return layout_of(db), f"the queue at {url or 'an unknown address'}" if held else None
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
         migrate(target, "a new file")
@@ -84,7 +95,12 @@ class PostgresReader:
 
     @contextmanager
     def _opened(self) -> Iterator[Connection]:
-        db = self._database.open()
+        try:
+            db = self._database.open()
+        except psycopg.Error as error:
+            raise ConfigError(
+                f"{self._database.name}: cannot be reached: {one_line(error)}; start PostgreSQL, or mend queue.store"
+            ) from error
         try:
             yield db
         except psycopg.Error as error:

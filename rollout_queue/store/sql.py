@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from rollout_queue.ledger.records import (
+    HOLDS_PAYLOAD,
     LIVE,
     EvalRecord,
     GroupFacts,
@@ -63,6 +64,10 @@ def insert(table: str) -> str:
     return f"INSERT INTO {table} ({quoted(columns)}) VALUES ({', '.join('?' * len(columns))})"
 
 
+def _in_state(states: Iterable[TicketState]) -> str:
+    return f"state IN ({', '.join(repr(str(state)) for state in sorted(states))})"
+
+
 def _upsert(table: str) -> str:
     columns, key = TABLES[table]
     others = [column for column in columns if column not in {*key, *_NEVER_CHANGED}]
@@ -88,7 +93,7 @@ PRUNE = (
 _ALL_SUMS = f"""SELECT state, reason, CAST(SUM(tickets) AS BIGINT), CAST(SUM(tokens) AS BIGINT)
     FROM (SELECT state, reason, tickets, tokens FROM sums UNION ALL {_SUMMED}) AS every_sum GROUP BY state, reason"""
 _EVERY_INDEX = 2**63 - 1
-_LIVE = f" WHERE state IN ({', '.join(repr(str(state)) for state in sorted(LIVE))}) ORDER BY serial"
+_LIVE = f" WHERE {_in_state(LIVE)} ORDER BY serial"
 _TO_REISSUE = """ AS t WHERE state = 'reissued' AND NOT EXISTS
     (SELECT 1 FROM tickets AS later WHERE later."index" = t."index" AND later.attempt > t.attempt)"""
 _FORGOTTEN_AFTER = " WHERE state = 'forgotten' AND step > ?"
@@ -110,12 +115,16 @@ class Write(NamedTuple):
     rows: Sequence[Row]
 
 
-def writes(changes: Changes) -> Iterator[Write]:
-    """Return what a commit runs, in this order; nothing for what did not change."""
+def writes(changes: Changes, bodies: bool = True) -> Iterator[Write]:
+    """Return what a commit runs, in this order; nothing for what did not change.
+
+    Args:
+        bodies: Whether the bodies of groups are rows, too.
+    """
     found = (
         Write(_UPSERT["tickets"], [_row(record) for record in changes.tickets.values()]),
-        Write(_UPSERT["payloads"], [(name, of.body, of.checksum) for name, of in changes.payloads.items()]),
-        Write("DELETE FROM payloads WHERE id = ?", [(name,) for name in changes.let_go]),
+        Write(_UPSERT["payloads"], [(name, of.body, of.checksum) for name, of in changes.payloads.items() if bodies]),
+        Write("DELETE FROM payloads WHERE id = ?", [(name,) for name in changes.let_go if bodies]),
         Write(_UPSERT["run"], [(1, msgspec.json.encode(changes.run))] if changes.run is not None else []),
         *(Write(prune, [(changes.prune_below,)] if changes.prune_below is not None else []) for prune in PRUNE),
         Write(_UPSERT["servers"], [(name, msgspec.json.encode(of)) for name, of in changes.servers.items()]),
@@ -135,6 +144,7 @@ class SqlStore(ABC):
     """The reading half of a `Store` over SQL."""
 
     blocks = True
+    commits_are_brief = False
     has_standbys = False
 
     @abstractmethod
@@ -168,6 +178,11 @@ def ledger(query: Query) -> list[LedgerRow]:
         return TicketState.TRAINED if text == TicketState.FORGOTTEN else TicketState(text)
 
     return [LedgerRow(row[0], row[1], state(row[2]), *row[3:]) for row in query(LEDGER, ())]
+
+
+def with_payload(query: Query) -> set[str]:
+    """Return the ids of the tickets whose groups are held."""
+    return {name for (name,) in query(f"SELECT id FROM tickets WHERE {_in_state(HOLDS_PAYLOAD)}", ())}
 
 
 def run_state(query: Query) -> RunState:

@@ -1,4 +1,4 @@
-"""Stores everything in one SQLite file in WAL mode: a commit survives `kill -9`, payloads stay out of memory.
+"""Stores the ledger in one SQLite file in WAL mode, and groups in files beside it: a commit survives `kill -9`.
 
 A power cut never leaves half of a commit. It may lose the newest ones, but none before the newest that changed the run,
 as each step does (`synchronous=FULL`): a checkpoint is never ahead of the store.
@@ -8,21 +8,40 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from rollout_queue.store.base import StoreSize, Superseded
-from rollout_queue.store.changes import Changes
-from rollout_queue.store.sql import UNREADABLE, Query, SqlStore, writes
-from rollout_queue.store.sqlite_file import LOG, FileWatch, damaged, failed, opened
+from protocol.config import ConfigError
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store import sql
+from rollout_queue.store.base import LedgerRow, StoreSize, Superseded
+from rollout_queue.store.changes import Changes, Payload
+from rollout_queue.store.group_files import GroupFiles
+from rollout_queue.store.migrations import layout_of
+from rollout_queue.store.sql import UNREADABLE, Query, SqlStore
+from rollout_queue.store.sqlite_file import (
+    INDEX,
+    LOG,
+    FileWatch,
+    check_layout,
+    count_rows,
+    damaged,
+    failed,
+    groups_of,
+    only_queue,
+    opened,
+)
 
 T = TypeVar("T")
 
 
 class SqliteStore(SqlStore):
-    """A `Store` in one SQLite file. A lock file allows one queue; the owner's epoch holds where that was deleted."""
+    """A `Store` in a SQLite file and a folder. A lock file allows one queue; its epoch holds where that was deleted."""
+
+    commits_are_brief = True
 
     def __init__(self, path: Path) -> None:
         """Open, create or migrate the file.
@@ -35,15 +54,18 @@ class SqliteStore(SqlStore):
         self._epoch = 0
         self._watch: FileWatch | None = None
         self._synced = False
+        self._groups = GroupFiles(groups_of(path))
         with contextlib.ExitStack() as stack:
             self._db = stack.enter_context(opened(path))
             self._opened = stack.pop_all()
 
     def acquire(self) -> str | None:
         with self._guard():
+            self._move_bodies_out()
             self._db.execute("BEGIN IMMEDIATE")
             self._db.execute("UPDATE owner SET epoch = epoch + 1, seen_at = ?", (time.time(),))
             (self._epoch,) = self._db.execute("SELECT epoch FROM owner").fetchone()
+            self._groups.keep_only(sql.with_payload(self._db.execute))
             self._db.execute("COMMIT")
             self._watch = FileWatch(self._path)
         return None
@@ -59,22 +81,48 @@ class SqliteStore(SqlStore):
                     f"another queue has opened {self._path} since, though this one still runs: was its lock file "
                     f"deleted? This one has stored nothing more, and ends"
                 )
-            for write in writes(changes):
-                self._db.executemany(write.statement, write.rows)
-            self._db.execute("COMMIT")
+            with self._groups.written(changes.payloads):
+                for write in sql.writes(changes, bodies=False):
+                    self._db.executemany(write.statement, write.rows)
+                self._db.execute("COMMIT")
+            self._groups.delete(changes.let_go)
         # Nothing is answered that went into a file which is gone.
         self._watch.check()
+
+    def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
+        with self._guard():
+            return self._groups.read(ticket_ids)
 
     def size(self) -> StoreSize:
         log = Path(f"{self._path}{LOG}")
         log_bytes = log.stat().st_size if log.exists() else 0
-        return StoreSize(self._path.stat().st_size + log_bytes, log_bytes)
+        return StoreSize(self._path.stat().st_size + log_bytes + self._groups.bytes, log_bytes)
 
     def give_up(self) -> None:
         """Do nothing: a call waits for no connection."""
 
     def close(self) -> None:
         self._opened.close()
+
+    def bodies(self) -> Iterator[sql.Row]:
+        """Yield the rows of the table `payloads` as they would be if the bodies were in it. Acquire the store first."""
+        return rows_of_bodies(self._groups, sql.with_payload(self._db.execute))
+
+    def _move_bodies_out(self) -> None:
+        """Move bodies that are rows, in a file of an older layout or a backup, to where they belong."""
+        names = [name for (name,) in self._db.execute("SELECT id FROM payloads")]
+        if not names:
+            return
+        self._db.execute("BEGIN IMMEDIATE")
+        self._groups.keep_only(())
+        for name in names:
+            row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (name,)).fetchone()
+            with self._groups.written({name: Payload(*row)}):
+                pass
+        self._db.execute("DELETE FROM payloads")
+        self._db.execute("COMMIT")
+        self._db.execute("VACUUM")
+        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _sync_to_disk(self, wanted: bool) -> None:
         if wanted != self._synced:
@@ -92,8 +140,81 @@ class SqliteStore(SqlStore):
     def _guard(self) -> Iterator[None]:
         try:
             yield
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             raise failed(self._path, error) from error
         finally:
             if self._db.in_transaction:
                 self._db.rollback()
+
+
+class SqliteReader:
+    """A `StoreReader` of a file of this or any older layout, beside a running queue. Changes nothing."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def exists(self) -> bool:
+        return self._path.exists()
+
+    def read_ledger(self) -> list[LedgerRow]:
+        if not self.exists():
+            raise ConfigError(f"{self._path}: there is no ledger; has the run's queue been started?")
+        with self._opened("cannot be read as a run's ledger") as db:
+            return sql.ledger(db.execute)
+
+    def run_state(self) -> RunState:
+        if not self.exists():
+            return RunState()
+        with self._opened("cannot be read as a run's store", "; move it away") as db:
+            return sql.run_state(db.execute) if layout_of(db) else RunState()
+
+    def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
+        if not self.exists():
+            raise ConfigError(f"{self._path}: there is no store; has the run's queue been started?")
+        groups, missing = GroupFiles(groups_of(self._path)), None
+        links = tempfile.TemporaryDirectory(dir=self._path.parent, prefix=".backup-")
+        with self._opened("cannot be read as a run's store") as db, links as folder:
+            copied = GroupFiles(Path(folder))
+            while True:
+                db.execute("BEGIN")
+                rows, held = count_rows(db), sql.with_payload(db.execute)
+                groups.link_into(Path(folder))
+                copied.read_places()
+                # A queue that runs may have deleted some since: then a later state, for which the others are kept.
+                before, missing = missing, {name for name in held if name not in copied}
+                if not missing or missing == before:
+                    break
+                db.execute("ROLLBACK")
+            db.backup(target)
+            target.execute("BEGIN")
+            bodies = rows_of_bodies(copied, held)
+            rows["payloads"] += max(0, target.executemany(sql.insert("payloads"), bodies).rowcount)
+            target.execute("COMMIT")
+        return rows
+
+    def set_aside(self, folder: Path) -> None:
+        with only_queue(self._path):
+            beside = (Path(f"{self._path}{end}") for end in (LOG, INDEX))
+            for path in (self._path, *beside, groups_of(self._path)):
+                if path.exists():
+                    try:
+                        path.rename(folder / path.name)
+                    except OSError as error:
+                        raise ConfigError(f"{path}: cannot be moved to {folder}: {error.strerror}") from error
+
+    @contextlib.contextmanager
+    def _opened(self, fault: str, remedy: str = "") -> Iterator[sqlite3.Connection]:
+        try:
+            uri = f"{self._path.absolute().as_uri()}?mode=ro"
+            with contextlib.closing(sqlite3.connect(uri, uri=True, isolation_level=None)) as db:
+                check_layout(db, self._path)
+                yield db
+        except sqlite3.Error as error:
+            raise ConfigError(f"{self._path}: {fault}: {error}{remedy}") from error
+
+
+def rows_of_bodies(groups: GroupFiles, ticket_ids: Iterable[str]) -> Iterator[sql.Row]:
+    """Yield rows of the table `payloads`, one in memory at a time. Tickets without a body are left out."""
+    for name in ticket_ids:
+        for payload in groups.read([name]).values():
+            yield name, payload.body, payload.checksum

@@ -32,6 +32,11 @@ _PASSING = (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_FULL, sql
 _DAMAGED = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
+def groups_of(path: Path) -> Path:
+    """Return the folder of a file's groups."""
+    return path.with_name(f"{path.stem}-groups")
+
+
 def restore(path: Path) -> str:
     """Return what to do about a file that cannot be used."""
     return (
@@ -40,9 +45,9 @@ def restore(path: Path) -> str:
     )
 
 
-def failed(path: Path, error: sqlite3.Error) -> StoreError:
+def failed(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """Return the error of a store in use, with its remedy."""
-    if _code(error) in _DAMAGED:
+    if isinstance(error, sqlite3.Error) and _code(error) in _DAMAGED:
         return damaged(path, error)
     return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
 

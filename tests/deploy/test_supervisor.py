@@ -13,7 +13,7 @@ from protocol import access
 from protocol.config import load
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from tests.deploy.conftest import run_directory, save_checkpoint
+from tests.deploy.conftest import run_directory, save_checkpoint, save_ledger
 from tests.deploy.stage import WAITS_FOR_CHILDREN, Stage, until
 
 TOKEN = "hunter2"
@@ -142,6 +142,7 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
     text = run_file.read_text().replace("[queue]", f'[queue]\ntoken = "{TOKEN}"')
     run_file.write_text(text, encoding="utf-8")
     save_checkpoint(run_file)
+    save_ledger(run_file)
     check = f'cd / && exec {sys.executable} -P -m deploy.cli "$@"'
     stage.play(preflight=check, learner=WAITS_FOR_CHILDREN.format(3))
     result = stage.run("--resume", "--learner.steps", "7", SLIPSTREAM_TOKEN="")
@@ -159,4 +160,4 @@ def test_overrides_resume_and_token_reach_the_processes(stage: Stage, run_file: 
         assert TOKEN not in line.split("|")[4]
     assert "steps = 7 " in (directory / "run.toml").read_text()
     for file in directory.rglob("*"):
-        assert file.is_dir() or TOKEN not in file.read_text(), file
+        assert file.is_dir() or TOKEN.encode() not in file.read_bytes(), file

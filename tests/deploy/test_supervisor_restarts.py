@@ -7,13 +7,22 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.deploy.stage import ANSWERING, FAILS, LIMIT_S, STAYS, Stage, until
+from tests.kit.postgres import killable_cluster
 
 # A queue whose run is not finished.
 UNFINISHED = ANSWERING.replace("Content-Length: 0\\r\\n\\r\\n", 'Content-Length: 19\\r\\n\\r\\n{\\"finished\\": false}')
+# The real queue, which waits for its database a second at a time.
+REAL_QUEUE = """
+from rollout_queue.store import postgres
+postgres.MAX_LOST_S = 1.0
+from deploy import cli
+cli.main()
+"""
 NAMES = {"queue": "queue", "vllm": "vllm-0", "worker": "worker-0", "learner": "learner"}
 
 
@@ -140,3 +149,33 @@ def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -
     result = stage.run("--deploy.restart", "3")
     assert result.returncode == 1
     assert "starting it again" not in result.stderr
+
+
+def test_a_database_that_is_away_for_longer_than_the_queue_waits_is_waited_for_by_the_launcher(stage: Stage) -> None:
+    """The queue that is started meanwhile finds none: that is no wrong setting, and the run goes on."""
+    own = killable_cluster()
+    try:
+        (stage.folder / "real_queue.py").write_text(REAL_QUEUE, encoding="utf-8")
+        stage.play(
+            queue=f'exec {sys.executable} real_queue.py "$@"',
+            vllm=stage.answers("vllm"),
+            learner="until [ -e finish ]; do sleep 0.1; done",
+        )
+        root = str(Path(__file__).parents[2])
+        process = stage.start("--deploy.restart", "30", "--queue.store", own.new_database(), PYTHONPATH=root)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        until(lambda: "queue answers" in process.stdout.readline())  # type: ignore[union-attr]
+        own.stop()
+        for attempt in (1, 2):
+            told = process.stderr.readline()
+            assert "queue ended with code 1: slipstream: the queue's store postgresql://" in told
+            assert "could not be reached for 1 s" in told
+            assert "start PostgreSQL" in told
+            assert f"(restart {attempt} of 30 in a row)" in told
+        own.start()
+        until(lambda: "queue answers" in process.stdout.readline())  # type: ignore[union-attr]
+        (stage.folder / "finish").touch()
+        assert process.wait(LIMIT_S) == 0
+    finally:
+        own.close()

@@ -10,7 +10,7 @@ import msgspec
 
 from protocol import codec
 from protocol.messages import BeginSession, Fingerprint, Server, ServerChange, ServerState, Ticket, TicketRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.store.base import Store
 from rollout_queue.store.memory import MemoryStore
@@ -28,7 +28,7 @@ FOUND = msgspec.structs.replace(DECLARED, rows=99, data="d", eval_rows=4, eval_d
 async def running(store: Store | None = None, **sections: dict[str, Any]) -> AsyncIterator[Broker]:
     """Run a broker with a learner session and a server that serves version 0."""
     broker = Broker(config(**sections), store or MemoryStore(), FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))

@@ -114,6 +114,13 @@ class Cluster:
         self._postmaster.send_signal(signal.SIGINT)
         self._postmaster.wait()
 
+    def ask_for_passwords(self) -> None:
+        """Let the ordinary role in with its password alone, which is `secret`."""
+        lines = "host all admin 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n"
+        (self._data / "pg_hba.conf").write_text(lines, encoding="utf-8")
+        self.stop()
+        self.start()
+
     def close(self) -> None:
         """End PostgreSQL and delete everything."""
         assert self._guard.stdin is not None

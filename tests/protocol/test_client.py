@@ -555,18 +555,63 @@ async def test_a_heartbeat_names_the_worker_in_its_path() -> None:
     assert queue.calls[0].path == "/v1/workers/host-1"
 
 
-async def test_of_several_queues_one_that_stands_by_is_left_and_one_that_is_busy_is_not() -> None:
-    busy = says(ErrorBody(reasons.BUSY, "all connections are in use"), 503, {"Retry-After": "0.5"})
-    standing_by = says(ErrorBody(reasons.STANDS_BY, "this queue stands by"), 503, {"Retry-After": "60"})
-    async with running(standing_by) as first, running(busy, says(POLICY)) as second:
+def problem(reason: str, status: int = 503) -> Answer:
+    return says(ErrorBody(reason, "not now"), status, {"Retry-After": "0.5"})
+
+
+@pytest.mark.parametrize(
+    ("answer", "leaves"),
+    [
+        (problem(reasons.STANDS_BY), True),
+        (problem(reasons.STORE_FAILED), True),
+        (problem(reasons.NOT_READY), True),
+        (breaks_off, True),
+        (says(b"Bad Gateway", 502), True),
+        (says(b"no server is up", 503), True),
+        (problem(reasons.BUSY), False),
+        (problem(reasons.http(500), 500), False),
+        (says(b"Internal Server Error", 500), False),
+    ],
+)
+async def test_of_several_queues_one_that_is_not_active_is_left_and_an_active_one_that_fails_is_asked_again(
+    answer: Answer, leaves: bool
+) -> None:
+    async with running(answer, says(POLICY)) as first, running(says(POLICY)) as second:
         async with (
             QueueClient(f"{first.url},{second.url}", patience_s=MAX_WAIT_S) as client,
             asyncio.timeout(MAX_WAIT_S),
         ):
             assert await client.position() == POLICY
-            assert client.url == second.url
-        asked = [call.path for call in first.calls if call.path != access.READY]
-        assert len(asked) == 1
+            assert client.url == (second.url if leaves else first.url)
+        asked = [sum(call.path == access.POLICY for call in queue.calls) for queue in (first, second)]
+        assert asked == ([1, 1] if leaves else [2, 0])
+
+
+async def test_a_call_under_way_goes_on_while_another_call_finds_its_connection_broken() -> None:
+    """A single connection may break beside a queue that is active as before."""
+    asked, go_on = asyncio.Event(), asyncio.Event()
+    broken = [breaks_off]
+
+    async def answers(request: web.Request) -> web.StreamResponse:
+        if request.path == access.STATUS:
+            asked.set()
+            await go_on.wait()
+        elif request.path == access.POLICY and broken:
+            return await broken.pop()(request)
+        return await says(POLICY)(request)
+
+    async with (
+        asyncio.timeout(MAX_WAIT_S),
+        running(answers) as first,
+        running(says(STANDS_BY, status=503)) as second,
+        QueueClient(f"{first.url},{second.url}") as client,
+    ):
+        long_poll = asyncio.create_task(client.call("GET", access.STATUS))
+        await asked.wait()
+        assert await client.position() == POLICY
+        go_on.set()
+        await long_poll
+        assert len([call for call in first.calls if call.path == access.STATUS]) == 1
 
 
 async def test_calls_under_way_go_to_the_queue_that_becomes_active_while_another_hangs() -> None:

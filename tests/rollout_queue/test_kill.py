@@ -20,7 +20,7 @@ from protocol import codec
 from protocol.client import QueueClient, QueueRefused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
-from rollout_queue.broker.broker import ALIVE_S
+from rollout_queue.broker.lifecycle import ALIVE_S
 from rollout_queue.service import listen, serve
 from rollout_queue.store import open_for_reading
 from rollout_queue.store.sqlite_file import FILE_NAME

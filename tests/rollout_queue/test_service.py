@@ -16,6 +16,7 @@ import pytest
 from deploy.servers.vllm_server import announce
 from protocol import access, codec, reasons
 from protocol.client import JSON, QueueClient, QueueRefused, RunFinished, Unreachable
+from protocol.config import ConfigError
 from protocol.messages import (
     BeginSession,
     ErrorBody,
@@ -33,7 +34,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from rollout_queue.api.connection_pool import Shares
-from rollout_queue.broker import learner, status
+from rollout_queue.broker import learner, lifecycle, status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.ledger import leases
@@ -337,10 +338,10 @@ async def test_a_new_session_takes_over_and_fences_the_old_one() -> None:
 async def test_i5_the_runs_id_is_the_same_in_all_its_sessions_and_restarts_and_no_other_runs(tmp_path: Path) -> None:
     seen = []
     for name in ("one", "one", "two"):
-        async with Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock()).running():
+        async with lifecycle.running(Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock())):
             pass
         broker = Broker(config(), SqliteStore(tmp_path / f"{name}.db"), Clock())
-        async with broker.running():
+        async with lifecycle.running(broker):
             seen.append(broker.position().run)
     assert seen[0] == seen[1] != seen[2]
     assert all(seen)
@@ -639,6 +640,9 @@ def test_fewer_workers_are_taken_where_the_process_may_open_few_files(caplog: py
     assert fewer.queue.max_workers == shares.max_workers == 101
     assert (fewer.run_dir, fewer.queue.port) == (given.run_dir, given.queue.port)
     assert "queue.max_workers = 2048 needs 12960 file descriptors and this process may open 1024" in caplog.text
+    fitted(given, 256)
+    with pytest.raises(ConfigError, match="needs at least 256 file descriptors and this process may open 255: raise"):
+        fitted(given, 255)
 
 
 async def test_rewards_beyond_the_bound_are_refused_and_those_at_it_leave_every_page_readable() -> None:
@@ -1010,8 +1014,9 @@ async def test_a_server_that_leaves_is_gone_once_every_worker_has_said_that_noth
             await client.put_server(Server(SERVER, "http://127.0.0.1:8100"))
         await says(client, "w", draining={SERVER: 0})
         assert await client.servers() == []
+        assert await client.remove_server(SERVER) == []
         with pytest.raises(QueueRefused, match="not registered"):
-            await client.remove_server(SERVER)
+            await client.remove_server("vllm-7")
 
 
 async def test_a_worker_that_signed_off_holds_up_no_server_that_leaves() -> None:

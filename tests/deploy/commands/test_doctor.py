@@ -12,7 +12,12 @@ import pytest
 
 from deploy.commands import setup
 from protocol.config import load
+from rollout_queue import store as stores
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store.changes import Changes
+from tests.deploy.conftest import save_checkpoint
 from tests.kit.ports import free_port
+from tests.kit.postgres import cluster
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +69,59 @@ def test_a_taken_port_is_told_with_its_holder(run_file: Path, capsys: pytest.Cap
     assert told[2:6] == ["taken", "by", "process", f"{os.getpid()}:"]
     # As it is called: a runner of tests may give itself a title.
     assert psutil.Process().cmdline()[0].split()[0] in " ".join(told)
+
+
+def doctor(run_file: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, str]]:
+    """Returns the exit code, and what is told of the store, of checkpoints and of faults."""
+    code = setup.examine(load(run_file, [*overrides]))
+    lines = [line.partition(" ") for line in capsys.readouterr().out.splitlines()]
+    return code, {name: said.strip() for name, _, said in lines if name in ("queue.store", "checkpoints", "broken:")}
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_the_store_of_a_run_is_told_with_its_layout_and_its_queue(
+    run_file: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    chosen = ["--queue.store", cluster().new_database() if kind == "postgresql" else kind]
+    config = load(run_file, chosen)
+    place = f"{chosen[1]} (schema slipstream_small)" if kind == "postgresql" else str(config.run_dir / "queue.db")
+    told = {"queue.store": f"{place}: can be used, holds nothing of run small yet"}
+    told["checkpoints"] = f"none in {config.run_dir}"
+    assert doctor(run_file, capsys, *chosen) == (0, told)
+    assert not config.run_dir.exists()
+
+    opened = stores.build(config)
+    opened.acquire()
+    opened.commit(Changes(run=RunState(version=7, step=5, session=1, id="run-1")))
+    save_checkpoint(run_file, 4)
+    layout = f"{place}: layout {stores.look_at(config).newest_layout}, step 5, version 7; "
+    queue = f"the queue at {config.queue.own_address}" if kind == "postgresql" else "a queue on this machine"
+    told = {"queue.store": f"{layout}{queue} is active on it"}
+    told["checkpoints"] = f"{config.run_dir}/checkpoints/step-000004"
+    assert doctor(run_file, capsys, *chosen) == (0, told)
+    opened.close()
+    told["queue.store"] = f"{layout}no queue is active on it"
+    assert doctor(run_file, capsys, *chosen) == (0, told)
+
+    save_checkpoint(run_file, 8)
+    code, found = doctor(run_file, capsys, *chosen)
+    assert (code, "has lost what came after version 7" in found["broken:"]) == (1, True)
+
+
+def test_a_store_that_cannot_be_used_is_broken_with_the_remedy(
+    run_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, found = doctor(run_file, capsys, "--queue.store", "postgresql://127.0.0.1:1/runs")
+    assert (code, found["queue.store"]) == (1, "postgresql, cannot be used")
+    assert found["broken:"].endswith("start PostgreSQL, or mend queue.store")
+    file = load(run_file).run_dir / "queue.db"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"no database" * 1000)
+    code, found = doctor(run_file, capsys)
+    assert (code, found["queue.store"]) == (1, "sqlite, cannot be used")
+    assert "file is not a database" in found["broken:"]
+
+
+def test_a_store_in_memory_keeps_nothing(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, found = doctor(run_file, capsys, "--queue.store", ":memory:")
+    assert (code, found["queue.store"]) == (0, "memory: keeps nothing when the queue ends")

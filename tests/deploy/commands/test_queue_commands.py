@@ -14,7 +14,8 @@ from rollout_queue import service
 from rollout_queue import store as stores
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite_reader import SqliteReader
+from rollout_queue.store.sqlite import SqliteReader
+from tests.deploy.conftest import save_checkpoint
 from tests.kit.postgres import cluster
 
 Run = Callable[..., tuple[int, str]]
@@ -88,6 +89,7 @@ def test_a_standing_run_is_copied_to_postgresql_and_its_new_line_is_printed(run_
 def test_a_new_ledger_puts_the_old_one_aside(run_file: Path, slipstream: Run, kind: str) -> None:
     chosen = ["--queue.store", cluster().new_database() if kind == "postgresql" else kind]
     folder = load(run_file).run_dir
+    save_checkpoint(run_file)
     for number in (0, 1, 2):
         code, said = slipstream("queue", "new", run_file, *chosen)
         assert code == 0, said
@@ -99,10 +101,36 @@ def test_a_new_ledger_puts_the_old_one_aside(run_file: Path, slipstream: Run, ki
         assert SqliteReader(folder / "old-store-2" / "queue.db").run_state().version == 6
     store = stores.build(load(run_file, chosen))
     store.acquire()
-    code, said = slipstream("queue", "new", run_file, *chosen)
-    assert (code, "in use by another queue" in said) == (2, True)
+    commands = [("queue", "new", run_file, *chosen)]
+    if kind == "sqlite":
+        commands.append(("queue", "copy", run_file, "--to", cluster().new_database()))
+    for command in commands:
+        code, said = slipstream(*command)
+        assert (code, "is active on it: stop it first" in said, "run.name" in said) == (2, True, False)
     store.close()
     assert not (folder / "old-store-3").exists()
+
+
+@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+def test_a_mistyped_run_gets_no_ledger_and_the_runs_that_are_there_are_named(
+    run_file: Path, slipstream: Run, kind: str
+) -> None:
+    chosen = ["--queue.store", cluster().new_database() if kind == "postgresql" else kind]
+    save_checkpoint(run_file)
+    typo = [*chosen, "--run.name", "smal"]
+    code, said = slipstream("queue", "new", run_file, *typo)
+    assert (code, "run.name = smal: there is no such run" in said, said.endswith("are: small\n")) == (2, True, True)
+    config = load(run_file, typo)
+    assert not config.run_dir.exists()
+    assert not stores.open_for_reading(config).exists()
+    put(run_file, 7, *typo)
+    assert slipstream("queue", "new", run_file, *typo)[0] == 0
+
+
+def test_a_copy_to_a_database_that_is_away_ends_at_once(run_file: Path, slipstream: Run) -> None:
+    put(run_file, 7)
+    code, said = slipstream("queue", "copy", run_file, "--to", "postgresql://127.0.0.1:1/runs")
+    assert (code, "cannot be reached" in said, "start PostgreSQL" in said) == (2, True, True)
 
 
 def test_a_store_in_memory_has_no_ledger_to_begin_anew(run_file: Path, slipstream: Run) -> None:

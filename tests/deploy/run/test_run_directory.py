@@ -10,9 +10,8 @@ from deploy.run import run_directory
 from protocol.config import ConfigError, RunConfig, load
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store.changes import Changes
-from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.deploy.conftest import save_checkpoint
 
 
@@ -45,7 +44,7 @@ def holding(run_file: Path, *, store: int | None = None, checkpoint: bool = Fals
         (7, True, False, "already holds a run; go on with it by --resume, or choose another name: --run.name small-2"),
         (7, True, True, None),
         (None, True, False, "already holds a run; go on with it by --resume"),
-        (None, True, True, None),
+        (None, True, True, "it is empty, beside .*step-000001; .*slipstream queue new"),
     ],
 )
 def test_what_a_directory_holds_decides_whether_a_start_must_resume(
@@ -56,6 +55,17 @@ def test_what_a_directory_holds_decides_whether_a_start_must_resume(
         run_directory.check_run_directory(config, resume)
         return
     with pytest.raises(ConfigError, match=refused):
+        run_directory.check_run_directory(config, resume)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_store_that_has_lost_its_run_is_no_start_that_made_no_step(run_file: Path, resume: bool) -> None:
+    """As one whose log was deleted after a kill: its files were put aside, or it was told to start without --resume."""
+    config = holding(run_file, store=0)
+    (config.run_dir / "metrics.jsonl").write_text('{"step": 1, "version": 1}\n', encoding="utf-8")
+    with pytest.raises(
+        ConfigError, match=r"it is empty, beside .*metrics\.jsonl.*; put the run's own store or a backup"
+    ):
         run_directory.check_run_directory(config, resume)
 
 

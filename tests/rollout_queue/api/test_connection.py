@@ -27,7 +27,7 @@ from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, Tic
 from protocol.status import Status
 from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import ConnectionLimits, bounded_by
-from rollout_queue.api.connection_pool import ConnectionPool, Kind, Shares, fit, kind_of
+from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Kind, Shares, fit, kind_of
 from rollout_queue.api.requests import ByteBudget
 from rollout_queue.broker import learner
 from rollout_queue.broker.broker import Broker
@@ -573,13 +573,14 @@ async def _with_groups(count: int) -> AsyncIterator[tuple[Served, QueueClient, i
 
 
 @pytest.mark.parametrize(
-    ("descriptors", "workers"), [(2**31, 2048), (12960, 2048), (12959, 2047), (1024, 101), (128, 5), (32, 1)]
+    ("descriptors", "workers"), [(2**31, 2048), (12960, 2048), (12959, 2047), (1024, 101), (MIN_DESCRIPTORS, 10)]
 )
 def test_connections_fit_the_file_descriptors(descriptors: int, workers: int) -> None:
     shares = fit(2048, descriptors)
     assert shares.max_workers == workers
     assert shares.descriptors <= descriptors
     assert all(shares.limits.values())
+    assert fit(3, MIN_DESCRIPTORS).max_workers == 3
 
 
 RAISED = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from protocol.messages import BeginSession, Server, ServerChange, ServerState, WorkerReport
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
 from rollout_queue.store.memory import MemoryStore
@@ -43,7 +43,7 @@ async def test_a_wall_clock_that_jumps_neither_ends_nor_stretches_a_drain_and_a_
 ) -> None:
     time, path = TwoClocks(), tmp_path / "queue.db"
     one = Broker(CONFIG, SqliteStore(path), time.clock())
-    async with one.running():
+    async with lifecycle.running(one):
         await learner.command(one, BeginSession(0, 0, 100, resume=False))
         for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
             await learner.put_server(one, ServerChange(Server(SERVER, "http://127.0.0.1:8100", state, 0), 1))
@@ -54,7 +54,7 @@ async def test_a_wall_clock_that_jumps_neither_ends_nor_stretches_a_drain_and_a_
         assert await look(one) == [ServerState.DRAINING]
         one.close_waits()
     two = Broker(CONFIG, SqliteStore(path), time.clock())
-    async with two.running():
+    async with lifecycle.running(two):
         time.wall += jump_s
         time.monotonic += DRAIN_S - 1.0
         assert await look(two) == [ServerState.DRAINING], "it has its full time again"
@@ -67,7 +67,7 @@ async def test_a_wall_clock_that_jumps_neither_ends_nor_stretches_a_drain_and_a_
 async def test_a_server_that_comes_back_and_leaves_again_has_its_full_time() -> None:
     time = TwoClocks()
     broker = Broker(CONFIG, MemoryStore(), time.clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         for _ in range(2):
             for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
@@ -83,7 +83,7 @@ async def test_a_server_that_comes_back_and_leaves_again_has_its_full_time() -> 
 async def test_a_server_is_not_removed_between_anothers_decision_and_its_application() -> None:
     """An acknowledgement writes the run's record in between, and holds the lock."""
     broker = Broker(CONFIG, MemoryStore(), TwoClocks().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False))
         await learner.put_server(broker, ServerChange(Server(SERVER, "http://127.0.0.1:8100"), 1))
         await workers.heartbeat(broker, WorkerReport("w", [], draining={SERVER: 1}))

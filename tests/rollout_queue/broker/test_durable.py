@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from protocol import codec, reasons
+from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.messages import (
     BeginSession,
     Fingerprint,
@@ -27,17 +28,17 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker import writer as writer_module
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Decision, Refusal
+from rollout_queue.ledger.records import Decision, Refusal, TicketState
 from rollout_queue.store.base import Superseded
 from rollout_queue.store.changes import Changes
 from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import FakeTime
+from tests.kit.queue import FakeTime, serving
 from tests.rollout_queue.broker.test_operations import URL, stays, submit
 from tests.rollout_queue.broker.test_writer import until
 
@@ -48,6 +49,8 @@ FREE = 1000
 
 class HeldStore(SqliteStore):
     """Holds each commit that changes something until it is let go."""
+
+    commits_are_brief = False
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -62,12 +65,12 @@ class HeldStore(SqliteStore):
 
 
 @asynccontextmanager
-async def running(path: Path) -> AsyncIterator[tuple[Broker, HeldStore]]:
+async def running(path: Path, time: FakeTime | None = None) -> AsyncIterator[tuple[Broker, HeldStore]]:
     """A broker with a session, a serving server and worker w; its store holds commits once `held` was called."""
     store = HeldStore(path / "queue.db")
-    broker = Broker(config(eval={"every": 1, "share": 1.0}), store, FakeTime().clock())
+    broker = Broker(config(eval={"every": 1, "share": 1.0}), store, (time or FakeTime()).clock())
     store.go.release(FREE)
-    async with broker.running():
+    async with lifecycle.running(broker):
         await learner.command(broker, BeginSession(0, 0, 100, resume=False, fingerprint=DECLARED))
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
             await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
@@ -209,6 +212,70 @@ async def test_tickets_of_an_evaluation_that_ends_before_they_are_in_the_store_a
         assert [ticket.kind for ticket in reply.tickets] == ["eval"]
 
 
+async def test_what_clients_renew_counts_though_the_store_does_not_answer(tmp_path: Path) -> None:
+    time = FakeTime()
+    async with running(tmp_path, time) as (broker, store):
+        (ready,) = (await draw(broker)).tickets
+        await submit(broker, ready)
+        await lease(broker)
+        (held,) = (await draw(broker)).tickets
+        hold(store)
+        deciding = asyncio.ensure_future(draw(broker, have=[held.id]))
+        await until(lambda: store.begun.acquire(blocking=False))
+        most_s = 0.9 * min(broker.config.queue.ticket_timeout_s, broker.config.queue.lease_timeout_s)
+        time.now += most_s
+        renewing = asyncio.gather(beat(broker, held.id), learner.renew_lease(broker, "l", LeaseRenewal(1)))
+        await asyncio.sleep(0.05)
+        assert not renewing.done()
+        time.now += most_s
+        store.go.release(FREE)
+        await asyncio.gather(deciding, renewing)
+        await broker.expire()
+        assert broker.ledger.get(held.id, TicketState.ISSUED)
+        assert broker.ledger.get(ready.id, TicketState.LEASED)
+
+
+Call = Callable[[QueueClient], Awaitable[Any]]
+
+# What is decided and not in the store yet, and who is refused because of it.
+REFUSED: dict[str, tuple[Call, Call, str]] = {
+    "that the run is finished": (
+        lambda client: client.finish(1),
+        lambda client: client.tickets(TicketRequest("w", 1, wait_s=0.0)),
+        "the run is finished",
+    ),
+    "that its session is superseded": (
+        lambda client: client.begin_session(BeginSession(0, 0, 100, resume=True)),
+        lambda client: client.ack("l", LeaseAck(1)),
+        reasons.SESSION_SUPERSEDED,
+    ),
+    "that its session is superseded, by FastAPI": (
+        lambda client: client.begin_session(BeginSession(0, 0, 100, resume=True)),
+        lambda client: client.release("l", 1),
+        reasons.SESSION_SUPERSEDED,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+async def test_nobody_is_refused_for_what_is_not_in_the_store(case: str, tmp_path: Path) -> None:
+    decide, ask, why = REFUSED[case]
+    store = HeldStore(tmp_path / "queue.db")
+    store.go.release(FREE)
+    async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=0) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        hold(store)
+        deciding = asyncio.ensure_future(decide(client))
+        await until(lambda: store.begun.acquire(blocking=False))
+        asking = asyncio.ensure_future(ask(client))
+        await asyncio.sleep(0.2)
+        assert not asking.done()
+        store.go.release(FREE)
+        await deciding
+        with pytest.raises(QueueError, match=why):
+            await asking
+
+
 class Taken(MemoryStore):
     """A store that another queue takes over."""
 
@@ -225,7 +292,7 @@ async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeyp
     calls lost and superseded."""
     store = Taken()
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         await beat(broker)
         store.taken = True
         assert (await beat(broker, "9.0")).lost_tickets == ["9.0"], "it has committed a moment ago"
@@ -235,3 +302,25 @@ async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeyp
         assert refused.value.reason == reasons.STORE_FAILED
         assert isinstance(broker.failure, Superseded)
         broker.close_waits()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.ack("l", LeaseAck(2)),
+        lambda client: client.release("l", 2),
+        lambda client: client.lease(LeaseRequest(2, "l", 1)),
+        lambda client: client.tickets(TicketRequest("w", 1)),
+    ],
+)
+async def test_a_queue_that_was_stopped_asks_its_store_before_it_refuses(
+    ask: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the session that another queue has begun, and of its workers, it knows nothing."""
+    store = Taken()
+    async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=0) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False, fingerprint=DECLARED))
+        store.taken = True
+        monkeypatch.setattr(writer_module, "MAX_SILENCE_S", -1.0)
+        with pytest.raises(Unreachable, match="another queue is the active one"):
+            await ask(client)

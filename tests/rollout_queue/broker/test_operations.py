@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +28,12 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.writer import Writer
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
-from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
-from rollout_queue.store.base import MAX_SILENCE_S
-from rollout_queue.store.memory import MemoryStore
+from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
+from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config
 from tests.kit.broker import URL, draw, running, stays, submit
@@ -195,14 +194,39 @@ async def test_a_finished_run_gives_no_tickets_and_drops_what_is_out() -> None:
         assert refused.value.reason == reasons.RUN_FINISHED
 
 
+async def test_a_queue_that_outlives_its_run_says_why_and_how_to_end_it_once_a_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def said() -> int:
+        return caplog.text.count("the run has finished. This queue stays up for its status and its rollouts")
+
+    caplog.set_level(logging.INFO, "rollout_queue")
+    once = config(learner={"steps": 1})
+    made = SqliteStore(tmp_path / "queue.db")
+    made.acquire()
+    made.commit(Changes(run=RunState(version=1, step=1, total_steps=1, session=1, id="run-1")))
+    made.close()
+    async with lifecycle.running(broker := Broker(once, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())):
+        assert said() == 0
+        for _ in range(2):
+            await learner.finish(broker, FinishRun(1))
+        assert said() == 1
+    for steps, times in ((1, 2), (9, 2)):
+        again = config(learner={"steps": steps})
+        async with lifecycle.running(broker := Broker(again, SqliteStore(tmp_path / "queue.db"), FakeTime().clock())):
+            assert broker.ready
+            assert said() == times, "more steps may be made"
+
+
 async def test_a_server_drains_until_no_worker_uses_it_and_goes_at_once_on_request() -> None:
     async with running() as broker:
         await workers.heartbeat(broker, WorkerReport("w", [], draining={SERVER: 1}))
         (server,) = await learner.remove_server(broker, SERVER, now=False)
         assert server.state is ServerState.DRAINING
-        assert await learner.remove_server(broker, SERVER, now=True) == []
+        for now in (True, True, False):  # repeats, as after a lost answer
+            assert await learner.remove_server(broker, SERVER, now) == []
         with pytest.raises(Refusal) as refused:
-            await learner.remove_server(broker, SERVER, now=False)
+            await learner.remove_server(broker, "vllm-7", now=True)
         assert refused.value.reason == reasons.SERVER_UNKNOWN
 
 
@@ -210,7 +234,7 @@ async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_
     """The address in the run file changed meanwhile. The queue refused its own server, and never came up again."""
     path = tmp_path / "queue.db"
     one = Broker(config(vllm={"servers": ["http://127.0.0.1:7001"]}), SqliteStore(path), FakeTime().clock())
-    async with one.running():
+    async with lifecycle.running(one):
         await learner.command(one, BeginSession(0, 0, 100, resume=False))
         (server,) = one.fleet.servers
         await workers.heartbeat(one, WorkerReport("w", [], draining={server.name: 1}))
@@ -218,7 +242,7 @@ async def test_a_queue_starts_although_a_server_of_its_run_file_still_drains_at_
         assert one.fleet.servers[0].state is ServerState.DRAINING
         one.close_waits()
     two = Broker(config(vllm={"servers": ["http://127.0.0.1:7002"]}), SqliteStore(path), FakeTime().clock())
-    async with two.running():
+    async with lifecycle.running(two):
         (server,) = two.fleet.servers
         assert (server.url, server.state) == ("http://127.0.0.1:7002", ServerState.JOINING)
         two.close_waits()
@@ -309,43 +333,6 @@ async def test_a_worker_that_knows_the_fleet_is_not_told_of_it_again() -> None:
         assert uses.servers == broker.fleet.servers
 
 
-async def test_an_active_queue_that_has_not_committed_for_long_says_nothing_that_another_may_know_better(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It was stopped, or its store is away. What its clients renew meanwhile counts all the same."""
-    time = FakeTime()
-    broker = Broker(config(queue={"ticket_timeout_s": 60.0, "lease_timeout_s": 60.0}), MemoryStore(), time.clock())
-    async with broker.running():
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
-        for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, 0), 1))
-        given = await draw(broker, 2)
-        await submit(broker, given[0])
-        await learner.lease(broker, LeaseRequest(1, "lease", 1), stays)
-        with monkeypatch.context() as silent:
-            silent.setattr(broker.store, "has_standbys", True, raising=False)
-            silent.setattr(Writer, "silent_s", MAX_SILENCE_S + 1.0)
-            time.now += 50.0
-            for work in (
-                lambda: workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"])),
-                lambda: draw(broker, have=[]),
-                lambda: workers.fail_ticket(broker, given[1].id, TicketFailure("w", "lost")),
-                lambda: learner.lease(broker, LeaseRequest(2, "lease", 1), stays),
-                lambda: learner.acknowledge(broker, "lease", LeaseAck(2)),
-                lambda: learner.renew_lease(broker, "lease", LeaseRenewal(1)),
-            ):
-                with pytest.raises(Refusal) as refused:
-                    await work()
-                assert refused.value.reason == reasons.NOT_READY
-                assert "has not answered for 4 s" in refused.value.message
-        time.now += 50.0
-        await broker.expire()
-        assert broker.ledger.get(given[1].id, TicketState.ISSUED)
-        assert broker.ledger.get(given[0].id, TicketState.LEASED)
-        assert (await workers.heartbeat(broker, WorkerReport("w", [given[1].id, "7.0"]))).lost_tickets == ["7.0"]
-        broker.close_waits()
-
-
 @pytest.mark.parametrize("asks", ["for a ticket", "to take its group"])
 async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_of_it_before_it_is_admitted(
     asks: str,
@@ -362,3 +349,13 @@ async def test_a_worker_that_waits_while_a_session_begins_is_not_taken_for_one_o
             await asking
         assert refused.value.reason == reasons.UNREGISTERED
         assert broker.ledger.get(held.id, TicketState.ISSUED)
+
+
+async def test_workers_that_register_at_once_are_no_more_than_there_may_be() -> None:
+    """They wait for the same lock: each looks for room once it has it."""
+    async with running(queue={"max_workers": 2}) as broker:
+        async with broker.lock:
+            beats = [asyncio.create_task(workers.heartbeat(broker, WorkerReport(name, []))) for name in "abc"]
+            await asyncio.sleep(0.01)
+        found = await asyncio.gather(*beats, return_exceptions=True)
+        assert [getattr(answer, "reason", None) for answer in found] == [None, None, reasons.BUSY]

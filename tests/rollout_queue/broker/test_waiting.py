@@ -14,7 +14,7 @@ from protocol import reasons
 from protocol.messages import FinishRun, Server, ServerChange, ServerState, TicketFailure, TicketRequest
 from rollout_queue.broker import learner, workers
 from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.waiting import Place, TicketLine
+from rollout_queue.broker.waiting import MAX_POLLS, Place, TicketLine
 from rollout_queue.ledger.records import Refusal
 from tests.kit.broker import URL, running, stays
 from tests.kit.messages import SERVER
@@ -175,6 +175,28 @@ async def test_the_end_of_the_run_reaches_all_who_wait() -> None:
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
             assert isinstance(ended, Refusal)
             assert ended.reason == reasons.RUN_FINISHED
+
+
+async def test_polls_in_one_workers_name_are_bounded_so_that_others_get_their_turn() -> None:
+    """Nine thousand of them took the fleet's permits."""
+    async with running(learner={"groups_per_step": 16}) as broker:
+        held = await full(broker)
+        request = TicketRequest("many", 1, wait_s=30.0)
+        many = [asyncio.create_task(workers.draw_tickets(broker, request, stays)) for _ in range(1000)]
+        await taken(many)
+        other = await polling(broker, 1)
+        refused = [task.exception() for task in many if task.done()]
+        assert len(refused) == 1000 - MAX_POLLS
+        assert {error.reason for error in refused if isinstance(error, Refusal)} == {reasons.BUSY}
+        assert "worker many asks for tickets 8 times at once" in str(refused[0])
+        for ticket_id in held[: MAX_POLLS + 1]:
+            await workers.fail_ticket(broker, ticket_id, TicketFailure("first", "test"))
+        assert await taken(other) == [0]
+        assert not broker.line.polls
+        again = asyncio.create_task(workers.draw_tickets(broker, request, stays))
+        assert await taken([again]) == []
+        broker.close_waits()
+        await again
 
 
 @pytest.mark.parametrize("waiting", [2, 200])

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
 
 from protocol import reasons
-from rollout_queue.broker import broker as broker_module
-from rollout_queue.broker.broker import ALIVE_S, Broker
+from rollout_queue.broker import lifecycle
+from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import Clock
-from rollout_queue.broker.writer import Writer
-from rollout_queue.ledger.records import Decision, Refusal, TicketRecord
+from rollout_queue.broker.lifecycle import ALIVE_S
+from rollout_queue.broker.writer import BRIEF_S, Writer
+from rollout_queue.ledger.records import Decision, Refusal, RunState, TicketRecord
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes
 from rollout_queue.store.memory import MemoryStore
@@ -25,6 +27,8 @@ from tests.kit.queue import FakeTime, until
 
 class SlowStore(SqliteStore):
     """Holds each commit until it is let go, or fails it."""
+
+    commits_are_brief = False
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -95,6 +99,89 @@ async def test_a_commit_that_fails_is_told_to_all_whose_decisions_it_held_and_to
     writer.close()
 
 
+class BriefStore(MemoryStore):
+    """Notes in which thread a commit is made; each kind of commit lasts as long as it is told."""
+
+    blocks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.threads: list[str] = []
+        self.seconds = {False: 0.0, True: 0.0}
+        self.error: Exception | None = None
+
+    def commit(self, changes: Changes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.threads.append("store" if threading.current_thread().name == "store" else "loop")
+        time.sleep(self.seconds[changes.run is not None])
+        super().commit(changes)
+
+    def kept(self) -> list[str]:
+        """Return the tickets and forget in which threads they came."""
+        self.threads.clear()
+        return sorted(self._tickets)
+
+
+async def test_commits_are_made_on_the_loop_as_long_as_those_of_their_kind_are_brief() -> None:
+    store = BriefStore()
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    step = Decision(run=RunState(step=1))
+    for decision in (ticket(0), step, ticket(1), step):
+        await writer.add(decision, {})
+    assert store.threads == ["loop"] * 4
+    store.kept()
+    store.seconds[True] = 10 * BRIEF_S
+    for decision in (step, ticket(2), step, ticket(3)):
+        await writer.add(decision, {})
+    assert store.threads == ["loop", "loop", "store", "loop"], "a slow disk is waited for in the thread"
+    store.kept()
+    store.seconds[True] = 0.0
+    for _ in range(3):
+        await writer.add(step, {})
+    assert store.threads == ["store", "loop", "loop"], "once it is quick again, it is not"
+    assert store.kept() == [f"{index}.0" for index in range(4)]
+    writer.close()
+
+
+async def test_no_commit_is_made_on_the_loop_while_the_thread_uses_the_store() -> None:
+    """They share one connection, and one transaction."""
+    store = BriefStore()
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    begun, go = threading.Event(), threading.Event()
+
+    def read() -> int:
+        begun.set()
+        assert go.wait(20)
+        return len(store.threads)
+
+    reading = asyncio.ensure_future(writer.call(read))
+    await until(begun.is_set)
+    commits = [writer.add(ticket(index), {}) for index in range(3)]
+    await asyncio.sleep(0.05)
+    assert store.threads == []
+    go.set()
+    for commit in commits:
+        await commit
+    assert (await reading, store.threads) == (0, ["store"]), "they go together, and after it"
+    await writer.add(ticket(3), {})
+    assert store.threads == ["store", "loop"]
+    writer.close()
+
+
+async def test_a_commit_that_fails_on_the_loop_is_told_as_any_other() -> None:
+    store, failures = BriefStore(), list[Exception]()
+    writer = Writer(store, failures.append, lambda *_: None)
+    store.error = StoreError("disk full")
+    waiting = [awaited(writer.add(ticket(index), {})) for index in range(3)]
+    async with asyncio.timeout(10):
+        assert await asyncio.gather(*waiting) == [reasons.STORE_FAILED] * 3
+    with pytest.raises(Refusal, match="disk full"):
+        writer.add(ticket(3), {})
+    assert [str(error) for error in failures] == ["disk full"]
+    writer.close()
+
+
 async def test_a_commit_that_fails_at_once_leaves_nobody_waiting() -> None:
     """The queue never ended: at its end it waits for what was added."""
 
@@ -122,7 +209,7 @@ async def test_a_task_of_the_queue_that_fails_ends_it() -> None:
 
     broker = Broker(config(), MemoryStore(), Clock(monotonic, lambda: 0.0))
     broker.on_failure = ended.set
-    async with broker.running():
+    async with lifecycle.running(broker):
         time.now = -1.0
         async with asyncio.timeout(10):
             await ended.wait()
@@ -134,9 +221,9 @@ async def test_a_queue_whose_store_failed_ends_without_another_error(
     store: SlowStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While its last requests were answered, what shows that it lives failed too."""
-    monkeypatch.setattr(broker_module, "ALIVE_S", 0.01)
+    monkeypatch.setattr(lifecycle, "ALIVE_S", 0.01)
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         store.error = StoreError("disk full")
         store.go.release(100)
         with pytest.raises(Refusal, match="disk full"):
@@ -175,7 +262,7 @@ async def test_a_broker_whose_store_fails_while_requests_run_ends_in_order(store
     store.error = StoreError("disk full")
     store.go.release(100)
     broker = Broker(config(), store, FakeTime().clock())
-    async with broker.running():
+    async with lifecycle.running(broker):
         with pytest.raises(Refusal, match="disk full"):
             await broker.apply(ticket(0))
         await asyncio.sleep(3 * ALIVE_S)  # requests that were under way may take as long

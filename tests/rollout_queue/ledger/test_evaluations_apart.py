@@ -29,7 +29,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
-from rollout_queue.broker import learner, workers
+from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.records import LIVE, Refusal
 from rollout_queue.store.memory import MemoryStore
@@ -194,7 +194,7 @@ async def play(events: Sequence[tuple[str, Any]]) -> bool:
     twins, evaluated = Twins(), False
     async with AsyncExitStack() as stack:
         for run in (twins.one, twins.twin):
-            await stack.enter_async_context(run.broker.running())
+            await stack.enter_async_context(lifecycle.running(run.broker))
             await run.begin(BeginSession(0, 0, 99, resume=False, fingerprint=DECLARED))
             for state in (ServerState.JOINING, ServerState.SYNCING, ServerState.SERVING):
                 await run.serve(state)

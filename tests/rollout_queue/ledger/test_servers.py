@@ -376,8 +376,9 @@ def test_a_server_that_leaves_drains_then_is_gone_and_its_distrust_outlives_it()
     assert fleet.get("a") is None
     assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
     fleet.check_group(sampled(a=(3, 3)), serial=0)  # what it sampled before stays good
+    assert fleet.leave("a", 0.0) is None
     with pytest.raises(Refusal, match="not registered"):
-        fleet.leave("a", 0.0)
+        fleet.leave("b", 0.0)
     move(fleet, J)
     assert fleet.distrusted(sampled(a=(4, 4)), serial=0) == "a"
 

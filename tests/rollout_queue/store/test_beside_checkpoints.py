@@ -9,8 +9,8 @@ import pytest
 
 from protocol import checkpoints
 from protocol.config import ConfigError
-from rollout_queue.ledger.records import RunState, StoreContents
-from rollout_queue.store import check_beside_checkpoints
+from rollout_queue.ledger.records import RunState
+from rollout_queue.store import check_beside_run
 from tests.kit import config
 
 OWN = {"step": 8, "version": 10, "run": "run-a"}
@@ -45,7 +45,36 @@ def test_a_store_that_does_not_know_of_the_newest_checkpoint_is_refused(
             folder.mkdir(parents=True)
             (folder / checkpoints.STATE).write_text(json.dumps({**saved, "step": step}))
     if refused is None:
-        check_beside_checkpoints(run_config, StoreContents(run=run))
+        check_beside_run(run_config, run)
         return
     with pytest.raises(ConfigError, match=rf"{refused}, beside .*step-000008; {REMEDY}"):
-        check_beside_checkpoints(run_config, StoreContents(run=run))
+        check_beside_run(run_config, run)
+
+
+@pytest.mark.parametrize(
+    ("left", "stored", "refused"),
+    [
+        ("metrics.jsonl", RunState(), True),
+        ("record/part-000001.groups", RunState(), True),
+        ("record/part-000001.groups", RunState(id="run-a", session=1, version=3), False),
+        ("metrics.jsonl", RunState(id="run-b"), False),
+        ("logs/worker-0.log", RunState(), False),
+    ],
+)
+def test_an_empty_store_beside_what_steps_have_left_is_refused_without_a_checkpoint_too(
+    tmp_path: Path, left: str, stored: RunState, refused: bool
+) -> None:
+    run_config = config(run={"dir": str(tmp_path)})
+    file = run_config.run_dir / left
+    file.parent.mkdir(parents=True)
+    file.touch()
+    check_beside_run(run_config, stored)
+    file.write_text("{}")
+    if not refused:
+        check_beside_run(run_config, stored)
+        return
+    with pytest.raises(
+        ConfigError, match=rf"store = sqlite: it is empty, beside .*{file.name}.*a backup.*move .* away"
+    ):
+        check_beside_run(run_config, stored)
+    check_beside_run(config(run={"dir": str(tmp_path)}, queue={"store": ":memory:"}), stored)

@@ -70,7 +70,7 @@ def test_a_damaged_store_gives_no_backup(tmp_path: Path) -> None:
     with closing(active(run_config)) as store:
         store.commit(EVERYTHING)
     with closing(sqlite3.connect(path)) as db:
-        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'payloads'").fetchone()[0]
+        root = db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'tickets'").fetchone()[0]
         page = db.execute("PRAGMA page_size").fetchone()[0]
     with path.open("r+b") as file:
         file.seek((root - 1) * page + 8)

@@ -220,6 +220,84 @@ def test_a_database_that_stays_away_ends_the_queue_with_the_remedy(
     assert "hunter2" not in str(failed.value)
 
 
+def test_a_database_that_is_away_at_the_start_is_waited_for(caplog: pytest.LogCaptureFixture) -> None:
+    own = killable_cluster()
+    try:
+        with ExitStack() as stack:
+            place = Place(own.new_database(), stack)
+            own.stop()
+            with pytest.raises(ConfigError, match=r"cannot be reached: .*; start PostgreSQL, or mend queue\.store"):
+                place.reader().run_state()
+            opening = threading.Thread(target=place.active, name="opening")
+            opening.start()
+            while "no connection, trying again for up to 60 s" not in caplog.text:
+                time.sleep(0.02)
+            own.start()
+            opening.join(60)
+            assert not opening.is_alive()
+            assert place.store("two").acquire() == "http://one:8200"
+    finally:
+        own.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "answer"),
+    [
+        ("127.0.0.1:1", "Connection refused"),
+        ("nowhere.invalid", "failed to resolve host"),
+        ("127.0.0.1:1,127.0.0.1:2", "127.0.0.1.*port 2"),
+    ],
+)
+def test_a_database_that_stays_away_at_the_start_is_no_wrong_setting(
+    place: Place, monkeypatch: pytest.MonkeyPatch, host: str, answer: str
+) -> None:
+    monkeypatch.setattr(postgres, "MAX_LOST_S", 0.5)
+    with pytest.raises(StoreError, match=rf"could not be reached for 0\.5 s: .*{answer}.*; start PostgreSQL"):
+        place.store(url=f"postgresql://{host}/runs")
+
+
+def test_a_database_without_a_free_connection_is_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It answers, in words alone, and so does one that refuses a wrong setting."""
+    monkeypatch.setattr(postgres, "MAX_LOST_S", 0.5)
+    database = place.url.rpartition("/")[2]
+    cluster().admin("CREATE ROLE crowded LOGIN CONNECTION LIMIT 0", database)
+    for crowded in (place.url.replace("slipstream@", "crowded@"), f"{place.url}?target_session_attrs=standby"):
+        with pytest.raises(StoreError, match=r"could not be reached for 0\.5 s"):
+            place.store(url=crowded)
+
+
+@pytest.mark.parametrize(
+    ("password", "advice"),
+    [
+        ("", r"no password supplied; put the password into PGPASSWORD or ~/\.pgpass"),
+        (
+            ":hunter2",
+            r"password authentication failed .*; mend queue\.store, or the password in PGPASSWORD",
+        ),
+        (":secret", None),
+    ],
+)
+def test_a_password_that_is_missing_or_wrong_is_a_wrong_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, password: str, advice: str | None
+) -> None:
+    monkeypatch.setenv("PGPASSFILE", str(tmp_path / "none"))
+    monkeypatch.delenv("PGPASSWORD", raising=False)
+    own = killable_cluster()
+    try:
+        with ExitStack() as stack:
+            place = Place(own.new_database(), stack)
+            own.ask_for_passwords()
+            url = place.url.replace("slipstream@", f"slipstream{password}@")
+            if advice is None:
+                place.active(url=url)
+                return
+            with pytest.raises(ConfigError, match=rf"queue\.store = postgresql://.*{advice}") as error:
+                place.store(url=url)
+            assert "hunter2" not in str(error.value)
+    finally:
+        own.close()
+
+
 def test_i1_what_was_committed_outlives_kills_of_postgresql_and_queues_go_on() -> None:
     """Commits that are under way when PostgreSQL is killed are found or repeated, without a word from the queue."""
     own = killable_cluster()
@@ -272,7 +350,7 @@ def test_a_name_with_the_character_nul_is_stored_without_it(place: Place) -> Non
     ("change", "refused"),
     [
         (lambda url: url.replace("127.0.0.1", "127.0.0.1:1,127.0.0.1"), None),
-        (lambda url: url + "-nowhere", r'database "test_.*-nowhere" does not exist; start PostgreSQL, or mend queue'),
+        (lambda url: url + "-nowhere", r'database "test_.*-nowhere" does not exist; mend queue\.store$'),
         (lambda url: f"{url}?sslmode=verify-full", "server does not support SSL"),
         (lambda url: f"{url}?zebra=1", 'invalid URI query parameter: "zebra"'),
     ],
@@ -295,6 +373,33 @@ def test_a_schema_of_a_newer_release_is_refused_with_the_remedy(place: Place) ->
     for read in (place.store, place.reader().run_state, place.reader().read_ledger):
         with pytest.raises(ConfigError, match=rf"layout {len(LAYOUTS) + 1}.*upgrade, or choose another run\.name"):
             read()
+
+
+def test_a_schema_of_an_earlier_layout_is_brought_to_the_newest_with_what_it_holds(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr(postgres_database, "LAYOUTS", LAYOUTS[:1])
+        store = place.active()
+        store.commit(one(1))
+        store.close()
+    assert stored(place.active()) == {1}
+    assert place.reader().layout_and_queue() == (len(LAYOUTS), "the queue at http://one:8200")
+    assert "migrated to layout 2: a change of a ticket's state touches no index" in caplog.text
+
+
+def test_a_change_of_a_ticket_touches_no_index(place: Place) -> None:
+    """PostgreSQL then writes a third less of its log, and has no dead entries to clear away."""
+    store = place.active()
+    states = [TicketState.ISSUED, TicketState.READY, TicketState.LEASED, TicketState.READY, TicketState.LEASED]
+    for state in [TicketState.REISSUED, *states]:
+        store.commit(Changes(tickets={"1.0": TicketRecord(1, 0, 1, "w", 0, state)}))
+    store.close()
+    place.admin("SELECT pg_stat_force_next_flush()")
+    counted = "SELECT n_tup_upd, n_tup_hot_upd FROM pg_stat_user_tables WHERE relname = 'tickets'"
+    while (found := place.admin(counted)) != [(5, 5)]:
+        assert found[0][1] == found[0][0], "an update that touched an index"
+        time.sleep(0.05)
 
 
 @pytest.mark.parametrize("command", [build, lambda config: move_to_postgres(config, config)], ids=["build", "copy"])

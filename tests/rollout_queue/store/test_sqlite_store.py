@@ -29,9 +29,8 @@ from rollout_queue.store import migrations
 from rollout_queue.store.base import LedgerRow, StoreError
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.migrations import FIRST_LAYOUT, Migration, layout_of, newest_layout
-from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
-from rollout_queue.store.sqlite_reader import SqliteReader
 from tests.kit import config
 
 NEXT = Migration(
@@ -93,6 +92,7 @@ def dump(path: Path) -> list[str]:
 @pytest.mark.usefixtures("next_layout")
 def test_a_migrated_file_keeps_what_it_held_and_has_the_layout_of_a_new_one(store_file: Path, tmp_path: Path) -> None:
     store = SqliteStore(store_file)
+    assert store.acquire() is None
     found = store.records([record.id for record in records()])
     assert tuple(found.values()) == records()
     held = {record.id for record in records() if record.state in HOLDS_PAYLOAD}

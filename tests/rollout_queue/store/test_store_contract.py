@@ -202,12 +202,13 @@ def test_a_commit_that_fails_changes_nothing(store: Store, run_config: RunConfig
     before = store.load()
     broken: Any = object()
     after = {record.id: record for record in (ticket(0, TicketState.READY), ticket(1))}
-    sound = {"0.0": Payload.of(b"group")}
+    unsound = {**after, "2.0": ticket(2, worker_id=broken)}
+    groups = {"0.0": Payload.of(b"group")}
     with pytest.raises(StoreError):
-        store.commit(Changes(tickets=after, run=RunState(session=1), payloads={**sound, "1.0": Payload(broken, None)}))
+        store.commit(Changes(tickets=unsound, run=RunState(session=1), payloads=groups))
     assert store.load() == before
     assert store.payloads(["0.0"]) == {}
-    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=sound))
+    store.commit(Changes(tickets=after, run=RunState(session=1), payloads=groups))
     assert store.load().run.session == 1
 
 
@@ -215,8 +216,8 @@ def test_a_payload_keeps_its_checksum_and_shows_a_changed_byte(store: Store) -> 
     body = bytes(range(256)) * 1000
     commit(store, ticket(0, TicketState.READY), **{"0_0": body})
     (found,) = store.payloads(["0.0"]).values()
-    assert (found, found.is_sound) == (Payload.of(body), True)
-    assert not msgspec.structs.replace(found, body=b"\1" + body[1:]).is_sound
+    assert (found, found.sound_body) == (Payload.of(body), body)
+    assert msgspec.structs.replace(found, body=b"\1" + body[1:]).sound_body is None
     store.commit(Changes(payloads={"0.0": Payload(body, None)}))
     assert store.payloads(["0.0"])["0.0"].checksum is None
 

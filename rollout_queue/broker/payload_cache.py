@@ -1,4 +1,4 @@
-"""Keeps the groups that came last in memory, so that those that are leased soon need not be read from the store."""
+"""A cache of recent payloads, so that groups that are leased soon after they came need not be read from the store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_BYTES = 64 * 1024**2
 _LEASABLE = frozenset({TicketState.READY, TicketState.LEASED})
 
 
-class FreshGroups:
+class PayloadCache:
     """Bodies of groups by ticket id, as they were submitted: the newest ones, up to `max_bytes` in total."""
 
     def __init__(self, max_bytes: int = MAX_BYTES) -> None:
@@ -20,20 +20,21 @@ class FreshGroups:
         self._bytes = 0
 
     def add(self, ticket_id: str, body: bytes) -> None:
-        self._forget(ticket_id)
+        """Keep a body, and evict the oldest beyond `max_bytes`."""
+        self._evict(ticket_id)
         self._bodies[ticket_id] = body
         self._bytes += len(body)
         while self._bytes > self._max_bytes:
-            self._forget(next(iter(self._bodies)))
+            self._evict(next(iter(self._bodies)))
 
     def get(self, ticket_id: str) -> bytes | None:
         return self._bodies.get(ticket_id)
 
-    def changed(self, records: Iterable[TicketRecord]) -> None:
-        """Forget the groups that cannot be leased any more."""
+    def evict_ended(self, records: Iterable[TicketRecord]) -> None:
+        """Evict the groups that cannot be leased any more."""
         for record in records:
             if record.state not in _LEASABLE:
-                self._forget(record.id)
+                self._evict(record.id)
 
-    def _forget(self, ticket_id: str) -> None:
+    def _evict(self, ticket_id: str) -> None:
         self._bytes -= len(self._bodies.pop(ticket_id, b""))

@@ -1,0 +1,162 @@
+"""The life of a queue: it stands by while another one is active, loads the store, keeps deadlines, and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import msgspec
+
+from protocol.addresses import normal_url
+from protocol.config import ConfigError
+from protocol.messages import Server, ServerState
+from protocol.versions import new_run_id
+from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.clock import TICK_S
+from rollout_queue.ledger import servers
+from rollout_queue.ledger.ledger import Ledger
+from rollout_queue.ledger.records import Decision, Refusal
+from rollout_queue.ledger.server_registry import ServerRegistry
+from rollout_queue.store import check_beside_run
+from rollout_queue.store.base import StoreError
+from rollout_queue.store.changes import Changes
+
+logger = logging.getLogger(__name__)
+
+# A queue that stands by asks so often whether the active one has gone; an active one commits as often, seconds.
+ALIVE_S = 0.5
+
+# A queue that ends waits so long for its store to take the last commit, seconds.
+_LAST_COMMIT_S = 5.0
+
+
+@asynccontextmanager
+async def running(broker: Broker) -> AsyncIterator[None]:
+    """Let a broker serve as the active queue of its store, or stand by until the one that is active has gone.
+
+    The store is closed at the end. What keeps the queue from starting is in `broker.failure`.
+    """
+    settled = asyncio.Event()
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            work = tasks.create_task(_run(broker, settled))
+            await settled.wait()
+            yield
+            broker.ready = False
+            with suppress(Refusal, TimeoutError):
+                async with asyncio.timeout(_LAST_COMMIT_S):
+                    await broker.writer.flushed()
+            work.cancel()
+    finally:
+        broker.writer.close(*([broker.recorder.close] if broker.recorder is not None else []))
+
+
+async def _run(broker: Broker, settled: asyncio.Event) -> None:
+    """Become the active queue, load the store, and keep it until cancelled or until something fails.
+
+    Args:
+        settled: Set once the broker can answer: as the active queue, as one that stands by, or why it failed.
+    """
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(_tick(broker))
+            while (active := await broker.writer.call(broker.store.acquire)) is not None:
+                _note_active(broker, active)
+                settled.set()
+                await asyncio.sleep(ALIVE_S)
+            await _load(broker)
+            _note_active(broker, None)
+            broker.ready = True
+            _register_servers(broker)
+            settled.set()
+            tasks.create_task(_expire_when_due(broker))
+            tasks.create_task(_show_alive(broker))
+    except ExceptionGroup as errors:
+        error = errors.exceptions[0]
+        if isinstance(error, ConfigError):
+            broker.fail(error)
+        elif broker.failure is None:
+            # Without deadlines, or half loaded, it would keep everyone waiting.
+            logger.exception("the queue ends, since one of its own tasks failed")
+            broker.fail(StoreError(f"the queue failed: {error!r}; start it again, and report the lines above"))
+    finally:
+        settled.set()
+
+
+def _note_active(broker: Broker, url: str | None) -> None:
+    """Note which queue is active: the one at a URL, or, with None, this one."""
+    if url is not None and url != broker.active_url:
+        logger.info("standing by for the queue at %s", url)
+    elif url is None and broker.active_url is not None:
+        logger.info("this queue is active now, after the one at %s", broker.active_url)
+    broker.active_url = url
+
+
+async def _load(broker: Broker) -> None:
+    """Fill the broker's memory from the store. Raises `ConfigError` for a store that is not the run's."""
+    contents = await broker.writer.call(broker.store.load)
+    check_beside_run(broker.config, contents.run)
+    if not contents.run.id:
+        contents.run = msgspec.structs.replace(contents.run, id=new_run_id(broker.config.run.name))
+        await broker.writer.call(broker.store.commit, Changes(run=contents.run))
+    learner = broker.config.learner
+    if contents.run.finished and (learner.epochs is not None or contents.run.step < learner.steps):
+        # The run may be resumed with more steps; with `epochs` the data set decides how many. A worker that is up
+        # before the learner must not end.
+        contents.run = msgspec.structs.replace(contents.run, finished=False)
+    if contents.run.finished:
+        broker.log_finished()
+    broker.writer.begin(contents.run.pruned_below)
+    broker.ledger = Ledger(broker.config, contents, broker.now)
+    broker.fleet = ServerRegistry(contents.servers)
+    broker.early_failures.begin(broker.ledger.ever_accepted)
+
+
+def _register_servers(broker: Broker) -> None:
+    """Register the servers of the run file that the run has never had. Raises `ConfigError` where there is no room."""
+    for name, given in broker.config.server_names.items():
+        url = normal_url(given)
+        if broker.fleet.has_had(name, url):
+            continue
+        known = broker.fleet.get(name)
+        try:
+            if known is not None and known.state is ServerState.DRAINING:
+                # It has another address, which the run file names no more. It would keep the name taken.
+                broker.apply(servers.remove(broker.fleet, broker.ledger, [name]))
+            broker.apply(servers.put(broker.fleet, broker.ledger, Server(name, url), broker.clock.wall()))
+        except Refusal as refusal:
+            if broker.failure is not None:
+                return
+            raise ConfigError(
+                f"vllm.servers: server {name} at {url} is refused: {refusal}; name fewer, or begin another run.name"
+            ) from refusal
+
+
+async def _tick(broker: Broker) -> None:
+    """Read the clock often, as `AwakeClock` needs, and note how late the loop is."""
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + TICK_S
+        await asyncio.sleep(TICK_S)
+        broker.observations.histograms.loop_lag(max(0.0, loop.time() - due))
+        _ = broker.now
+
+
+async def _expire_when_due(broker: Broker) -> None:
+    """End what is overdue, and remove servers that have drained."""
+    while broker.failure is None:
+        due = min(broker.ledger.next_deadline(broker.now), broker.drain_due())
+        await asyncio.sleep(max(0.05, due - broker.now))
+        with suppress(Refusal):  # `on_failure` has told the service that the store failed
+            await broker.expire()
+            await broker.remove_drained()
+
+
+async def _show_alive(broker: Broker) -> None:
+    """Commit often, if only nothing, so that no queue that stands by takes this one for dead."""
+    with suppress(Refusal):  # the store has failed
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            broker.writer.add(Decision(), {})

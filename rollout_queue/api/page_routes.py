@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from importlib import resources
 from typing import cast
 
 import msgspec
@@ -15,17 +12,13 @@ from starlette.exceptions import HTTPException
 from protocol import access
 from protocol.history import PageData
 from protocol.rollouts import RolloutView
+from rollout_queue import page
 from rollout_queue.api.access import COOKIE, Gate
 from rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
 from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker
 
 router = APIRouter()
-
-# The charts' library, as the Python package `plotly` brings it.
-_CHARTS = "plotly.js"
-
-_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 
 # What a policy, a tool or a task says may be HTML or a script: none that does not lie beside the page is run.
 _HEADERS = {
@@ -45,20 +38,9 @@ class SignIn(msgspec.Struct):
     token: str
 
 
-@cache
-def page_files() -> Mapping[str, bytes]:
-    """Return the page's files by name. Without the package of the charts' library, the page has no charts."""
-    found = {file.name: file.read_bytes() for file in resources.files("rollout_queue.page").iterdir() if file.is_file()}
-    try:
-        found[_CHARTS] = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()
-    except (ModuleNotFoundError, OSError):
-        found[_CHARTS] = b""
-    return found
-
-
 @handles(router, access.READ_PAGE, answers={200: str})
 async def read_page() -> Response:
-    return _file("index.html")
+    return _file(page.INDEX)
 
 
 @handles(router, access.READ_PAGE_FILE, answers={200: str})
@@ -111,9 +93,9 @@ async def sign_in(request: Request) -> Response:
 
 
 def _file(name: str) -> Response:
-    body, kind = page_files().get(name), _TYPES.get(f".{name.rpartition('.')[2]}")
-    if body is None or kind is None:
+    body = page.files().get(name)
+    if body is None:
         raise HTTPException(404, f"the page has no file {name[:100]!r}")
     # The library changes only with the package.
-    caching = {"Cache-Control": "max-age=86400"} if name == _CHARTS else {}
-    return Response(body, media_type=kind, headers={**_HEADERS, **caching})
+    caching = {"Cache-Control": "max-age=86400"} if name == page.CHARTS else {}
+    return Response(body, media_type=page.TYPES[f".{name.rpartition('.')[2]}"], headers={**_HEADERS, **caching})

@@ -13,7 +13,7 @@ from protocol import access
 from protocol.client import JSON, QueueClient
 from protocol.history import PageData
 from protocol.messages import BeginSession
-from rollout_queue.api import page_routes
+from rollout_queue import page
 from rollout_queue.broker import viewers
 from tests.kit import config
 from tests.kit.queue import Served, serve_version, serving, until
@@ -41,10 +41,10 @@ async def test_the_page_and_its_files_are_open_and_run_no_script_from_elsewhere(
             assert headers["X-Content-Type-Options"] == "nosniff"
         for missing in ("__init__.py", "nothing.js", "..%2faccess.py", "page_routes.py"):
             assert (await get(queue, f"/page/{missing}"))[0] == 404
-        html = page_routes.page_files()["index.html"].decode()
+        html = page.files()["index.html"].decode()
         assert "http://" not in html
         assert "https://" not in html
-        for name in page_routes.page_files():
+        for name in page.files():
             if name.endswith(".js"):
                 assert f"page/{name}" in html, "every file is used"
 

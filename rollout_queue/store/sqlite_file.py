@@ -49,7 +49,17 @@ def failed(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """Return the error of a store in use, with its remedy."""
     if isinstance(error, sqlite3.Error) and _code(error) in _DAMAGED:
         return damaged(path, error)
+    if isinstance(error, sqlite3.Error) and is_locked(error):
+        return StoreError(
+            f"the queue's store {path}: {error} by another program: end that one (fuser {path} names it), then start "
+            f"the queue again"
+        )
     return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+
+
+def is_locked(error: sqlite3.Error) -> bool:
+    """Tell whether another program has the file locked."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def damaged(path: Path, error: Exception) -> StoreError:
@@ -89,8 +99,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
             check_layout(db, path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
-            # 32 MiB: the pages of a group that is trained soon are written over in the log, and never to the file.
-            db.execute("PRAGMA wal_autocheckpoint = 8192")
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # the store chooses the moment, since it waits for the disk
             db.execute(f"PRAGMA journal_size_limit = {KEPT_LOG_BYTES}")
             check_sound(db, path)
             migrate(db, str(path))

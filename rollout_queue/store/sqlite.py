@@ -140,19 +140,19 @@ class SqliteStore(SqlStore):
 
     def _move_bodies_out(self) -> None:
         """Move bodies that are rows, in a file of an older layout or a backup, to where they belong."""
-        names = [name for (name,) in self._db.execute("SELECT id FROM payloads")]
-        if not names:
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._groups.keep_only(())
-        for name in names:
-            row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (name,)).fetchone()
-            with self._groups.written({name: Payload(*row)}):
-                pass
-        self._db.execute("DELETE FROM payloads")
-        self._db.execute("COMMIT")
-        self._db.execute("VACUUM")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if names := [name for (name,) in self._db.execute("SELECT id FROM payloads")]:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._groups.keep_only(())
+            for name in names:
+                row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (name,)).fetchone()
+                with self._groups.written({name: Payload(*row)}):
+                    pass
+            self._db.execute("DELETE FROM payloads")
+            self._db.execute("COMMIT")
+        free, pages = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
+        if free > pages / 2:  # an earlier start may have been killed before it came to this
+            self._db.execute("VACUUM")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
     def _set(self, name: str, value: object) -> None:
         """Set a PRAGMA, which costs a tenth of a commit, where it differs."""

@@ -99,6 +99,7 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
             check_layout(db, path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
+            db.execute("PRAGMA secure_delete = OFF")  # some builds write zeros over all that is deleted
             db.execute("PRAGMA wal_autocheckpoint = 0")  # the store chooses the moment, since it waits for the disk
             db.execute(f"PRAGMA journal_size_limit = {KEPT_LOG_BYTES}")
             check_sound(db, path)

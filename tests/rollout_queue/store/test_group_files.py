@@ -206,6 +206,39 @@ def test_a_group_that_is_lost_does_not_keep_a_backup_from_ending(path: Path, tmp
 
 
 @pytest.fixture
+def older(path: Path) -> Path:
+    """A file of the layout in which bodies were rows."""
+    with closing(active(path)) as store:
+        store.commit(Changes(tickets=ready(*ids(*range(100))).tickets))
+        rows = [(name, body(name).body, body(name).checksum) for name in ids(*range(100))]
+        store._db.executemany("INSERT INTO payloads (id, body, checksum) VALUES (?, ?, ?)", rows)
+    return path
+
+
+def test_an_older_file_takes_no_more_than_its_groups_once_more_even_where_its_migration_was_killed(
+    older: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(sqlite3.Connection):
+        def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+            if statement == "VACUUM":
+                raise KeyboardInterrupt
+            return super().execute(statement, *arguments)
+
+    connect = sqlite3.connect
+    with monkeypatch.context() as killed:
+        killed.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Killed))
+        store = SqliteStore(older)
+        with pytest.raises(KeyboardInterrupt):
+            store.acquire()
+        assert store.size().log_bytes < 500_000, "the log has the deleted bodies, too"
+        store.close()
+    assert older.stat().st_size > 2_000_000
+    with closing(active(older)) as store:
+        assert older.stat().st_size < 200_000
+        assert store.payloads(ids(*range(100))) == {name: body(name) for name in ids(*range(100))}
+
+
+@pytest.fixture
 def backup(path: Path, tmp_path: Path) -> Path:
     with closing(active(path)) as store:
         store.commit(ready(*ids(0, 1)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,6 +29,7 @@ from rollout_queue.store.sqlite_file import (
     count_rows,
     damaged,
     failed,
+    folder_of_links,
     groups_of,
     is_locked,
     only_queue,
@@ -204,13 +204,12 @@ class SqliteReader:
         if not self.exists():
             raise ConfigError(f"{self._path}: there is no store; has the run's queue been started?")
         groups, missing = GroupFiles(groups_of(self._path)), None
-        links = tempfile.TemporaryDirectory(dir=self._path.parent, prefix=".backup-")
-        with self._opened("cannot be read as a run's store") as db, links as folder:
-            copied = GroupFiles(Path(folder))
+        with self._opened("cannot be read as a run's store") as db, folder_of_links(self._path) as folder:
+            copied = GroupFiles(folder)
             while True:
                 db.execute("BEGIN")
                 rows, held = count_rows(db), sql.with_payload(db.execute)
-                groups.link_into(Path(folder))
+                groups.link_into(folder)
                 copied.read_places()
                 # A queue that runs may have deleted some since: then a later state, for which the others are kept.
                 before, missing = missing, {name for name in held if name not in copied}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -76,6 +77,33 @@ def only_queue(path: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
         yield
+
+
+@contextlib.contextmanager
+def folder_of_links(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside the file, for links to what a backup takes; they keep that on the disk.
+
+    It is deleted afterwards. What a backup that was killed left is deleted first.
+
+    Raises:
+        ConfigError: Another backup is under way, or what is done in it fails for the disk.
+    """
+    folder = path.with_name(f".{path.stem}-backup")
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(hold_lock_file(path.with_suffix(".backup-lock")))
+        except BlockingIOError:
+            raise ConfigError(f"{path}: another backup of it is under way: wait for its end") from None
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder beside it"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

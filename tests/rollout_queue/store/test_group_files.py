@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from protocol.config import ConfigError
 from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.store import copying, group_files
+from rollout_queue.store import copying, group_files, sqlite_file
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import SqliteReader, SqliteStore
@@ -193,8 +194,38 @@ def test_a_backup_has_every_group_of_its_moment_while_a_queue_deletes_others(
         held = dict(db.execute("SELECT id, body FROM payloads"))
         assert {name for (name,) in db.execute("SELECT id FROM tickets WHERE state = 'ready'")} == set(held)
     assert held == {name: body(name).body for name in ids(*range(3, 12))}
-    assert not list(tmp_path.glob(".backup-*"))
+    assert not list(tmp_path.glob(".*")), "links would keep all that is deleted later"
     store.close()
+
+
+def test_a_backup_that_is_killed_leaves_nothing_that_the_next_one_does_not_delete(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(active(path)) as store:
+        store.commit(ready(*ids(0, 1)))
+    link_into = group_files.GroupFiles.link_into
+
+    def killed(self: group_files.GroupFiles, folder: Path) -> None:
+        link_into(self, folder)
+        os._exit(9)
+
+    if not (child := os.fork()):
+        monkeypatch.setattr(group_files.GroupFiles, "link_into", killed)
+        copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert files(path)[0].stat().st_nlink == 2
+    with sqlite_file.folder_of_links(path), pytest.raises(ConfigError, match="another backup of it is under way"):
+        copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    with monkeypatch.context() as without_links:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        without_links.setattr(os, "link", refuse)
+        with pytest.raises(ConfigError, match=r"queue\.db: cannot be backed up: .*not permitted; .*hard links"):
+            copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    assert copying.back_up(SqliteReader(path), tmp_path / "backup.db")["payloads"] == 2
+    assert files(path)[0].stat().st_nlink == 1
 
 
 def test_a_group_that_is_lost_does_not_keep_a_backup_from_ending(path: Path, tmp_path: Path) -> None:

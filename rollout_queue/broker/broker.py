@@ -12,7 +12,6 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
@@ -77,14 +76,11 @@ class Broker:
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.registry = WorkerRegistry(config.queue.max_workers)
         self.early_failures = EarlyFailureCheck(config)
-        # Notices name it in commands. Without `slipstream up` only the user knows its real name.
-        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")
         self.observations = Observations(
             self.now,
             config.learner.groups_per_step,
             config.vllm.start_timeout_s,
             config.queue.max_workers,
-            run_file,
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None

@@ -16,6 +16,9 @@ from protocol.rollouts import RolloutView, TokenView
 # Tokens of a rollout that are shown: the first and the last half of them.
 MAX_TOKENS = 1000
 
+# Tokens of a prompt that are shown: its end. The messages have it whole.
+MAX_PROMPT = 32
+
 Texts = Callable[[Sequence[int]], Sequence[str]]
 
 
@@ -53,7 +56,10 @@ def _of_segment(
     versions: list[int | None] = [None] * count
     for span in segment.version_spans:
         versions[span.start : span.end] = [span.version] * (span.end - span.start)
-    for place, text in enumerate(texts(segment.token_ids.tolist())):
+    first = max(0, int(np.argmax(segment.loss_mask)) - MAX_PROMPT)
+    if first:
+        yield _left_out(first)
+    for place, text in enumerate(texts(segment.token_ids[first:].tolist()), first):
         sampled = bool(segment.loss_mask[place])
         logprob = round(float(segment.logprobs[place]), 4) if sampled else None
         yield TokenView(text, versions[place] if sampled else None, logprob, of_learner[place], int(trained[place]))
@@ -76,5 +82,8 @@ def _ends(views: list[TokenView]) -> list[TokenView]:
     left_out = len(views) - MAX_TOKENS
     if left_out <= 0:
         return views
-    gap = TokenView(f" … {left_out} more tokens … ", None, None, None, 0)
-    return [*views[: MAX_TOKENS // 2], gap, *views[-(MAX_TOKENS // 2) :]]
+    return [*views[: MAX_TOKENS // 2], _left_out(left_out), *views[-(MAX_TOKENS // 2) :]]
+
+
+def _left_out(count: int) -> TokenView:
+    return TokenView(f" … {count} more tokens … ", None, None, None, 0)

@@ -101,6 +101,14 @@ def test_a_long_rollout_shows_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(view.tokens or []) == 7
 
 
+def test_of_a_long_prompt_the_end_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(token_views, "MAX_PROMPT", 1)
+    (view, _) = with_tokens(finished([two_segments("0.0")]), {}, texts)
+    tokens = view.tokens or []
+    assert [token.text for token in tokens[:9:8]] == [" … 1 more tokens … "] * 2
+    assert [token.version for token in tokens[:8]] == [None, *PATTERN[1:]]
+
+
 def test_a_view_with_tokens_comes_back_from_its_line() -> None:
     (view, _) = with_tokens(finished([two_segments("0.0")]), {}, texts)
     assert msgspec.json.decode(msgspec.json.encode(view), type=RolloutView) == view

@@ -8,11 +8,12 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
+import numpy as np
 import typer
 
 from protocol import history
@@ -178,15 +179,25 @@ def _settings(path: Path) -> Mapping[str, Any]:
 
 
 def _steps(path: Path, seen: Mapping[str, list[float | None]]) -> Mapping[str, list[float | None]]:
-    """Return the steps' metrics: those of the learner's file, with the times at which the queue saw them."""
-    at = dict(zip(seen.get("step", []), seen.get("at", []), strict=False))
+    """Return the steps' metrics: those of the learner's file, with the times at which the queue saw them.
+
+    Of a step that it did not see by itself the time lies between those of its neighbours.
+    """
+    known = [(step, at) for step, at in zip(seen.get("step", []), seen.get("at", []), strict=False) if step and at]
     columns = Columns("step")
     for line in _lines(path, lambda line: msgspec.json.decode(line, type=dict[str, Any])):
         row: Row = {name: float(value) for name, value in line.items() if _is_number(value)}
         if "step" in row:
-            columns.add({**row, "at": at.get(row["step"])})
+            columns.add({**row, "at": _time_of(row["step"] or 0.0, known)})
     found = columns.json()
     return found if found else seen
+
+
+def _time_of(step: float, known: Sequence[tuple[float, float]]) -> float | None:
+    if not known:
+        return None
+    steps, times = zip(*known, strict=True)
+    return float(np.interp(step, steps, times))
 
 
 def _is_number(value: object) -> bool:

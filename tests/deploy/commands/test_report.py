@@ -70,7 +70,7 @@ def test_a_report_holds_what_the_run_left_behind(run_dir: Path, tmp_path: Path) 
     found = data_of(tmp_path / "r.html")
     assert (found.run, found.live, found.max_staleness, found.now) == ("night", False, 2, 1040.0)
     assert found.steps["reward"] == [0.1, 0.2, 0.3, 0.4, 0.5], "the learner's own, and not what the queue saw"
-    assert found.steps["at"] == [1010.0, 1020.0, 1030.0, 1040.0, None]
+    assert found.steps["at"] == [1010.0, 1020.0, 1030.0, 1040.0, 1040.0]
     assert [at for at, _ in found.statuses] == [1000.0 + 10 * step for step in range(5)]
     assert found.statuses[3][1].step == 3
     assert found.time["step"] == [0, 1, 2, 3, 4]
@@ -99,6 +99,12 @@ def test_a_run_beside_another(run_dir: Path, tmp_path: Path) -> None:
     (other / "metrics.jsonl").write_text('{"step": 1, "reward": 0.9}\n')
     data = report.write(run_dir, tmp_path / "r.html", other)
     assert data.compare == {"run": "other", "time": {}, "steps": {"step": [1.0], "reward": [0.9], "at": [None]}}
+
+
+def test_a_step_that_the_queue_did_not_see_by_itself_lies_between_its_neighbours() -> None:
+    known = [(2.0, 100.0), (4.0, 140.0)]
+    assert [report._time_of(step, known) for step in (1, 2, 3, 4, 9)] == [100.0, 100.0, 120.0, 140.0, 140.0]
+    assert report._time_of(1, []) is None
 
 
 def test_a_long_run_is_thinned_out_evenly(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

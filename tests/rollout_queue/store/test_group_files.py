@@ -132,6 +132,13 @@ def test_a_body_is_right_or_known_to_be_wrong_wherever_a_file_was_cut_or_changed
         assert store.payloads(["9.0"]) == {"9.0": body("9.0")}
 
 
+def test_a_body_without_a_checksum_that_was_cut_off_is_not_taken_for_whole(path: Path) -> None:
+    with closing(active(path)) as store:
+        store.commit(Changes(tickets=ready("0.0").tickets, payloads={"0.0": Payload(b"older" * 100, None)}))
+        os.truncate(files(path)[0], files(path)[0].stat().st_size - 1)
+        assert store.payloads(["0.0"]) == {}
+
+
 @pytest.mark.parametrize(
     "harm", [Path.unlink, lambda file: os.truncate(file, 30_000), lambda file: file.write_bytes(b"")]
 )

@@ -259,7 +259,7 @@ def make_page(run_dir: Path | None = None, live: bool = True, steps: int = 40) -
         ],
         "diagnosis": [
             {
-                "text": "Generation limits the run: the learner waits 67 % of its time for groups. A second server would help most.",
+                "text": "Generation limits the run: the learner waits 67 % of its time for groups.",
                 "since_s": 41.0,
                 "severity": "warn",
             }

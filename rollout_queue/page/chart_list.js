@@ -33,16 +33,18 @@
     { id: "staleness", section: "Flow", title: "Staleness of the trained tokens", unit: "versions", bound: true, lines: [
       step("staleness_mean", "mean", { width: 2.2 }), step("staleness_max", "highest"),
       step("staleness_in_flight", "in flight"), step("staleness_in_queue", "in the queue"),
-      time("staleness_mean", "mean of the newest steps", { without: "staleness_mean" }),
-      time("staleness_max", "highest of the newest steps", { without: "staleness_mean" }),
+      time("staleness_mean", "mean", { width: 2.2, without: ["steps", "staleness_mean"] }),
+      time("staleness_max", "highest", { without: ["steps", "staleness_mean"] }),
+      time("staleness_in_flight", "in flight", { without: ["steps", "staleness_mean"] }),
+      time("staleness_in_queue", "in the queue", { without: ["steps", "staleness_mean"] }),
     ] },
     { id: "step_time", section: "Flow", title: "Time of a step by phase", unit: "s", stacked: true, lines: [
       step("wait_s", "waits for groups"), step("train_s", "trains"), step("publish_blocked_ms", "hands weights over", { scale: 0.001 }),
-      { from: "steps", name: "other", key: "step_time", minus: [["wait_s", 1], ["train_s", 1], ["publish_blocked_ms", 0.001]] },
+      { from: "steps", name: "everything else", key: "step_time", minus: [["wait_s", 1], ["train_s", 1], ["publish_blocked_ms", 0.001]] },
     ] },
     { id: "tokens", section: "Flow", title: "Tokens a second", unit: "tokens/s", lines: [
       time("rate_tokens_sampled", "sampled"), time("rate_tokens_trained", "trained"),
-      step("train_tokens_per_s", "trained in the step", { without: "rate_tokens_trained" }),
+      step("train_tokens_per_s", "trained in the step", { without: ["time", "rate_tokens_trained"] }),
     ] },
     { id: "waits", section: "Flow", title: "Who waits", unit: "share of time", lines: [
       time("learner_wait_share", "learner, for groups"), time("worker_wait_share", "workers, for tickets"),
@@ -111,7 +113,7 @@
     const found = [];
     const has = (from, key) => (page[from][key] || []).some(isNumber);
     for (const line of chart.lines) {
-      if (line.without && (has("steps", line.without) || has("time", line.without))) continue;
+      if (line.without && has(...line.without)) continue;
       if (!line.pattern) {
         if (!has(line.from, line.key)) continue;
         if (line.nonzero && !page[line.from][line.key].some((value) => value > 0)) continue;

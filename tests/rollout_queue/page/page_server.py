@@ -60,9 +60,12 @@ class PageServer:
 
     def push(self, event: str, value: Any) -> None:
         """Send an event to every open stream."""
+        self.push_text(event, json.dumps(value))
+
+    def push_text(self, event: str, text: str) -> None:
         with self._lock:
             for stream in self._streams:
-                stream.put((event, json.dumps(value)))
+                stream.put((event, text))
 
     def break_streams(self) -> None:
         """End every open stream."""

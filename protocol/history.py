@@ -16,7 +16,7 @@ from typing import Any, Literal
 import msgspec
 
 from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, Status, WorkerActivity, episodes_at
+from protocol.status import Cause, Evaluation, Status, WorkerActivity, episodes_at
 
 FOLDER = "history"
 
@@ -217,5 +217,5 @@ class PageData(msgspec.Struct):
     events: list[Event] = []
     rollouts: list[RolloutView] = []
     evaluations: list[Evaluation] = []
-    diagnosis: list[Any] = []
+    diagnosis: list[Cause] = []
     compare: Mapping[str, Any] | None = None

@@ -17,12 +17,14 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import ConfigError, RunConfig
+from protocol.history import FOLDER
 from protocol.messages import RunPosition
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.payload_cache import PayloadCache
 from rollout_queue.broker.recorder import Recorder, heads
+from rollout_queue.broker.viewers import Viewers
 from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
 from rollout_queue.ledger import evaluations, servers, tickets
@@ -32,6 +34,7 @@ from rollout_queue.ledger.records import Decision, Refusal, StoreContents, Ticke
 from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
+from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
@@ -81,6 +84,8 @@ class Broker:
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
+        self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None, config.queue.history_bytes)
+        self.viewers = Viewers()
         self.on_failure: Callable[[], None] = lambda: None
         self.writer = Writer(store, self.fail, self.observations.histograms.commit_s)
 
@@ -98,6 +103,7 @@ class Broker:
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
         self.closing = True
+        self.viewers.end()
         self.wake_all()
 
     def wake_all(self) -> None:

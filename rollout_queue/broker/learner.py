@@ -33,7 +33,7 @@ from protocol.status import Evaluation, EvaluationRequest
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_WAIT_S, wait
 from rollout_queue.ledger import evaluations, leases, servers, tickets
-from rollout_queue.ledger.records import Decision, Refusal, TicketRecord, TicketState
+from rollout_queue.ledger.records import Refusal, TicketRecord, TicketState
 from rollout_queue.observe.waits import FEEDER, LEARNER
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ async def lease(broker: Broker, request: LeaseRequest, has_left: Callable[[], Aw
 async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> dict[str, bytes]:
     """Return the groups of leased tickets, by ticket id, as they were submitted.
 
-    A group that the store has lost or damaged is dropped, and people are told.
+    The row of a group that the store has lost or damaged is issued again, and people are told.
     """
 
     sound = {record.id: body for record in records if (body := broker.recent_payloads.get(record.id)) is not None}
@@ -183,14 +183,14 @@ async def _sound_payloads(broker: Broker, records: Sequence[TicketRecord]) -> di
     if len(sound) < len(records):
         async with broker.lock:
             held = [broker.ledger.get(record.id, TicketState.LEASED) for record in records if record.id not in sound]
-            # What was dropped while it was read is no damage.
+            # What ended while it was read is no damage.
             damaged = [record for record in held if record is not None]
-            commit = broker.apply(Decision(tickets.drop(damaged, reasons.DAMAGED)))
+            commit = broker.apply(tickets.lost(broker.ledger, damaged))
         await commit
         for record in damaged:
             text = (
-                f"group {record.id} was changed or lost in the queue's store and is not trained on: check the disk "
-                f"under {broker.config.run_dir}"
+                f"group {record.id} was changed or lost in the queue's store and is not trained on; its prompt is "
+                f"sampled again, up to queue.ticket_attempts times. Check the disk under {broker.config.run_dir}"
             )
             logger.error("%s", text)
             broker.observations.notices.say(reasons.DAMAGED, text, broker.now, key=reasons.DAMAGED)

@@ -26,8 +26,9 @@ T = TypeVar("T")
 
 _LAST_CALLS_S = 1.0
 
-# A commit that takes less is made on the event loop: handing it to the thread and back costs 0.25 ms of CPU. One that
-# takes longer, as on a busy disk, sends the next to the thread, until they are brief again.
+# A commit that takes less is made on the event loop, where the store can do it at once: handing it to the thread and
+# back costs 0.25 ms of CPU. One that takes longer, as on a busy disk, sends the next to the thread, until they are
+# brief again.
 BRIEF_S = 0.002
 
 
@@ -37,6 +38,7 @@ class Commit:
     def __init__(self) -> None:
         self.decisions: list[Decision] = []
         self.payloads: dict[str, Payload] = {}
+        self.changes: Changes | None = None
         self._ended = asyncio.Event()
         self._refusal: Refusal | None = None
 
@@ -240,7 +242,7 @@ class Writer:
     def _write_next(self, thread: _Thread) -> None:
         commit, self._next = self._next, Commit()
 
-        def done(_: None, error: BaseException | None) -> None:
+        def done(_: bool | None, error: BaseException | None) -> None:
             if error is not None:
                 refusal = self.fail(error)
                 commit.end(refusal)
@@ -252,29 +254,35 @@ class Writer:
             else:
                 self._is_writing = False
 
-        if not (thread.is_idle and self._will_be_brief(commit)):
-            thread.submit(lambda: self._write(commit), done)
-            return
-        error = None
         try:
-            self._write(commit)
-        except BaseException as raised:
-            error = raised
-        done(None, error)
+            is_written = thread.is_idle and self._will_be_brief(commit) and self._write(commit, at_once=True)
+        except BaseException as error:
+            done(None, error)
+            return
+        if is_written:
+            done(None, None)
+        else:
+            thread.submit(lambda: self._write(commit), done)
 
     def _will_be_brief(self, commit: Commit) -> bool:
         """Whether the newest commit of its kind was brief: with a change of the run, which goes to the disk, or not."""
-        return self._store.commits_are_brief and self._seconds.get(_changes_run(commit), 0.0) < BRIEF_S
+        return self._seconds.get(_changes_run(commit), 0.0) < BRIEF_S
 
-    def _write(self, commit: Commit) -> None:
+    def _write(self, commit: Commit, at_once: bool = False) -> bool:
+        """Write a commit. Return whether the store has taken it, as it always has where not `at_once`."""
         began, owned_at = time.perf_counter(), time.monotonic()
-        changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
-        self._store.commit(changes)
+        if (changes := commit.changes) is None:
+            changes = commit.changes = Changes.of(commit.decisions, commit.payloads, self._pruned_below)
+        if not at_once:
+            self._store.commit(changes)
+        elif not self._store.commit_at_once(changes):
+            return False
         self._owned_at = owned_at
         if changes.prune_below is not None:
             self._pruned_below = changes.prune_below
         self._seconds[_changes_run(commit)] = seconds = time.perf_counter() - began
         self._committed(seconds, len(commit.decisions))
+        return True
 
 
 def _changes_run(commit: Commit) -> bool:

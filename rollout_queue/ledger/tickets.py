@@ -122,6 +122,11 @@ def fail(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) -> 
     return Decision((_failed(ledger, record, reason, retryable),))
 
 
+def lost(ledger: Ledger, records: Iterable[TicketRecord]) -> Decision:
+    """Issue the rows of groups that the store has lost or damaged again, while attempts are left."""
+    return Decision(tuple(_failed(ledger, record, reasons.DAMAGED, retryable=True) for record in records))
+
+
 def give_back(ledger: Ledger, worker_id: str) -> Decision:
     """Issue the rows of a refused worker's tickets again, without counting an attempt."""
     held = ledger.held_by(worker_id)
@@ -157,7 +162,8 @@ def _failed(ledger: Ledger, record: TicketRecord, reason: str, retryable: bool) 
     again = retryable and failures < ledger.config.queue.ticket_attempts
     state = TicketState.REISSUED if again else TicketState.DROPPED
     known = record.evaluation is None or reasons.is_ours(reason)
-    return record.to(state, reason=ledger.label(reason if known else reasons.OTHER), failures=failures)
+    reason = ledger.label(reason if known else reasons.OTHER)
+    return record.to(state, reason=reason, failures=failures, lease_id=None)
 
 
 def _why_expired(ledger: Ledger, record: TicketRecord, now: float) -> str:

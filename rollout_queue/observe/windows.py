@@ -61,6 +61,7 @@ class RecentRollouts:
 
     def __init__(self) -> None:
         self._taken_at = 0.0
+        self._added = 0
         self._groups: deque[list[Shown]] = deque()
         self._bytes = 0
 
@@ -70,10 +71,18 @@ class RecentRollouts:
 
     def add(self, shown: list[Shown], now: float) -> None:
         self._taken_at = now
+        self._added += 1
         self._groups.append(shown)
         self._bytes += _size(shown)
         while len(self._groups) > MAX_GROUPS or self._bytes > MAX_BYTES:
             self._bytes -= _size(self._groups.popleft())
+
+    def newer(self, added: int) -> tuple[int, list[msgspec.Raw]]:
+        """Return how many groups were ever added, and the rollouts in JSON of those after the first `added`, that are
+        kept, oldest first."""
+        count = min(len(self._groups), self._added - added)
+        groups = list(self._groups)[len(self._groups) - count :]
+        return self._added, [msgspec.Raw(shown.json) for group in groups for shown in group]
 
     def json(self, limit: int, worst: bool) -> bytes:
         """Return at most `limit` rollouts as a JSON list of `RolloutView`: newest first, or lowest reward first if

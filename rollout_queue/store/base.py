@@ -48,13 +48,10 @@ class Store(Protocol):
 
     Attributes:
         blocks: Whether its calls wait for a disk or a network, and so are made in a thread.
-        commits_are_brief: Whether a commit takes less time, as a rule, than handing it to a thread does. It is made on
-            the event loop then, as long as that holds.
         has_standbys: Whether another queue may become the active one while this one runs.
     """
 
     blocks: bool
-    commits_are_brief: bool
     has_standbys: bool
 
     def acquire(self) -> str | None:
@@ -77,6 +74,12 @@ class Store(Protocol):
 
         Raises:
             Superseded: Another queue is the active one. Nothing was stored.
+        """
+        ...
+
+    def commit_at_once(self, changes: Changes) -> bool:
+        """Store changes as `commit` does if that waits for nobody, and takes less time as a rule than handing it to a
+        thread does. Return whether they are stored. It is called on the event loop.
         """
         ...
 

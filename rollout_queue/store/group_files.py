@@ -119,13 +119,14 @@ class GroupFiles:
         self._held[self._file] += len(places)
 
     def read(self, ticket_ids: Iterable[str]) -> dict[str, Payload]:
-        """Return the bodies of these tickets. Those that are not there any more are left out."""
+        """Return the bodies of these tickets. Those that are not there whole any more are left out."""
         found = {}
         for name in ticket_ids:
             if (place := self._places.get(name)) is not None:
                 with suppress(FileNotFoundError), open(self._path(place.file), "rb", buffering=0) as file:
                     body = os.pread(file.fileno(), place.length, place.begin)
-                    found[name] = Payload(body, None if place.checksum == _NO_CHECKSUM else place.checksum)
+                    if len(body) == place.length:
+                        found[name] = Payload(body, None if place.checksum == _NO_CHECKSUM else place.checksum)
         return found
 
     def delete(self, ticket_ids: Iterable[str]) -> None:

@@ -25,7 +25,6 @@ class MemoryStore:
     """A `Store` of dictionaries. It shares its records with the ledger, and no other queue can open it."""
 
     blocks = False
-    commits_are_brief = True
     has_standbys = False
 
     def __init__(self) -> None:
@@ -85,6 +84,10 @@ class MemoryStore:
             self._evaluation_tickets.pop(number, None)
         for number in changes.forgotten:
             self._evaluations.pop(number, None)
+
+    def commit_at_once(self, changes: Changes) -> bool:
+        self.commit(changes)
+        return True
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
         return {name: self._payloads[name] for name in ticket_ids if name in self._payloads}

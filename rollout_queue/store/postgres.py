@@ -124,6 +124,9 @@ class PostgresStore(SqlStore):
 
         return self._ride_out(copy)
 
+    def commit_at_once(self, changes: Changes) -> bool:
+        return False
+
     def give_up(self) -> None:
         self._given_up.set()
         if (db := self._db) is not None:

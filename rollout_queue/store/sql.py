@@ -144,7 +144,6 @@ class SqlStore(ABC):
     """The reading half of a `Store` over SQL."""
 
     blocks = True
-    commits_are_brief = False
     has_standbys = False
 
     @abstractmethod

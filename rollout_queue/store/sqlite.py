@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -30,18 +29,24 @@ from rollout_queue.store.sqlite_file import (
     count_rows,
     damaged,
     failed,
+    folder_of_links,
     groups_of,
+    is_locked,
     only_queue,
     opened,
 )
 
 T = TypeVar("T")
 
+# Milliseconds for which another program may keep the file locked. The queue ends after that.
+MAX_LOCKED_MS = 5000
+
+# The log is written into the file after so many changed rows; a commit of one ticket writes one to three pages.
+MAX_LOGGED_ROWS = 4096
+
 
 class SqliteStore(SqlStore):
     """A `Store` in a SQLite file and a folder. A lock file allows one queue; its epoch holds where that was deleted."""
-
-    commits_are_brief = True
 
     def __init__(self, path: Path) -> None:
         """Open, create or migrate the file.
@@ -53,7 +58,8 @@ class SqliteStore(SqlStore):
         self._path = path
         self._epoch = 0
         self._watch: FileWatch | None = None
-        self._synced = False
+        self._pragmas: dict[str, object] = {}
+        self._written_out = 0  # rows that were changed before the log was last written into the file
         self._groups = GroupFiles(groups_of(path))
         with contextlib.ExitStack() as stack:
             self._db = stack.enter_context(opened(path))
@@ -71,23 +77,23 @@ class SqliteStore(SqlStore):
         return None
 
     def commit(self, changes: Changes) -> None:
-        if self._watch is None:
-            raise AssertionError("a store is acquired before the first commit")
         with self._guard():
-            self._sync_to_disk(changes.run is not None)
-            self._db.execute("BEGIN IMMEDIATE")
-            if self._db.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
-                raise Superseded(
-                    f"another queue has opened {self._path} since, though this one still runs: was its lock file "
-                    f"deleted? This one has stored nothing more, and ends"
-                )
-            with self._groups.written(changes.payloads):
-                for write in sql.writes(changes, bodies=False):
-                    self._db.executemany(write.statement, write.rows)
-                self._db.execute("COMMIT")
-            self._groups.delete(changes.let_go)
-        # Nothing is answered that went into a file which is gone.
-        self._watch.check()
+            self._commit(changes, MAX_LOCKED_MS)
+            if self._log_is_long:
+                self._db.execute("PRAGMA wal_checkpoint(PASSIVE)")
+                self._written_out = self._db.total_changes
+
+    def commit_at_once(self, changes: Changes) -> bool:
+        if self._log_is_long:
+            return False
+        with self._guard():
+            try:
+                self._commit(changes, 0)
+            except sqlite3.Error as error:
+                if not is_locked(error):
+                    raise
+                return False
+        return True
 
     def payloads(self, ticket_ids: Sequence[str]) -> dict[str, Payload]:
         with self._guard():
@@ -108,29 +114,55 @@ class SqliteStore(SqlStore):
         """Yield the rows of the table `payloads` as they would be if the bodies were in it. Acquire the store first."""
         return rows_of_bodies(self._groups, sql.with_payload(self._db.execute))
 
+    @property
+    def _log_is_long(self) -> bool:
+        """Whether it is time to write SQLite's log into its file, which waits for the disk."""
+        return self._db.total_changes - self._written_out >= MAX_LOGGED_ROWS
+
+    def _commit(self, changes: Changes, max_locked_ms: int) -> None:
+        if self._watch is None:
+            raise AssertionError("a store is acquired before the first commit")
+        self._set("busy_timeout", max_locked_ms)
+        self._set("synchronous", "NORMAL" if changes.run is None else "FULL")
+        self._db.execute("BEGIN IMMEDIATE")
+        if self._db.execute("SELECT epoch FROM owner").fetchone() != (self._epoch,):
+            raise Superseded(
+                f"another queue has opened {self._path} since, though this one still runs: was its lock file "
+                f"deleted? This one has stored nothing more, and ends"
+            )
+        with self._groups.written(changes.payloads):
+            for write in sql.writes(changes, bodies=False):
+                self._db.executemany(write.statement, write.rows)
+            self._db.execute("COMMIT")
+        self._groups.delete(changes.let_go)
+        # Nothing is answered that went into a file which is gone.
+        self._watch.check()
+
     def _move_bodies_out(self) -> None:
         """Move bodies that are rows, in a file of an older layout or a backup, to where they belong."""
-        names = [name for (name,) in self._db.execute("SELECT id FROM payloads")]
-        if not names:
-            return
-        self._db.execute("BEGIN IMMEDIATE")
-        self._groups.keep_only(())
-        for name in names:
-            row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (name,)).fetchone()
-            with self._groups.written({name: Payload(*row)}):
-                pass
-        self._db.execute("DELETE FROM payloads")
-        self._db.execute("COMMIT")
-        self._db.execute("VACUUM")
-        self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        if names := [name for (name,) in self._db.execute("SELECT id FROM payloads")]:
+            self._db.execute("BEGIN IMMEDIATE")
+            self._groups.keep_only(())
+            for name in names:
+                row = self._db.execute("SELECT body, checksum FROM payloads WHERE id = ?", (name,)).fetchone()
+                with self._groups.written({name: Payload(*row)}):
+                    pass
+            self._db.execute("DELETE FROM payloads")
+            self._db.execute("COMMIT")
+        free, pages = (self._db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("freelist_count", "page_count"))
+        if free > pages / 2:  # an earlier start may have been killed before it came to this
+            self._db.execute("VACUUM")
+            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _sync_to_disk(self, wanted: bool) -> None:
-        if wanted != self._synced:
-            self._db.execute(f"PRAGMA synchronous = {'FULL' if wanted else 'NORMAL'}")
-            self._synced = wanted
+    def _set(self, name: str, value: object) -> None:
+        """Set a PRAGMA, which costs a tenth of a commit, where it differs."""
+        if self._pragmas.get(name) != value:
+            self._db.execute(f"PRAGMA {name} = {value}")
+            self._pragmas[name] = value
 
     def _read(self, of: Callable[[Query], T]) -> T:
         with self._guard():
+            self._set("busy_timeout", MAX_LOCKED_MS)
             try:
                 return of(self._db.execute)
             except UNREADABLE as error:
@@ -172,13 +204,12 @@ class SqliteReader:
         if not self.exists():
             raise ConfigError(f"{self._path}: there is no store; has the run's queue been started?")
         groups, missing = GroupFiles(groups_of(self._path)), None
-        links = tempfile.TemporaryDirectory(dir=self._path.parent, prefix=".backup-")
-        with self._opened("cannot be read as a run's store") as db, links as folder:
-            copied = GroupFiles(Path(folder))
+        with self._opened("cannot be read as a run's store") as db, folder_of_links(self._path) as folder:
+            copied = GroupFiles(folder)
             while True:
                 db.execute("BEGIN")
                 rows, held = count_rows(db), sql.with_payload(db.execute)
-                groups.link_into(Path(folder))
+                groups.link_into(folder)
                 copied.read_places()
                 # A queue that runs may have deleted some since: then a later state, for which the others are kept.
                 before, missing = missing, {name for name in held if name not in copied}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import shutil
 import sqlite3
 import threading
 from collections.abc import Iterator
@@ -49,7 +50,17 @@ def failed(path: Path, error: sqlite3.Error | OSError) -> StoreError:
     """Return the error of a store in use, with its remedy."""
     if isinstance(error, sqlite3.Error) and _code(error) in _DAMAGED:
         return damaged(path, error)
+    if isinstance(error, sqlite3.Error) and is_locked(error):
+        return StoreError(
+            f"the queue's store {path}: {error} by another program: end that one (fuser {path} names it), then start "
+            f"the queue again"
+        )
     return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+
+
+def is_locked(error: sqlite3.Error) -> bool:
+    """Tell whether another program has the file locked."""
+    return _code(error) in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def damaged(path: Path, error: Exception) -> StoreError:
@@ -66,6 +77,33 @@ def only_queue(path: Path) -> Iterator[None]:
         except BlockingIOError:
             raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
         yield
+
+
+@contextlib.contextmanager
+def folder_of_links(path: Path) -> Iterator[Path]:
+    """Yield an empty folder beside the file, for links to what a backup takes; they keep that on the disk.
+
+    It is deleted afterwards. What a backup that was killed left is deleted first.
+
+    Raises:
+        ConfigError: Another backup is under way, or what is done in it fails for the disk.
+    """
+    folder = path.with_name(f".{path.stem}-backup")
+    with contextlib.ExitStack() as lock:
+        try:
+            lock.enter_context(hold_lock_file(path.with_suffix(".backup-lock")))
+        except BlockingIOError:
+            raise ConfigError(f"{path}: another backup of it is under way: wait for its end") from None
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir()
+            yield folder
+        except OSError as error:
+            raise ConfigError(
+                f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder beside it"
+            ) from error
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -89,8 +127,8 @@ def opened(path: Path) -> Iterator[sqlite3.Connection]:
             check_layout(db, path)
             db.execute("PRAGMA journal_mode = WAL")
             db.execute("PRAGMA synchronous = NORMAL")
-            # 32 MiB: the pages of a group that is trained soon are written over in the log, and never to the file.
-            db.execute("PRAGMA wal_autocheckpoint = 8192")
+            db.execute("PRAGMA secure_delete = OFF")  # some builds write zeros over all that is deleted
+            db.execute("PRAGMA wal_autocheckpoint = 0")  # the store chooses the moment, since it waits for the disk
             db.execute(f"PRAGMA journal_size_limit = {KEPT_LOG_BYTES}")
             check_sound(db, path)
             migrate(db, str(path))

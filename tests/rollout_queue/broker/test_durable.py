@@ -50,12 +50,13 @@ FREE = 1000
 class HeldStore(SqliteStore):
     """Holds each commit that changes something until it is let go."""
 
-    commits_are_brief = False
-
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
+
+    def commit_at_once(self, changes: Changes) -> bool:
+        return False
 
     def commit(self, changes: Changes) -> None:
         if changes != Changes():

@@ -30,11 +30,13 @@ from protocol.messages import (
 from protocol.status import EvaluationRequest
 from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.payload_cache import PayloadCache
 from rollout_queue.ledger import leases
 from rollout_queue.ledger.open_evaluations import EvalTally
 from rollout_queue.ledger.records import Refusal, RunState, TicketRecord, TicketState
 from rollout_queue.store.changes import Changes
 from rollout_queue.store.sqlite import SqliteStore
+from rollout_queue.store.sqlite_file import FILE_NAME, groups_of
 from tests.kit import config
 from tests.kit.broker import URL, draw, running, stays, submit
 from tests.kit.messages import SERVER
@@ -118,6 +120,35 @@ async def test_nothing_is_issued_or_leased_to_a_caller_that_has_hung_up() -> Non
         reply = await learner.lease(broker, LeaseRequest(1, "l", 8, wait_s=0.0), has_left)
         assert reply.groups == []
         assert broker.ledger.count(TicketState.READY) == 1
+
+
+async def test_the_prompts_of_groups_that_are_lost_on_the_disk_are_sampled_again_while_attempts_are_left(
+    tmp_path: Path,
+) -> None:
+    store = SqliteStore(tmp_path / FILE_NAME)
+    store.acquire()
+    async with running(store, queue={"ticket_attempts": 2, "max_staleness": 4}) as broker:
+        for attempt in (0, 1):
+            tickets = await draw(broker, 2)
+            assert [ticket.id for ticket in tickets] == [f"0.{attempt}", f"1.{attempt}"]
+            for ticket in tickets:
+                await submit(broker, ticket)
+            broker.recent_payloads = PayloadCache()
+            (file,) = groups_of(tmp_path / FILE_NAME).iterdir()
+            held = file.read_bytes()
+            file.write_bytes(bytes([*held[:-1], held[-1] ^ 1]) if attempt else b"")
+            leased = await learner.lease(broker, LeaseRequest(1, f"lease-{attempt}", 2, wait_s=0.0), stays)
+            assert len(leased.groups) == attempt
+            if not attempt:
+                assert sums(broker) == (2, 0, 0, 2, 0)
+                file.write_bytes(held)
+        assert sums(broker) == (4, 0, 1, 2, 1)
+        assert [ticket.id for ticket in await draw(broker)] == ["2.0"]
+        (notice,) = broker.observations.notices.list(broker.now)
+        assert (notice.kind, "its prompt is sampled again, up to queue.ticket_attempts" in notice.text) == (
+            reasons.DAMAGED,
+            True,
+        )
 
 
 async def test_a_lost_answer_is_delivered_again_and_nothing_new_is_issued() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -28,14 +30,15 @@ from tests.kit.queue import FakeTime, until
 class SlowStore(SqliteStore):
     """Holds each commit until it is let go, or fails it."""
 
-    commits_are_brief = False
-
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.begun = threading.Semaphore(0)
         self.go = threading.Semaphore(0)
         self.commits: list[list[str]] = []
         self.error: Exception | None = None
+
+    def commit_at_once(self, changes: Changes) -> bool:
+        return False
 
     def commit(self, changes: Changes) -> None:
         if not changes.tickets:
@@ -166,6 +169,24 @@ async def test_no_commit_is_made_on_the_loop_while_the_thread_uses_the_store() -
     assert (await reading, store.threads) == (0, ["store"]), "they go together, and after it"
     await writer.add(ticket(3), {})
     assert store.threads == ["store", "loop"]
+    writer.close()
+
+
+async def test_the_loop_runs_on_while_another_program_has_the_file_locked(tmp_path: Any) -> None:
+    store = SqliteStore(tmp_path / "queue.db")
+    store.acquire()
+    writer = Writer(store, lambda _: None, lambda *_: None)
+    await writer.add(ticket(0), {})
+    with closing(sqlite3.connect(tmp_path / "queue.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        commits = [writer.add(ticket(1), {})]
+        await asyncio.sleep(0.05)
+        commits.append(writer.add(ticket(2), {}))
+        assert not any(commit.has_ended for commit in commits)
+        other.execute("ROLLBACK")
+    for commit in commits:
+        await commit
+    assert set(store.records(["0.0", "1.0", "2.0"])) == {"0.0", "1.0", "2.0"}
     writer.close()
 
 

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from protocol.config import ConfigError
 from rollout_queue.ledger.records import TicketRecord, TicketState
-from rollout_queue.store import copying, group_files
+from rollout_queue.store import copying, group_files, sqlite_file
 from rollout_queue.store.base import StoreError
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import SqliteReader, SqliteStore
@@ -131,6 +132,13 @@ def test_a_body_is_right_or_known_to_be_wrong_wherever_a_file_was_cut_or_changed
         assert store.payloads(["9.0"]) == {"9.0": body("9.0")}
 
 
+def test_a_body_without_a_checksum_that_was_cut_off_is_not_taken_for_whole(path: Path) -> None:
+    with closing(active(path)) as store:
+        store.commit(Changes(tickets=ready("0.0").tickets, payloads={"0.0": Payload(b"older" * 100, None)}))
+        os.truncate(files(path)[0], files(path)[0].stat().st_size - 1)
+        assert store.payloads(["0.0"]) == {}
+
+
 @pytest.mark.parametrize(
     "harm", [Path.unlink, lambda file: os.truncate(file, 30_000), lambda file: file.write_bytes(b"")]
 )
@@ -193,8 +201,38 @@ def test_a_backup_has_every_group_of_its_moment_while_a_queue_deletes_others(
         held = dict(db.execute("SELECT id, body FROM payloads"))
         assert {name for (name,) in db.execute("SELECT id FROM tickets WHERE state = 'ready'")} == set(held)
     assert held == {name: body(name).body for name in ids(*range(3, 12))}
-    assert not list(tmp_path.glob(".backup-*"))
+    assert not list(tmp_path.glob(".*")), "links would keep all that is deleted later"
     store.close()
+
+
+def test_a_backup_that_is_killed_leaves_nothing_that_the_next_one_does_not_delete(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(active(path)) as store:
+        store.commit(ready(*ids(0, 1)))
+    link_into = group_files.GroupFiles.link_into
+
+    def killed(self: group_files.GroupFiles, folder: Path) -> None:
+        link_into(self, folder)
+        os._exit(9)
+
+    if not (child := os.fork()):
+        monkeypatch.setattr(group_files.GroupFiles, "link_into", killed)
+        copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    assert files(path)[0].stat().st_nlink == 2
+    with sqlite_file.folder_of_links(path), pytest.raises(ConfigError, match="another backup of it is under way"):
+        copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    with monkeypatch.context() as without_links:
+
+        def refuse(*_: Any) -> None:
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+        without_links.setattr(os, "link", refuse)
+        with pytest.raises(ConfigError, match=r"queue\.db: cannot be backed up: .*not permitted; .*hard links"):
+            copying.back_up(SqliteReader(path), tmp_path / "backup.db")
+    assert copying.back_up(SqliteReader(path), tmp_path / "backup.db")["payloads"] == 2
+    assert files(path)[0].stat().st_nlink == 1
 
 
 def test_a_group_that_is_lost_does_not_keep_a_backup_from_ending(path: Path, tmp_path: Path) -> None:
@@ -203,6 +241,39 @@ def test_a_group_that_is_lost_does_not_keep_a_backup_from_ending(path: Path, tmp
             store.commit(ready(f"{index}.0"))
     files(path)[0].unlink()
     assert copying.back_up(SqliteReader(path), tmp_path / "backup.db")["payloads"] == 1
+
+
+@pytest.fixture
+def older(path: Path) -> Path:
+    """A file of the layout in which bodies were rows."""
+    with closing(active(path)) as store:
+        store.commit(Changes(tickets=ready(*ids(*range(100))).tickets))
+        rows = [(name, body(name).body, body(name).checksum) for name in ids(*range(100))]
+        store._db.executemany("INSERT INTO payloads (id, body, checksum) VALUES (?, ?, ?)", rows)
+    return path
+
+
+def test_an_older_file_takes_no_more_than_its_groups_once_more_even_where_its_migration_was_killed(
+    older: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(sqlite3.Connection):
+        def execute(self, statement: str, *arguments: Any) -> sqlite3.Cursor:
+            if statement == "VACUUM":
+                raise KeyboardInterrupt
+            return super().execute(statement, *arguments)
+
+    connect = sqlite3.connect
+    with monkeypatch.context() as killed:
+        killed.setattr(sqlite3, "connect", lambda *given, **named: connect(*given, **named, factory=Killed))
+        store = SqliteStore(older)
+        with pytest.raises(KeyboardInterrupt):
+            store.acquire()
+        assert store.size().log_bytes < 500_000, "the log has the deleted bodies, too"
+        store.close()
+    assert older.stat().st_size > 2_000_000
+    with closing(active(older)) as store:
+        assert older.stat().st_size < 200_000
+        assert store.payloads(ids(*range(100))) == {name: body(name) for name in ids(*range(100))}
 
 
 @pytest.fixture

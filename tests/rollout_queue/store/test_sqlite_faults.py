@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import sqlite3
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import RunState, TicketRecord, TicketState
-from rollout_queue.store import sql, sqlite_file
+from rollout_queue.store import sql, sqlite, sqlite_file
 from rollout_queue.store.base import StoreError, Superseded
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import SqliteReader, SqliteStore
@@ -96,6 +98,28 @@ def test_a_log_that_sqlite_itself_cuts_off_does_not(store: SqliteStore, monkeypa
     for first in (5000, 6000):
         store.commit(Changes(tickets=groups(*range(first, first + 100)).tickets))
     assert 0 < store.size().log_bytes < longest
+
+
+def test_a_commit_at_once_waits_for_no_lock_and_for_no_disk(
+    store: SqliteStore, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop makes it."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        assert not store.commit_at_once(groups(1))
+        monkeypatch.setattr(sqlite, "MAX_LOCKED_MS", 10)
+        with pytest.raises(StoreError, match=r"database is locked by another program: end that one"):
+            store.commit(groups(2))
+    assert not store.records(["1.0", "2.0"])
+    monkeypatch.setattr(sqlite, "MAX_LOGGED_ROWS", 100)
+    written = path.stat().st_size
+    at_once = [store.commit_at_once(groups(index)) for index in range(3, 200)]
+    assert at_once.index(False) < 100
+    assert not any(at_once[at_once.index(False) :])
+    assert path.stat().st_size == written, "a commit at once wrote the log into the file"
+    store.commit(groups(200))
+    assert path.stat().st_size > written
+    assert store.commit_at_once(groups(201))
 
 
 def test_a_file_that_goes_away_during_a_commit_is_noticed_before_anyone_is_told(

@@ -151,7 +151,7 @@
       const { state: connection, heardAt, why } = this.source.connection;
       const silent = seconds((Date.now() - heardAt) / 1000);
       const texts = {
-        live: "live", opening: "opening the live stream", starting: "loading", file: "report", ended: "the run is over", polling: "reading every 5 s", lost: "no connection",
+        live: "live", starting: "loading", file: "report", ended: "the run is over", polling: "reading every 5 s", lost: "no connection",
       };
       set(this.link, { text: texts[connection] || "", class: `connection ${connection === "live" ? "good" : "dim"}` });
       this.sign.hidden = connection !== "signed out";

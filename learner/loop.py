@@ -119,6 +119,8 @@ class Loop:
             self._finish_publication()
         self._evaluator.begin()
         self._evaluator.ask_if_due(self._position.step, self._published)
+        if self._position.step == 0:
+            self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail

@@ -12,6 +12,14 @@
 
   const sizes = new WeakMap(); // characters of each rollout that came live
 
+  /** Returns the text of a report's data: JSON, or packed by gzip and in base64. */
+  async function unpacked(element) {
+    const text = element.textContent;
+    if (element.dataset.encoding !== "gzip") return text;
+    const bytes = Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
+    return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+  }
+
   /** Returns PageData with every part that the page reads. */
   function complete(page) {
     return {
@@ -84,9 +92,11 @@
     start() {
       const embedded = document.getElementById("data");
       if (embedded) {
-        this.page = complete(JSON.parse(embedded.textContent));
-        this.connection.state = "file";
-        this.listener("page");
+        unpacked(embedded).then((text) => {
+          this.page = complete(JSON.parse(text));
+          this.connection.state = "file";
+          this.listener("page");
+        });
         return;
       }
       this.load();

@@ -162,7 +162,7 @@ class Database:
         """Tell whether a connection failed because no server answers, or it takes none now. libpq gives no code."""
         if not isinstance(error, psycopg.OperationalError):
             return False
-        if _ANSWERS_THAT_PASS.search(str(error)):
+        if isinstance(error, psycopg.errors.ConnectionTimeout) or _ANSWERS_THAT_PASS.search(str(error)):
             return True
         # Asked without encryption, since a server that cannot do it counts as silent otherwise. It need not let us in.
         plain = psycopg.conninfo.make_conninfo(

@@ -11,7 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
+import psycopg
 import pytest
 
 from protocol.config import ConfigError, QueueSection, RunConfig
@@ -254,6 +257,21 @@ def test_a_database_that_stays_away_at_the_start_is_no_wrong_setting(
     monkeypatch.setattr(postgres, "MAX_LOST_S", 0.5)
     with pytest.raises(StoreError, match=rf"could not be reached for 0\.5 s: .*{answer}.*; start PostgreSQL"):
         place.store(url=f"postgresql://{host}/runs")
+
+
+def test_a_database_that_is_silent_is_not_asked_a_second_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each question takes its whole time-out: a command would answer after ten seconds, not five."""
+
+    def silent(*_: Any, **__: Any) -> NoReturn:
+        raise psycopg.errors.ConnectionTimeout("connection timeout expired")
+
+    def asked_again(_: bytes) -> NoReturn:
+        raise AssertionError("it was asked again")
+
+    monkeypatch.setattr(psycopg, "connect", silent)
+    monkeypatch.setattr(psycopg.pq, "PGconn", SimpleNamespace(ping=asked_again))
+    with pytest.raises(ConfigError, match=r"cannot be reached: connection timeout expired; start PostgreSQL"):
+        place.reader().run_state()
 
 
 def test_a_database_without_a_free_connection_is_waited_for(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ OPEN_ALL = "document.querySelectorAll('details.section').forEach((node) => { nod
 
 def drawn(browser: Browser, chart: str) -> list[dict[str, Any]]:
     """Bring a chart into view, and return the lines that plotly has drawn."""
-    selector = f'[data-chart="{chart}"]'
+    selector = f'.view-charts [data-chart="{chart}"]'
     browser.run("document.querySelector(arguments[0]).scrollIntoView({ block: 'center' })", selector)
     lines = "document.querySelector(arguments[0] + ' .plot').data"
     browser.wait(lines, selector)

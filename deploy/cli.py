@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands import look, queue
+from deploy.commands import look, queue, report
 from deploy.commands.arguments import ending_at_once, leave, print_error, print_findings, reading
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
@@ -213,6 +213,7 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
 
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
+app.command()(report.report)
 app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 
 

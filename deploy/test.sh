@@ -12,14 +12,16 @@ if [[ ${1:-} == --all ]]; then
     all=(--all)
     shift
 fi
-# The tests of the store in PostgreSQL start clusters of their own: tests/kit/postgres.py.
-has_postgres() { command -v postgres >/dev/null || compgen -G "/usr/lib/postgresql/*/bin/postgres" >/dev/null; }
-if ! has_postgres && command -v apt-get >/dev/null; then
-    as_root=()
+# Programs that some tests need beside Python's packages. What is missing is installed where it may be.
+debian() {
+    local as_root=()
     if [[ $EUID -ne 0 ]]; then as_root=(sudo -n); fi
-    DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -q postgresql >/dev/null 2>&1 || true
-fi
-has_postgres || echo "test: no PostgreSQL here, and none could be installed: the tests of that store are skipped" >&2
+    command -v apt-get >/dev/null && DEBIAN_FRONTEND=noninteractive "${as_root[@]}" apt-get install -y -q "$@" >/dev/null 2>&1
+}
+has_postgres() { command -v postgres >/dev/null || compgen -G "/usr/lib/postgresql/*/bin/postgres" >/dev/null; }
+has_browser() { command -v chromium >/dev/null && command -v chromedriver >/dev/null; }
+has_postgres || debian postgresql || echo "test: no PostgreSQL here: the tests of that store are skipped" >&2
+has_browser || debian chromium chromium-driver || echo "test: no Chromium here: the page is not tried in a browser" >&2
 # Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile anew.
 unset PYTHONDONTWRITEBYTECODE
 ruff format --check .

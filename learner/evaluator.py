@@ -1,4 +1,5 @@
 """The learner's side of evaluations: asks for those that are due, and collects their results while training continues.
+Only the one before the first step is waited for, so that it shows the model as it is.
 
 An evaluation belongs to a step, and a step has one: if a learner that resumes asks for it again, it is not made again.
 """
@@ -105,17 +106,33 @@ class Evaluator:
         fresh, self._fresh = self._fresh, []
         return [evaluation_metrics(evaluation) for evaluation in sorted(fresh, key=lambda evaluation: evaluation.step)]
 
+    def wait_for_first(self) -> None:
+        """Wait for the evaluation of the model as it is, before a step changes it."""
+        if 0 in self._open:
+            what = "evaluating the model before its first step"
+            self._wait(what, f"loading: {what}", "the first step begins beside it")
+
     def wait(self) -> None:
         """Wait for open evaluations. The queue ends each at its time-out at the latest."""
+        what = "the last evaluation" if len(self._open) == 1 else f"the last {len(self._open)} evaluations"
+        self._wait(f"waiting for {what}", what, "the run ends without it")
+
+    def _wait(self, phase: str, what: str, otherwise: str) -> None:
+        """Wait for open evaluations.
+
+        Args:
+            phase: What the terminal shows.
+            what: What the learner waits for, on the status page.
+            otherwise: What happens where one does not end.
+        """
         if self._journal is None or not self._open:
             return
         deadline = self._clock() + self._config.eval.timeout_s + _MARGIN_S
-        what = "the last evaluation" if len(self._open) == 1 else f"the last {len(self._open)} evaluations"
-        with self._progress.phase(f"waiting for {what}"), self._client.waiting(self._session, what):
+        with self._progress.phase(phase), self._client.waiting(self._session, what):
             while self._open and self._clock() < deadline:
                 self._take_in(self._journal, self._client.call(lambda queue: queue.evaluations(wait_s=_POLL_S)))
         for step in self._open:
-            self._progress.warn(f"the evaluation of step {step} did not end in time; the run ends without it")
+            self._progress.warn(f"the evaluation of step {step} did not end in time; {otherwise}")
 
     def _take_in(self, journal: Journal[EvaluationRecord], evaluations: Sequence[Evaluation]) -> None:
         known = {record.step for record in journal.records}

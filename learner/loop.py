@@ -21,6 +21,7 @@ from learner.ranks.liveness import RankLost
 from learner.ranks.stopping import Stop, Stopped
 from learner.report.progress import TerminalProgress
 from learner.report.records import StepRecord, StepTimes
+from learner.report.token_views import with_tokens
 from learner.session import Session, begin_session
 from learner.training.trainer import StepMetrics, Trainer
 from protocol.client import RunFinished
@@ -118,6 +119,8 @@ class Loop:
             self._finish_publication()
         self._evaluator.begin()
         self._evaluator.ask_if_due(self._position.step, self._published)
+        if self._position.step == 0:
+            self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
         with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
             self._publisher.on_failure = feeder.fail
@@ -180,9 +183,11 @@ class Loop:
                 weight_sync=reports.weight_sync(),
             )
             self._watch_servers(metrics)
+            scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
+            samples = with_tokens(batch, scores, self._session.texts)
             report = self._session.notices.added_to(record.report(self._publisher.in_flight))
             self._position = feeder.trained(batch, report)
-            reports.step(record, batch.samples)
+            reports.step(record, samples)
             self._stop.release()
             blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             reports.show(record, batch.samples, self._evaluator.records)

@@ -22,6 +22,7 @@ from learner.report.progress import TerminalProgress
 from learner.report.queue_status import PendingNotices
 from learner.report.reports import Reports
 from learner.report.sampler_checks import ServerWatch
+from learner.report.token_views import Texts
 from learner.skipping import Attempts
 from learner.training.trainer import Trainer
 from protocol.client import QueueError
@@ -44,6 +45,7 @@ class Session:
         notices: Failures that the queue is not told of yet.
         watch: Compares the servers' samples with the policy.
         attempts: Trains batches, and leaves out those that cannot be trained.
+        texts: Returns the text of each of some token ids.
     """
 
     position: RunPosition
@@ -55,6 +57,7 @@ class Session:
     notices: PendingNotices
     watch: ServerWatch
     attempts: Attempts
+    texts: Texts
 
 
 def begin_session(
@@ -91,7 +94,7 @@ def begin_session(
     notices = PendingNotices()
     evaluator = Evaluator(config, client, session, open_eval_journal(config, begin.step), progress)
     models = Models(config, progress)
-    tokenizer = start.tokenizer(config.model) if callbacks else None
+    tokenizer = start.tokenizer(config.model)
     called = Callbacks(callbacks, config, trainer, begin.step, tokenizer, lambda what: client.waiting(session, what))
 
     def saved(checkpoint: Checkpoint) -> None:
@@ -119,6 +122,7 @@ def begin_session(
         ),
         notices=notices,
         watch=ServerWatch(),
+        texts=start.token_texts(tokenizer),
         attempts=Attempts(
             trainer, config.learner.skip_bad_batches, config.run_dir, begin.step, progress, notices.batch
         ),

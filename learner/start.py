@@ -6,7 +6,8 @@ import ast
 import os
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -161,6 +162,16 @@ def tokenizer(model: ModelSection) -> Any:
             f"{setting} = {path}: no tokenizer can be loaded from it ({type(error).__name__}: {first}); save the "
             f"tokenizer there with tokenizer.save_pretrained"
         ) from error
+
+
+def token_texts(tokenizer: Any) -> Callable[[Sequence[int]], list[str]]:
+    """Return a function from token ids to the text of each."""
+
+    @lru_cache(maxsize=65_536)
+    def text(token_id: int) -> str:
+        return str(tokenizer.decode([token_id], skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    return lambda token_ids: [text(token_id) for token_id in token_ids]
 
 
 def command() -> str:

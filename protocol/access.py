@@ -200,6 +200,11 @@ SERVER_OF = "/v1/servers/{name}"
 ROLLOUTS = "/v1/rollouts"
 STATUS = "/v1/status"
 FINISH = "/v1/run/finish"
+PAGE = "/"
+PAGE_FILE_OF = "/page/{name}"
+PAGE_DATA = "/v1/page"
+LIVE = "/v1/live"
+SIGN_IN = "/v1/sign-in"
 METRICS = "/metrics"
 SCHEMA = "/openapi.json"
 HEALTH = "/healthz"
@@ -255,6 +260,11 @@ READ_STATUS = Route("GET", STATUS, ROLES)
 READ_METRICS = Route("GET", METRICS, ROLES)
 READ_ROLLOUTS = Route("GET", ROLLOUTS, ROLES)
 READ_SCHEMA = Route("GET", SCHEMA, ROLES)
+READ_PAGE = Route("GET", PAGE, None)
+READ_PAGE_FILE = Route("GET", PAGE_FILE_OF, None)
+READ_PAGE_DATA = Route("GET", PAGE_DATA, ROLES)
+FOLLOW_LIVE = Route("GET", LIVE, ROLES)
+SIGN_IN_TO_PAGE = Route("POST", SIGN_IN, None)
 
 ROUTES = (
     DRAW_TICKETS,
@@ -280,6 +290,11 @@ ROUTES = (
     READ_METRICS,
     READ_ROLLOUTS,
     READ_SCHEMA,
+    READ_PAGE,
+    READ_PAGE_FILE,
+    READ_PAGE_DATA,
+    FOLLOW_LIVE,
+    SIGN_IN_TO_PAGE,
 )
 
 
@@ -297,10 +312,13 @@ def find(path: str) -> tuple[Mapping[str, Route], str]:
     """Return the routes of a path by their methods, and the name in it; no routes if none is declared."""
     if (routes := _BY_PLACE.get((path, None))) is not None:
         return routes, ""
-    _, version, kind, *rest = path.split("/", 4) if path.count("/") > 2 else ("", "", "", "")
-    name = rest[0] if rest else ""
-    behind = f"/{rest[1]}" if len(rest) > 1 else ""
-    return (_BY_PLACE.get((f"/{version}/{kind}/", behind), {}), name) if name else ({}, "")
+    for before in (3, 2):  # "/v1/tickets/NAME/fail" or "/page/NAME"
+        parts = path.split("/", before + 1)
+        if len(parts) > before and (name := parts[before]):
+            behind = f"/{parts[before + 1]}" if len(parts) > before + 1 else ""
+            if (routes := _BY_PLACE.get(("/".join(parts[:before]) + "/", behind))) is not None:
+                return routes, name
+    return {}, ""
 
 
 def route_for(method: str, routes: Mapping[str, Route]) -> Route | None:

@@ -19,6 +19,23 @@ FILE_NAME = "rollouts.jsonl"
 MAX_TEXT = 4000
 
 
+class TokenView(msgspec.Struct, array_like=True, frozen=True):
+    """A token of a rollout.
+
+    Attributes:
+        version: That sampled it; None for a token that was not sampled, such as the prompt's.
+        logprob: When it was sampled. `learner_logprob`: in the step that trained it, before the step; None if it is
+            not known.
+        trained: 1 if it contributed to a gradient.
+    """
+
+    text: str
+    version: int | None
+    logprob: float | None
+    learner_logprob: float | None
+    trained: int
+
+
 class RolloutView(msgspec.Struct):
     """A rollout for people.
 
@@ -29,6 +46,7 @@ class RolloutView(msgspec.Struct):
         staleness, advantage: None if it was not trained; staleness is its oldest token's.
         extra: Notes of its reward functions, long texts cut.
         evaluation: Step of the evaluation that it is of; None for training.
+        tokens: Its tokens, long rollouts cut; None before it was trained.
     """
 
     ticket_id: str
@@ -50,6 +68,7 @@ class RolloutView(msgspec.Struct):
     advantage: float | None = None
     extra: dict[str, str] = {}
     evaluation: int | None = None
+    tokens: list[TokenView] | None = None
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:

@@ -196,6 +196,7 @@ WorkerActivity = Literal[
     "waiting_for_session",
     "idle",
     "silent",
+    "refused",
     "left",
 ]
 
@@ -204,10 +205,12 @@ class WorkerStatus(msgspec.Struct):
     """A worker in the status. Other fields are those of `WorkerReport`.
 
     Attributes:
-        does: Where most of its open episodes are; without any, what it waits for; `silent` for a minute, or `left`.
+        does: Where most of its open episodes are; without any, what it waits for; `silent` for a minute, `refused`,
+            or `left`.
         wait_share: Share of its slots' time, since its start, that was idle because there were no tickets.
         full_share: The same, because no more episodes were allowed to be open.
         cpu_ms_per_episode: Over all episodes, those of evaluations too.
+        reason: Why it is refused; None if it is not.
     """
 
     worker_id: str
@@ -235,6 +238,7 @@ class WorkerStatus(msgspec.Struct):
     full_share: float = 0.0
     eval_episodes: int = 0
     does: WorkerActivity = "idle"
+    reason: str | None = None
 
 
 class ServerStatus(Server):
@@ -280,6 +284,24 @@ class Stall(msgspec.Struct):
     after_s: float = 0.0
 
 
+# What a cause costs: `bad`, nothing is learnt while it lasts; `warn`, part of the work is lost.
+Severity = Literal["bad", "warn"]
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """What keeps a run from learning, as long as it does so, and what to change.
+
+    Attributes:
+        about: What it is about, such as `tool search` or `rewards`. Of several causes each is about something else.
+        since_s: Seconds for which it has been seen.
+    """
+
+    about: str
+    text: str
+    severity: Severity
+    since_s: float = 0.0
+
+
 class Notice(msgspec.Struct):
     """A text that tells a person what to fix, given once.
 
@@ -316,6 +338,7 @@ class Status(msgspec.Struct):
         depth: Groups outstanding, in optimiser steps. `depth_target`: what admission aims at.
         drops: Dropped tickets by reason. `rejections`: refused groups by reason.
         gave_up: Why the run was given up; None if it was not.
+        diagnosis: What keeps the run from learning, the likeliest cause first; empty if all is well.
         evaluations: Open ones and the newest of the others, in the order of their requests.
     """
 
@@ -347,6 +370,7 @@ class Status(msgspec.Struct):
     rejections: dict[str, int] = {}
     notices: list[Notice] = []
     gave_up: str | None = None
+    diagnosis: list[Cause] = []
     evaluations: list[Evaluation] = []
     connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
 

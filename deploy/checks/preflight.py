@@ -1,4 +1,4 @@
-"""Checks a run before its first process starts: packages, run directory, ports, servers, task, model and learner.
+"""Checks a run before its first process starts: packages, run directory, ports, servers, space, task, model, learner.
 
 A fault that would stop the run is raised as a `ConfigError`, one message with its remedy; others are returned as
 findings. Nothing is printed here. Torch is imported late, so that a mistake in the task is reported at once: for the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,8 @@ from urllib.error import HTTPError
 from deploy.checks import model_check
 from deploy.run import run_directory
 from deploy.servers import kv_cache, probes, server_args
+from deploy.servers.gpu_memory import checkpoint_bytes, gib
+from deploy.servers.model_shape import model_shape
 from deploy.servers.probes import check_port
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
@@ -61,12 +64,16 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     probes.require_modules(
         "slipstream up", probes.LEARNER_MODULES if config.vllm.servers else probes.LEARNER_MODULES + probes.VLLM_MODULES
     )
+    # What is found in milliseconds comes before the task is imported.
+    run_directory.check_run_directory(config, resume)
+    # Where epochs must be counted, only the data set tells whether a run to resume is over.
+    knows_end = not resume or config.learner.epochs is None
+    is_over = resume and knows_end and run_directory.finished(config) is not None
+    findings: list[Finding] = []
+    if knows_end and not is_over:
+        findings += _check_addresses(config) + check_space(config)
     server_args.check_server_args(config)
     check_learner(config)
-    run_directory.check_run_directory(config, resume)
-    findings: list[Finding] = []
-    if not resume:
-        findings += _check_addresses(config)
     from deploy.checks import task_check
     from learner.checkpoints import uploads
     from learner.report import trackers
@@ -88,9 +95,9 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
             f"is to do, so there is nothing to count; give learner.steps instead (TRL's max_steps)"
         )
     counted = run_directory.with_steps_for_epochs(config, rows)
-    is_over = resume and run_directory.finished(counted) is not None
-    if resume and not is_over:
-        findings += _check_addresses(config)
+    if not knows_end:
+        is_over = run_directory.finished(counted) is not None
+        findings += [] if is_over else _check_addresses(config) + check_space(config)
     if task.agent is not None and not is_over:
         run_file = config.run_file.absolute()
         check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
@@ -107,6 +114,34 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
         kv_cache.check_cache_fits(config)
     findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)
+
+
+def check_space(config: RunConfig) -> list[Finding]:
+    """Find a disk that is too small for the checkpoints to keep.
+
+    Raises:
+        ConfigError: It does not hold one checkpoint more, so that nothing that is learnt could be kept.
+    """
+    if (shape := model_shape(config.model)) is None:
+        return []
+    folder = checkpoints.folder(config.run_dir).absolute()
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    free, one = shutil.disk_usage(there).free, checkpoint_bytes(shape, config)
+    if free < one:
+        raise ConfigError(
+            f"run.dir = {config.run.dir}: a checkpoint takes at least {gib(one)}, and its disk has {gib(free)} left: "
+            f"make room, or choose another run.dir"
+        )
+    # The new one is written before the oldest is deleted.
+    kept = config.learner.keep_checkpoints
+    more = kept + 1 - min(kept, len(checkpoints.complete(config.run_dir)))
+    if free >= more * one:
+        return []
+    text = (
+        f"learner.keep_checkpoints = {kept}: with the one that is being written, {more} more checkpoints take at least "
+        f"{gib(more * one)}, and the disk of run.dir = {config.run.dir} has {gib(free)} left"
+    )
+    return [Finding("warning", text, "make room, set it lower, or choose another run.dir")]
 
 
 def check_learner(config: RunConfig) -> None:

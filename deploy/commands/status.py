@@ -13,7 +13,7 @@ from rich.text import Text
 
 from learner.report.rollouts import printable
 from protocol.client import QueueClient
-from protocol.status import ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
+from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
 
 _NOTICES_SHOWN = 8
 
@@ -36,8 +36,10 @@ async def show(client: QueueClient, watch: bool) -> None:
 
 
 def render(status: Status) -> RenderableType:
-    """Render headline with alarm, notices, metrics and waits; then workers, servers and dropped groups."""
+    """Render headline with alarm, causes, notices, metrics and waits; then workers, servers and dropped groups."""
     parts: list[RenderableType] = [_headline(status)]
+    if status.diagnosis and status.gave_up is None:
+        parts.append(render_causes(status.diagnosis))
     if status.notices:
         parts.append(_notices(status))
     parts.append(_metrics(status))
@@ -73,6 +75,16 @@ def _headline(status: Status) -> Text:
             f"\nSTALLED for {status.stall.since_s:.0f} s: {printable(status.stall.why or '')}", style="bold red"
         )
     return text
+
+
+def render_causes(causes: Sequence[Cause]) -> Table:
+    """Render what keeps a run from learning, with the time for which it has been seen."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for cause in causes:
+        style = "bold red" if cause.severity == "bad" else "yellow"
+        seen = f"for {_ago(cause.since_s).removesuffix(' ago')}"
+        table.add_row(Text(f"{printable(cause.about)}, {seen}", style=style), _text(cause.text))
+    return table
 
 
 def _notices(status: Status) -> Table:
@@ -161,7 +173,7 @@ def _workers(status: Status) -> Table:
             _short(w.tokens_sampled),
             f"{w.tool_calls}/{w.tool_failures}",
             _percent(w.wait_share),
-            _ago(w.seen_s_ago),
+            _ago(w.seen_s_ago) if w.does not in ("refused", "left") else w.does,
         )
     return table
 

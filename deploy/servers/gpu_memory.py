@@ -1,4 +1,4 @@
-"""Counts the bytes that a server or a rank of the learner takes on one GPU, by kind.
+"""Counts the bytes that a server or a rank of the learner takes on one GPU, by kind; and those of a checkpoint.
 
 Sizes of weights follow from the model's shape and the run file. What a process takes besides is an estimate, with its
 formula in the function that makes it; none was measured on a GPU.
@@ -294,11 +294,27 @@ def _engine(shape: ModelShape, config: RunConfig, parallel: Parallelism) -> int:
     return SERVER_RUNTIME + tokens * size * (4 * shape.hidden + 2 * inner) + logits
 
 
+def checkpoint_bytes(shape: ModelShape, config: RunConfig) -> int:
+    """Return the least bytes that a checkpoint takes on disk: weights, what the optimiser keeps, and a reference that
+    moves."""
+    learner, adapter = config.learner, shape.adapter(config.lora.r)
+    compute = 4 if config.model.dtype == "float16" else BYTES[config.model.dtype]
+    if adapter:
+        return shape.parameters * BYTES[config.model.dtype] + 4 * adapter + _optimiser_state(learner, adapter, 0, 4)
+    kept = compute if learner.weights_dtype == "model" else 4
+    moved = shape.parameters * compute if learner.reference_sync_steps else 0
+    return shape.parameters * kept + _optimiser_state(learner, shape.parameters, shape.ends, kept) + moved
+
+
 def _optimiser(learner: LearnerSection, trained: int, ends: int, kept: int) -> int:
     """Return the bytes of the optimiser's state and of its step's temporaries."""
-    values, size, temporary = _OPTIMISERS[learner.optim]
+    return _optimiser_state(learner, trained, ends, kept) + trained * _OPTIMISERS[learner.optim][2] * kept
+
+
+def _optimiser_state(learner: LearnerSection, trained: int, ends: int, kept: int) -> int:
+    values, size, _ = _OPTIMISERS[learner.optim]
     values += sum(bool(learner.optim_args.get(name)) for name in _KEEPS_MORE)
-    count = trained * values * (kept if size is None else size) + trained * temporary * kept
+    count = trained * values * (kept if size is None else size)
     if learner.optim == "muon":  # AdamW takes embedding and output layer
         count += ends * kept
     elif size == 1.02 and "torch" not in learner.optim:  # bitsandbytes keeps those of embeddings in float32

@@ -29,7 +29,7 @@ from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.messages import MAX_METRIC, Group
+from protocol.messages import MAX_METRIC, Group, Segment
 from protocol.rollouts import RolloutView
 
 
@@ -42,12 +42,28 @@ class LeasedGroup:
 
 
 @dataclass(frozen=True)
+class SampledTokens:
+    """A rollout's tokens.
+
+    Attributes:
+        rollout: Its number in the step.
+        segments: As they were sampled.
+        weights: float32 [T] for each segment, 0 where a token does not train.
+    """
+
+    rollout: int
+    segments: list[Segment]
+    weights: list[npt.NDArray[np.float32]]
+
+
+@dataclass(frozen=True)
 class Batch:
     """One optimiser step's work.
 
     Attributes:
         version: The learner's version while it trains; the step makes `version + 1`.
         samples: Some of its rollouts for people to read, the best first and then the worst.
+        sampled: The tokens of the first of them, in the same order; the others are of groups that do not train.
     """
 
     step: int
@@ -58,6 +74,7 @@ class Batch:
     rollouts: StepRollouts
     counts: StepCounts
     samples: list[RolloutView] = field(default_factory=list)
+    sampled: list[SampledTokens] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -166,8 +183,8 @@ class Draft:
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = count_step(judged, self._metrics, weights, rows, budget, bound)
-        shown = self._samples(self._advantage(rollouts))
-        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown)
+        shown, sampled = self._samples(self._advantage(rollouts))
+        return Batch(self.step, self.version, self.lease_id, self.ticket_ids, rows, rollouts, counts, shown, sampled)
 
     def _judge(self, item: LeasedGroup) -> _Standing:
         queue, mask_truncated = self._config.queue, self._config.rollout.mask_truncated
@@ -202,17 +219,20 @@ class Draft:
         shown = learner.show_rollout_every > 0 and self.step % learner.show_rollout_every == 0
         return max(learner.sample_rollouts, int(shown))
 
-    def _samples(self, advantages: npt.NDArray[np.float32]) -> list[RolloutView]:
+    def _samples(self, advantages: npt.NDArray[np.float32]) -> tuple[list[RolloutView], list[SampledTokens]]:
         """Pick rollouts of the groups that train; where these are few, of groups without variance too."""
         standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
         places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
         firsts = np.cumsum([0, *(len(of.group.rollouts) for of in standing)])
-        views = []
+        views, sampled = [], []
         for place in places:
-            advantage = float(advantages[firsts[place.group] + place.rollout])
-            views.append(self._view(standing[place.group].group, place.rollout, advantage))
-        return [*views, *flat]
+            number, of = int(firsts[place.group] + place.rollout), standing[place.group]
+            views.append(self._view(of.group, place.rollout, float(advantages[number])))
+            before = sum(len(rollout.segments) for rollout in of.group.rollouts[: place.rollout])
+            segments = of.group.rollouts[place.rollout].segments
+            sampled.append(SampledTokens(number, segments, of.weights.weights[before : before + len(segments)]))
+        return [*views, *flat], sampled
 
     def _view(self, group: Group, number: int, advantage: float) -> RolloutView:
         view = RolloutView.of(group, number)

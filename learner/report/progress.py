@@ -254,7 +254,14 @@ def waits_of(status: Status, groups_per_step: int) -> str:
         waits.append(f"{groups.ready + groups.leased} of {groups_per_step} groups, {groups.tickets} in work")
     if not status.workers:
         waits.append("no worker is connected")
-    silent = {worker.worker_id: worker.seen_s_ago for worker in status.workers if worker.seen_s_ago > SILENT_AFTER_S}
+    refused = [worker.worker_id for worker in status.workers if worker.does == "refused"]
+    if refused:
+        waits.append(f"{refused[0]} is refused" if len(refused) == 1 else f"{len(refused):,} workers are refused")
+    silent = {
+        worker.worker_id: worker.seen_s_ago
+        for worker in status.workers
+        if worker.seen_s_ago > SILENT_AFTER_S and worker.does not in ("refused", "left")
+    }
     if len(silent) > _MAX_NAMED:
         silent = {f"{len(silent):,} workers": max(silent.values())}
     waits += [f"{who} silent for {seconds:.0f} s" for who, seconds in silent.items()]

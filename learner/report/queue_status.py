@@ -1,6 +1,6 @@
 """Exchanges notices with the queue: shows the queue's on the terminal, and keeps the learner's own until the next step.
 
-The terminal shows each notice once, the stall alarm, and who waits for whom (I7).
+The terminal shows each notice once, what keeps the run from learning, the stall alarm, and who waits for whom (I7).
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ ASK_EVERY_S = 2.0
 
 TICK_EVERY_S = 1.0
 
+# As long as a cause lasts it is shown again, lest it be lost above the steps.
+SAY_CAUSE_EVERY_S = 600.0
+
 # The queue's name for notices that the learner itself has sent.
 LEARNER = "learner"
 
@@ -39,6 +42,7 @@ class Watch:
         self._client = client
         self._progress = progress
         self._told: set[tuple[str, str | None, str]] = set()
+        self._causes: dict[str, int] = {}
         self._stalled = False
 
     def __enter__(self) -> Self:
@@ -83,12 +87,28 @@ class Watch:
             if key not in self._told:  # not by id: a queue that restarts counts ids anew
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)
+        self._tell_causes(status)
         stall = status.stall
         if stall.stalled and not self._stalled:
             self._progress.warn(f"stalled: no step for {stall.since_s:.0f} s: {stall.why or 'no cause is known'}")
         if self._stalled and not stall.stalled:
             self._progress.say("no longer stalled")
         self._stalled = stall.stalled
+
+    def _tell_causes(self, status: Status) -> None:
+        """Show each cause when it is seen first, unless a notice has just said the same; again as long as it lasts; and
+        when it is over."""
+        for cause in status.diagnosis:
+            times = 1 + int(cause.since_s // SAY_CAUSE_EVERY_S)
+            is_new = cause.about not in self._causes
+            if is_new and not any(notice.text in cause.text for notice in status.notices):
+                self._progress.warn(cause.text)
+            elif not is_new and times > self._causes[cause.about]:
+                self._progress.warn(f"still, after {cause.since_s / 60:.0f} min: {cause.text}")
+            self._causes[cause.about] = times
+        for about in self._causes.keys() - {cause.about for cause in status.diagnosis}:
+            del self._causes[about]
+            self._progress.say(f"no longer seen: {about}")
 
 
 class PendingNotices:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 
 from learner.report import sampler_checks, summary
@@ -87,15 +88,18 @@ class Reports:
     def summarise(self, status: Status, evaluations: Sequence[EvaluationRecord]) -> None:
         """Write the whole run's metrics and its curve, when it has made its last step."""
         records = self._steps.records
-        summary.write(self._config.run_dir, summary.summarise(records, self._publications.records, status, evaluations))
+        found = summary.summarise(records, self._publications.records, status, evaluations, time.time())
+        summary.write(self._config.run_dir, found)
         self._curve.finish(records, evaluations)
 
     def conclude(self, status: Status) -> None:
-        """Print the last lines of the terminal."""
+        """Print the last lines of the terminal: what was trained, what was lost, and whether nothing was learnt."""
         self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
         self._progress.say(f"metrics in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+        if (text := summary.nothing_learnt(self._steps.records, status.diagnosis)) is not None:
+            self._progress.warn(text)
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """Let each tracker send its waiting jobs, for at most `timeout_s` seconds."""

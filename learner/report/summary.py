@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
-from protocol.status import Status
+from protocol.status import Cause, Status
 
 
 class Summary(msgspec.Struct):
@@ -30,6 +30,11 @@ class Summary(msgspec.Struct):
         sync_sent_bytes: To all servers.
         sync_whole_bytes: Bytes of all publications without deltas.
         sync_share_changed_mean: Over the publications with deltas.
+        run: The run's name.
+        ended_at: Seconds since 1970.
+        nothing_learnt: Why the policy is what it was, or no better for its rewards; None if there is no reason to say
+            so.
+        diagnosis: What kept the run from learning when it ended.
     """
 
     steps: int
@@ -65,6 +70,10 @@ class Summary(msgspec.Struct):
     sync_whole_bytes: int
     sync_share_changed_mean: float | None
     probe_max_abs_diff: float | None
+    run: str = ""
+    ended_at: float | None = None
+    nothing_learnt: str | None = None
+    diagnosis: list[Cause] = []
 
 
 def summarise(
@@ -72,11 +81,13 @@ def summarise(
     publications: Sequence[PublicationRecord],
     status: Status,
     evaluations: Sequence[EvaluationRecord] = (),
+    ended_at: float | None = None,
 ) -> Summary:
     """Summarise a run.
 
     Args:
-        status: The queue's status, for drops of every cause, sampled tokens and the workers' metrics.
+        status: The queue's status, for drops of every cause, sampled tokens, the workers' metrics and the diagnosis.
+        ended_at: Seconds since 1970.
     """
     counts, times = [step.counts for step in steps], [step.times for step in steps]
     rewards = [of.reward_mean for of in counts]
@@ -122,7 +133,33 @@ def summarise(
             [publication.share_changed for publication in published if publication.share_changed is not None]
         ),
         probe_max_abs_diff=max((publication.probe_max_abs_diff for publication in published), default=None),
+        run=status.run,
+        ended_at=ended_at,
+        nothing_learnt=nothing_learnt(steps, status.diagnosis),
+        diagnosis=status.diagnosis,
     )
+
+
+def nothing_learnt(steps: Sequence[StepRecord], diagnosis: Sequence[Cause]) -> str | None:
+    """Say why a run has taught its policy nothing: every gradient was 0, or all rewards were equal all along.
+
+    Args:
+        diagnosis: What kept it from learning, the likeliest first.
+
+    Returns:
+        None if it may have learnt something, or made no step.
+    """
+    if not steps:
+        return None
+    rewards = {step.counts.reward_mean for step in steps}
+    if all(step.metrics.grad_norm == 0 for step in steps):
+        found = f"the gradient was 0 in all of its {len(steps)} steps, so no step changed what the policy says"
+    elif len(rewards) == 1 and all(step.counts.reward_std == 0 for step in steps):
+        found = f"all rewards were {rewards.pop():g} in all of its {len(steps)} steps"
+    else:
+        return None
+    why = diagnosis[0].text if diagnosis else "read what it said with `slipstream rollouts`, and look at its rewards"
+    return f"nothing was learnt: {found}. {why[0].upper()}{why[1:]}"
 
 
 def write(run_dir: Path, summary: Summary) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -72,6 +72,18 @@ class StepMetrics:
     beside: Mapping[str, float] = field(default_factory=dict)
 
 
+class Scores(NamedTuple):
+    """Log-probs of a rollout's tokens that train, in the order of the step's rows: float32 [N] each.
+
+    Attributes:
+        sampled: As they were sampled.
+        learner: In the step, before its update.
+    """
+
+    sampled: npt.NDArray[np.float32]
+    learner: npt.NDArray[np.float32]
+
+
 class Trainer:
     """Owns policy, reference, optimiser and schedule; knows nothing of the queue or of versions.
 
@@ -108,6 +120,8 @@ class Trainer:
         self.optimiser = self.accelerator.prepare(stepper)
         self.optim = section.optim
         self._share: Share | None = None
+        # Of this rank's rows in the newest step: the rollout, the sampler's and the learner's log-prob of each token.
+        self._scored: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         # Called on each rank but 0 with what `hand_over_share` tells, and the rank's share.
         self.on_share: Callable[[Mapping[str, Any], Share], None] = lambda told, share: None
         self.previous_weights = PreviousWeights(self._policy.parameters()) if self.algorithm.needs_previous else None
@@ -142,6 +156,7 @@ class Trainer:
     def _step(self, share: RankRows) -> StepMetrics:
         """Do this rank's part of a step."""
         started = time.perf_counter()
+        self._scored.clear()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
@@ -168,6 +183,7 @@ class Trainer:
                 # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
             distance = scores.logprobs.detach() - row.behaviour
+            self._scored.append((row.rollout, row.behaviour, scores.logprobs.detach()))
             step_sums.add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             step_sums.add(own, step_sums.sampler_kl(distance, row.fresh))
             step_sums.add(spread, drift.drift_sums(distance, row.staleness))
@@ -212,6 +228,21 @@ class Trainer:
             sampler_tokens_staleness_0=fresh,
             beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.metrics(flops, train_s)},
         )
+
+    def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:
+        """Return the log-probs in the newest step of some of its rollouts, by their numbers. With several ranks, only
+        those that this rank trained."""
+        found: dict[int, list[Scores]] = {}
+        for of, sampled, learner in self._scored:
+            for number in rollouts:
+                chosen = of == number
+                if bool(chosen.any()):
+                    pair = Scores(sampled[chosen].float().cpu().numpy(), learner[chosen].float().cpu().numpy())
+                    found.setdefault(number, []).append(pair)
+        return {
+            number: Scores(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+            for number, parts in found.items()
+        }
 
     def _to_be_surveyed(self, rows: Sequence[PackedRow]) -> bool:
         """Say whether the policy must score all rows before the first one trains. The rows must be on the host, or

@@ -14,16 +14,19 @@ from rollout_queue.ledger.records import Refusal
 
 _OURS = (JSON, MSGPACK)
 
+COOKIE = "slipstream"
+
 _READ_HEADERS = frozenset(
-    {b"host", b"origin", b"authorization", b"content-length", b"transfer-encoding", b"content-type"}
+    {b"host", b"origin", b"authorization", b"cookie", b"content-length", b"transfer-encoding", b"content-type"}
 )
 
 
 class Gate:
     """Decides from a request's head, before any of its body is read, whether its sender may ask for a route.
 
-    With a secret: holders of the token of a role that the route allows. Without one: what a page in a browser cannot
-    send, which is another content type than a form's and no `Origin` but the queue's.
+    With a secret: holders of the token of a role that the route allows, and browsers that have signed in, to look.
+    Without one: what a page in a browser cannot send, which is another content type than a form's and no `Origin` but
+    the queue's.
 
     Args:
         secret: The run's secret; None for none. Raises `TokenError` if it is a role's token.
@@ -31,6 +34,7 @@ class Gate:
     """
 
     def __init__(self, secret: str | None, hosts: frozenset[str]) -> None:
+        self._secret = secret
         self._ring = access.AccessTokens(secret) if secret else None
         self._hosts = hosts
 
@@ -47,15 +51,35 @@ class Gate:
         """
         roles = access.roles_of(route)
         given = {name: value for name, value in headers if name in _READ_HEADERS}
-        if self._ring is None:
-            if route is not access.READ_HEALTH:
-                self._check_page(given, reads)
-        elif roles is not None:
-            denied = self._ring.denied(given.get(b"authorization", b""), roles, asked, "queue")
+        if route is access.SIGN_IN_TO_PAGE or (self._ring is None and route is not access.READ_HEALTH):
+            self._check_page(given, reads)
+        if self._ring is not None and roles is not None:
+            authorization = given.get(b"authorization", b"")
+            if reads and not authorization:
+                authorization = _from_cookie(given.get(b"cookie", b""))
+            denied = self._ring.denied(authorization, roles, asked, "queue")
             if denied is not None:
                 if denied.status == 403:
                     raise Refusal(reasons.WRONG_ROLE, denied.message)
                 raise Refusal(reasons.UNAUTHORIZED, denied.message)
+
+    def sign_in(self, token: str) -> str | None:
+        """Return the value of the cookie that lets a browser look; None where no token is needed.
+
+        Args:
+            token: The run's secret or any role's token.
+
+        Raises:
+            Refusal: UNAUTHORIZED.
+        """
+        if self._ring is None or self._secret is None:
+            return None
+        if self._ring.holder(f"Bearer {token.strip()}".encode(errors="replace")) is None:
+            raise Refusal(
+                reasons.UNAUTHORIZED,
+                "this is not a token of the run: paste what `slipstream token viewer` prints where the run's secret is",
+            )
+        return access.derive_token(self._secret, "viewer")
 
     def _check_page(self, headers: Mapping[bytes, bytes], reads: bool) -> None:
         host = headers.get(b"host", b"").decode("latin-1")
@@ -77,6 +101,15 @@ class Gate:
         kind = headers.get(b"content-type", b"").decode("latin-1")
         if has_body and kind not in _OURS and kind.partition(";")[0].strip().lower() not in _OURS:
             raise Refusal(reasons.ORIGIN, f"Content-Type is {kind[:200]!r}: send {JSON} (groups: {MSGPACK})")
+
+
+def _from_cookie(cookies: bytes) -> bytes:
+    """Return the `Authorization` that a page's cookie stands for. It only looks: its token is a viewer's."""
+    for cookie in cookies.split(b";"):
+        name, _, value = cookie.strip().partition(b"=")
+        if name == COOKIE.encode():
+            return b"Bearer " + value
+    return b""
 
 
 def names_of_this_machine(host: str) -> frozenset[str]:

@@ -18,7 +18,7 @@ from protocol.client import JSON
 from protocol.config import RunConfig
 from protocol.rollouts import RolloutView
 from protocol.status import Status
-from rollout_queue.api import learner_routes, requests, schema, worker_routes
+from rollout_queue.api import learner_routes, page_routes, requests, schema, worker_routes
 from rollout_queue.api.access import Gate, names_of_this_machine
 from rollout_queue.api.entrance import Entrance
 from rollout_queue.api.requests import ByteBudget, ReadyBroker, handles, reply_json
@@ -122,9 +122,9 @@ def create_app(config: RunConfig, store: Store, clock: Clock | None = None) -> F
     app.state.broker = broker
     app.state.bodies = ByteBudget(max(_MAX_BYTES_OF_BODIES, config.queue.max_group_bytes))
     requests.install_error_bodies(app)
-    for routes in (worker_routes.router, learner_routes.router, schema.router, router):
+    for routes in (worker_routes.router, learner_routes.router, schema.router, page_routes.router, router):
         app.include_router(routes)
-    gate = Gate(config.token, names_of_this_machine(config.queue.host))
+    gate = app.state.gate = Gate(config.token, names_of_this_machine(config.queue.host))
     handlers = {route: requests.ENDPOINTS[route].handler for route in _FLEETS}
     app.add_middleware(Entrance, gate=gate, broker=broker, handlers=handlers)
     return app

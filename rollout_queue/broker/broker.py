@@ -12,18 +12,19 @@ import logging
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 
 from protocol import reasons
 from protocol.config import ConfigError, RunConfig
+from protocol.history import FOLDER
 from protocol.messages import RunPosition
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.payload_cache import PayloadCache
 from rollout_queue.broker.recorder import Recorder, heads
+from rollout_queue.broker.viewers import Viewers
 from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
 from rollout_queue.ledger import evaluations, servers, tickets
@@ -33,6 +34,7 @@ from rollout_queue.ledger.records import Decision, Refusal, StoreContents, Ticke
 from rollout_queue.ledger.registration import WorkerRegistry
 from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
+from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
@@ -74,17 +76,16 @@ class Broker:
         self.ledger = Ledger(config, StoreContents(), self.now)
         self.registry = WorkerRegistry(config.queue.max_workers)
         self.early_failures = EarlyFailureCheck(config)
-        # Notices name it in commands. Without `slipstream up` only the user knows its real name.
-        run_file = config.run_file if config.run_file.is_file() else Path("run.toml")
         self.observations = Observations(
             self.now,
             config.learner.groups_per_step,
             config.vllm.start_timeout_s,
             config.queue.max_workers,
-            run_file,
         )
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
+        self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None, config.queue.history_bytes)
+        self.viewers = Viewers()
         self.on_failure: Callable[[], None] = lambda: None
         self.writer = Writer(store, self.fail, self.observations.histograms.commit_s)
 
@@ -102,6 +103,7 @@ class Broker:
     def close_waits(self) -> None:
         """Answer all long-polls with nothing, since the service is about to stop."""
         self.closing = True
+        self.viewers.end()
         self.wake_all()
 
     def wake_all(self) -> None:

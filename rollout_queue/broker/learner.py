@@ -56,6 +56,7 @@ async def command(broker: Broker, message: PolicyCommand) -> RunPosition:
                 oldest = leases.kept_checkpoints(broker.ledger, message.step)[0]
                 first = await broker.writer.read(broker.store.first_forgotten_after, oldest)
                 broker.apply(leases.checkpointed(broker.ledger, message.step, first))
+                broker.observations.symptoms.checkpoint_failure = None
         case _:
             _check_session(broker, message.session)
             broker.observations.learner_waits(message.what, broker.now)

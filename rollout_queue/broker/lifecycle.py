@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
@@ -13,6 +14,7 @@ from protocol.addresses import normal_url
 from protocol.config import ConfigError
 from protocol.messages import Server, ServerState
 from protocol.versions import new_run_id
+from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.clock import TICK_S
 from rollout_queue.ledger import servers
@@ -30,6 +32,9 @@ ALIVE_S = 0.5
 
 # A queue that ends waits so long for its store to take the last commit, seconds.
 _LAST_COMMIT_S = 5.0
+
+# The status is looked at so often for the history and open pages, seconds; or so many times less often than that takes.
+_LOOK_S, _SPARING = 1.0, 50
 
 
 @asynccontextmanager
@@ -50,6 +55,7 @@ async def running(broker: Broker) -> AsyncIterator[None]:
                     await broker.writer.flushed()
             work.cancel()
     finally:
+        broker.history.close()
         broker.writer.close(*([broker.recorder.close] if broker.recorder is not None else []))
 
 
@@ -73,6 +79,7 @@ async def _run(broker: Broker, settled: asyncio.Event) -> None:
             settled.set()
             tasks.create_task(_expire_when_due(broker))
             tasks.create_task(_show_alive(broker))
+            tasks.create_task(_keep_history(broker))
     except ExceptionGroup as errors:
         error = errors.exceptions[0]
         if isinstance(error, ConfigError):
@@ -152,6 +159,33 @@ async def _expire_when_due(broker: Broker) -> None:
         with suppress(Refusal):  # `on_failure` has told the service that the store failed
             await broker.expire()
             await broker.remove_drained()
+
+
+async def _keep_history(broker: Broker) -> None:
+    """Add the status to the run's history, and tell the pages that are open."""
+    history, viewers, recent = broker.history, broker.viewers, broker.observations.recent
+    await asyncio.to_thread(history.load)
+    shown, _ = recent.newer(0)
+    failure = None
+    while broker.failure is None:
+        began = time.perf_counter()
+        now = status.assemble(broker)
+        change = history.add(now, broker.clock.wall())
+        viewers.tell("status", now)
+        viewers.tell("time", change.time)
+        if change.step is not None:
+            viewers.tell("step", change.step)
+        for event in change.events:
+            viewers.tell("event", event)
+        shown, rollouts = recent.newer(shown)
+        if rollouts:
+            viewers.tell("rollouts", rollouts)
+        if history.failure != failure and (failure := history.failure) is not None:
+            logger.error("%s", failure)
+        spent = time.perf_counter() - began
+        if history.may_be_full:
+            await asyncio.to_thread(history.make_room)
+        await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
 
 
 async def _show_alive(broker: Broker) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.messages import Server, ServerState
-from protocol.status import Evaluation, GroupCounts, ServerStatus, Stall, Status, Wait, WorkerStatus
+from protocol.status import Evaluation, GroupCounts, Notice, ServerStatus, Stall, Status, Wait, WorkerStatus
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
-from rollout_queue.observe import stall
+from rollout_queue.observe import diagnosis, stall
 from rollout_queue.observe.stall import alarm_after_s
 from rollout_queue.observe.waits import LEARNER, group_alike
 from rollout_queue.store.base import MAX_SILENCE_S
@@ -40,6 +40,8 @@ def assemble(broker: Broker) -> Status:
     run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
     workers = seen.workers.statuses(now, seen.waits.what)
     servers = [_server(broker, server) for server in broker.fleet.servers]
+    notices = seen.notices.list(now)
+    causes = diagnosis.diagnose(seen.symptoms, notices, workers, broker.config)
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -59,7 +61,7 @@ def assemble(broker: Broker) -> Status:
         workers=workers,
         servers=servers,
         waits=_waits(broker, servers, evaluations),
-        stall=_stall(broker, groups, workers),
+        stall=_stall(broker, groups, workers, notices),
         ledger=ledger.summary(),
         tokens_sampled=ledger.tokens_sampled,
         learner_wait_share=seen.learner_wait_share,
@@ -67,8 +69,9 @@ def assemble(broker: Broker) -> Status:
         worker_cpu_ms_per_episode=seen.workers.cpu_ms_per_episode(),
         drops=dict(ledger.drops),
         rejections=dict(seen.rejections),
-        notices=seen.notices.list(now),
+        notices=notices,
         gave_up=broker.early_failures.gave_up,
+        diagnosis=seen.cause_times.timed(causes, now),
         evaluations=evaluations[-_MAX_EVALUATIONS:],
         connections=seen.connections.status(now),
     )
@@ -147,7 +150,7 @@ def _wait(server: ServerStatus) -> Wait:
     return Wait(f"server {server.name}", f"{server.waits_for}: {server.state}{reason}", server.since_s)
 
 
-def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus]) -> Stall:
+def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus], notices: Sequence[Notice]) -> Stall:
     now, ledger, seen = broker.now, broker.ledger, broker.observations
     settings, waits_for = broker.config.queue, seen.waits.what(LEARNER)
     # A learner that died holds no groups once its lease has expired.
@@ -165,7 +168,7 @@ def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus])
             groups_per_step=broker.config.learner.groups_per_step,
             found_full=seen.progress.full,
             ended=seen.progress.ended,
-            variance=seen.variance.remedy(),
+            why_equal=diagnosis.why_equal(seen.symptoms, notices, broker.config),
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=waits_for,

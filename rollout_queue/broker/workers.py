@@ -13,13 +13,13 @@ from math import ceil
 import msgspec
 
 from protocol import reasons
-from protocol.messages import Fingerprint, Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
+from protocol.messages import Server, TicketFailure, TicketReply, TicketRequest, WorkerReply, WorkerReport
 from rollout_queue.broker.broker import Broker
 from rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
 from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
-from rollout_queue.observe.notices import Rewards
+from rollout_queue.observe.windows import GroupOutcome
 
 # Groups up to this size are validated on the event loop, which takes about a millisecond; larger ones in a thread.
 _MAX_BYTES_AT_ONCE = 256 * 1024
@@ -120,7 +120,7 @@ async def heartbeat(broker: Broker, report: WorkerReport) -> WorkerReply:
         record = broker.ledger.get(ticket_id, TicketState.ISSUED)
         if record is not None and record.worker_id == worker:
             broker.ledger.renew_ticket(ticket_id, broker.now)
-    warnings = await _register(broker, worker, report.fingerprint)
+    warnings = await _register(broker, report)
     broker.observations.worker_reports(report, broker.now)
     if report.draining:
         await broker.remove_drained()
@@ -185,10 +185,10 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
     rules = _rules(broker, evaluation)
     picked = recent_ones.wants(broker.now)
     if len(body) <= _MAX_BYTES_AT_ONCE:
-        arrival, shown = _read(body, record, rules, step, picked)
+        arrival, outcome, shown = _read(body, record, rules, step, picked)
     else:
         async with broker.judging:
-            arrival, shown = await asyncio.to_thread(_read, body, record, rules, step, picked)
+            arrival, outcome, shown = await asyncio.to_thread(_read, body, record, rules, step, picked)
     async with broker.lock:
         if (record := _issued_ticket(broker, ticket_id)) is None:
             return False
@@ -203,8 +203,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
                 tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
             commit = broker.apply(taken, {ticket_id: body})
             broker.early_failures.succeeded()
-            rewards = Rewards.of([rollout.reward for rollout in arrival.group.rollouts])
-            seen.group_came(ticket_id, arrival.facts.tokens, rewards, broker.now)
+            seen.group_came(ticket_id, arrival.facts.tokens, outcome, broker.now)
         if shown is not None:
             recent_ones.add(shown, broker.now)
     await commit
@@ -213,10 +212,12 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
 
 def _read(
     body: bytes, record: TicketRecord, rules: validation.Rules, step: int | None, picked: bool
-) -> tuple[validation.Arrival, list[windows.Shown] | None]:
-    """Validate a group; where it is `picked`, return some of its rollouts for people besides."""
+) -> tuple[validation.Arrival, GroupOutcome, list[windows.Shown] | None]:
+    """Validate a group and say what became of it; where it is `picked`, return some of its rollouts for people
+    besides."""
     arrival = validation.read(body, record, rules)
-    return arrival, windows.pick_rollouts(arrival.group, step) if picked else None
+    shown = windows.pick_rollouts(arrival.group, step) if picked else None
+    return arrival, GroupOutcome.of(arrival.group), shown
 
 
 def _issued_ticket(broker: Broker, ticket_id: str) -> TicketRecord | None:
@@ -274,13 +275,13 @@ async def _observe_refusal(broker: Broker, ticket_id: str, refusal: Refusal) -> 
             _observe_failure(broker, record, reason, refusal.message)
 
 
-async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -> Sequence[str]:
+async def _register(broker: Broker, report: WorkerReport) -> Sequence[str]:
     """Admit a worker and return its warnings.
 
     Raises:
         Refusal: BUSY where there is no room; FINGERPRINT or SESSION_AWAITED, which frees the worker's tickets.
     """
-    seen, notices = broker.observations, broker.observations.notices
+    seen, notices, worker_id = broker.observations, broker.observations.notices, report.worker_id
     async with broker.lock:
         run = broker.ledger.run
         try:
@@ -289,13 +290,13 @@ async def _register(broker: Broker, worker_id: str, given: Fingerprint | None) -
             seen.connections.refuse(broker.now)
             raise
         try:
-            admitted = registration.admit(run, worker_id, given, broker.learner_lives)
+            admitted = registration.admit(run, worker_id, report.fingerprint, broker.learner_lives)
         except Refusal as refusal:
             broker.registry.remove(worker_id)
             if refusal.reason == reasons.SESSION_AWAITED:
                 seen.worker_awaits_session(worker_id, broker.now)
             else:
-                seen.session_came(worker_id)
+                seen.worker_refused(report, refusal.message, broker.now)
                 notices.say(refusal.reason, refusal.message, broker.now, worker_id)
             broker.apply(tickets.give_back(broker.ledger, worker_id))
             raise
@@ -321,6 +322,7 @@ def _observe_failure(broker: Broker, ended: TicketRecord, reason: str, detail: s
     """Count a training ticket that yielded no group, and wake everyone who waits if the run is given up by it."""
     if ended.evaluation is not None:
         return
+    broker.observations.symptoms.ticket_failed(reason)
     if broker.early_failures.failed(ended, reason, detail, broker.ledger.tickets(TicketState.ISSUED)):
         broker.wake_all()
 

@@ -100,12 +100,14 @@ def asking(config: RunConfig, run: RunState, worker_id: str, wanted: int, capaci
 
     Args:
         config: Gives the group size and the share of evaluations.
-        run: After the last step, evaluations may take the whole capacity.
+        run: Before the first step and after the last, evaluations that the learner waits for may take the whole
+            capacity.
         worker_id: Name of the worker.
         wanted: Number of tickets, counted as training tickets.
         capacity: Episodes that the worker can run at once.
     """
-    max_episodes = capacity if run.all_steps_made else int(config.eval.share * capacity)
+    awaited = run.all_steps_made or (config.eval.at_start and run.step == 0)
+    max_episodes = capacity if awaited else int(config.eval.share * capacity)
     return Asking(worker_id, wanted * config.rollout.group_size, max_episodes)
 
 

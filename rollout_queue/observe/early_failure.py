@@ -13,41 +13,7 @@ from collections.abc import Iterable
 from protocol import reasons
 from protocol.config import RunConfig
 from rollout_queue.ledger.records import Refusal, TicketRecord
-
-_DO_NOT_COUNT = frozenset(
-    {
-        reasons.failed(reasons.SERVER),
-        reasons.failed(reasons.UNVERIFIED_SERVER),
-        reasons.failed(reasons.LOST),
-        reasons.failed(reasons.WORKER_STOPPED),
-        reasons.rejected(reasons.UNVERIFIED_SERVER),
-        reasons.rejected(reasons.UNDECODABLE),
-        reasons.rejected(reasons.TOO_DEEP),
-        reasons.rejected(reasons.TICKET_MISMATCH),
-        reasons.rejected(reasons.WORKER_MISMATCH),
-    }
-)
-
-_KINDS = {reasons.NO_REWARD: reasons.REWARD}  # the notice that explains a reason, if its kind is another
-
-_OF_THE_TASK = frozenset(
-    {
-        *(reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.AGENT, reasons.NO_TURN),
-        *(reasons.REWARD, reasons.NO_REWARD),
-    }
-)
-
-_OF_A_SERVER = frozenset(
-    {
-        reasons.REQUEST_REJECTED,
-        reasons.UNREADABLE,
-        reasons.FINISH_REASON,
-        reasons.MISSING_LOGPROBS,
-        reasons.BAD_LOGPROBS,
-        reasons.MISSING_VERSIONS,
-        reasons.BAD_VERSIONS,
-    }
-)
+from rollout_queue.observe.diagnosis import PASSING, explaining_kind, where_to_fix
 
 _MAX_TEXTS = 64
 
@@ -60,8 +26,8 @@ class EarlyFailureCheck:
     """Counts failures of a run's first rows. `gave_up`: why the run is given up; None while it is not."""
 
     def __init__(self, config: RunConfig) -> None:
+        self._config = config
         self._after = config.rollout.give_up_after
-        self._task = config.task.path
         self.begin(passed=False)
 
     def begin(self, passed: bool) -> None:
@@ -93,7 +59,7 @@ class EarlyFailureCheck:
         Returns:
             Whether the run is given up by it.
         """
-        if self._passed or self.gave_up is not None or not self._after or reason in _DO_NOT_COUNT:
+        if self._passed or self.gave_up is not None or not self._after or reason in PASSING:
             return False
         self._failing.add(ended.worker_id)
         if ended.index not in self._rows and len(self._rows) < self._after:
@@ -114,14 +80,9 @@ class EarlyFailureCheck:
         reason, times = Counter(self._rows.values()).most_common(1)[0]
         shown = reason[:_MAX_REASON_CHARACTERS]
         share = "all" if times == count else f"{times} of them"
-        code = reason.removeprefix(reasons.failed(""))
-        detail = self._texts.get(_KINDS.get(code, code)) or self._details[reason] or "no detail was given"
-        where = "in the run file"
-        if code in _OF_THE_TASK:
-            where = f"in the task {self._task} or the run file"
-        elif code in _OF_A_SERVER:
-            where = "at the vLLM server, or in the run file"
+        detail = self._texts.get(explaining_kind(reason)) or self._details[reason] or "no detail was given"
         return (
-            f"the first {count} groups failed, {share} for {shown}: {detail}. Fix it {where}, then start again "
+            f"the first {count} groups failed, {share} for {shown}: {detail}. Fix it "
+            f"{where_to_fix(reason, self._config)}, then start again "
             f"(rollout.give_up_after = {self._after} failed rows end a run in which no group has succeeded; 0: never)"
         )

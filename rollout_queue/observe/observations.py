@@ -7,10 +7,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
-
-import msgspec
 
 from protocol import reasons
 from protocol.messages import LearnerReport, ServerState, WorkerReport
@@ -19,23 +16,21 @@ from rollout_queue.ledger.admission import StepFacts
 from rollout_queue.ledger.records import Decision, RunState, TicketRecord, TicketState
 from rollout_queue.ledger.registration import SILENT_S
 from rollout_queue.observe.connections import ConnectionCounts
+from rollout_queue.observe.diagnosis import CauseTimes, Symptoms
 from rollout_queue.observe.histograms import Histograms
-from rollout_queue.observe.notices import Notices, Rewards, Variance
+from rollout_queue.observe.notices import Notices
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
-from rollout_queue.observe.windows import WINDOW_STEPS, RateMeter, RecentRollouts, StalenessWindow, age_of
+from rollout_queue.observe.windows import WINDOW_STEPS, GroupOutcome, RateMeter, RecentRollouts, StalenessWindow, age_of
 from rollout_queue.observe.workers import WorkerReports
 
 # A learner's wait that begins with this word: no step can be expected meanwhile.
 LOADING = "loading"
+# The kind of a notice about a checkpoint that could not be written.
+CHECKPOINT = "checkpoint"
 _MAX_ACCEPTED = 16_384
 _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
-
-
-class _Accepted(msgspec.Struct, frozen=True):
-    rewards: Rewards
-    at: float
 
 
 class Observations:
@@ -46,7 +41,6 @@ class Observations:
         groups_per_step: Groups per optimiser step.
         start_s: Maximum time that learner and servers take to start, seconds.
         max_workers: How many workers the queue takes.
-        run_file: Named in commands that notices recommend.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class Observations:
         groups_per_step: int,
         start_s: float,
         max_workers: int,
-        run_file: Path = Path("run.toml"),
     ) -> None:
         self.started = now
         self.histograms = Histograms()
@@ -63,7 +56,8 @@ class Observations:
         self.workers = WorkerReports(max_workers)
         self.progress = StepProgress(now, start_s)
         self.notices = Notices()
-        self.variance = Variance(groups_per_step, run_file)
+        self.symptoms = Symptoms(groups_per_step)
+        self.cause_times = CauseTimes()
         self.recent, self.recent_evals = RecentRollouts(), RecentRollouts()
         self.rates = RateMeter(now)
         self.waits = Waits()
@@ -73,7 +67,7 @@ class Observations:
         self._learner_at: float | None = None
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
-        self._accepted: dict[str, _Accepted] = {}
+        self._accepted_at: dict[str, float] = {}
 
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
@@ -82,6 +76,7 @@ class Observations:
     def session_began(self, now: float) -> None:
         self._learner_at = now
         self.progress.session_began(now)
+        self.symptoms.session_began()
         self.waits.end(LEARNER)
 
     def learner_waits(self, what: str | None, now: float) -> None:
@@ -95,28 +90,22 @@ class Observations:
         else:
             self.progress.loaded(now)
 
-    def group_came(self, ticket_id: str, tokens: int, rewards: Rewards, now: float) -> None:
+    def group_came(self, ticket_id: str, tokens: int, outcome: GroupOutcome, now: float) -> None:
         self.rates.add(now, groups=1, tokens_sampled=tokens)
-        self._accepted[ticket_id] = _Accepted(rewards, now)
-        if len(self._accepted) > _MAX_ACCEPTED:
-            del self._accepted[next(iter(self._accepted))]
+        self.symptoms.group_came(outcome)
+        self._accepted_at[ticket_id] = now
+        if len(self._accepted_at) > _MAX_ACCEPTED:
+            del self._accepted_at[next(iter(self._accepted_at))]
 
     def decided(self, decision: Decision, now: float) -> None:
         """Note a decision that has taken effect: groups that ended, servers that left service."""
         self.progress.tickets_ended(decision.trains)
         for record in decision.trains:
             if record.state is TicketState.LEASED:
-                if (accepted := self._accepted.get(record.id)) is not None:
-                    self.histograms.group_age_s(now - accepted.at)
+                if (accepted_at := self._accepted_at.get(record.id)) is not None:
+                    self.histograms.group_age_s(now - accepted_at)
             elif record.state in (TicketState.TRAINED, TicketState.DROPPED):
-                accepted = self._accepted.pop(record.id, None)
-                rewards = None if accepted is None else accepted.rewards
-                if record.state is TicketState.TRAINED:
-                    self.variance.ended(rewards is not None and rewards.equal, rewards)
-                elif record.reason == reasons.ZERO_VARIANCE:
-                    self.variance.ended(True, rewards)
-        if (text := self.variance.notice()) is not None:
-            self.notices.say(reasons.ZERO_VARIANCE, text, now, key=reasons.ZERO_VARIANCE)
+                self._accepted_at.pop(record.id, None)
         for server in (record.server for record in decision.servers if decision.run is None):
             if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
                 why = server.reason or "no reason was given"
@@ -144,11 +133,14 @@ class Observations:
                 self.histograms.staleness(age_of(record).total)
         for notice in report.notices[:_MAX_NOTICES_PER_REPORT] if report is not None else ():
             self.notices.say(notice.kind, notice.text, now, LEARNER)
+            if notice.kind == CHECKPOINT:
+                self.symptoms.checkpoint_failure = notice.text
         if not stepped:
             return None
         self.progress.stepped(now)
         self.rates.add(now, steps=1, tokens_trained=report.tokens_trained if report else 0)
         if report is not None:
+            self.symptoms.stepped(report.metrics.get("grad_norm"))
             self._reports.append(report)
             self._learner_waited_s += report.wait_s
             self._learner_s += report.step_s
@@ -167,6 +159,12 @@ class Observations:
             self.waits.end(who)
         for notice in report.notices[:_MAX_NOTICES_PER_REPORT]:
             self.notices.say(notice.kind, notice.text, now, report.worker_id)
+
+    def worker_refused(self, report: WorkerReport, why: str, now: float) -> None:
+        """Note that a worker was refused."""
+        self.workers.refuse(report, why, now)
+        for who in (report.worker_id, _episodes_of(report.worker_id)):
+            self.waits.end(who)
 
     def worker_left(self, worker_id: str) -> None:
         """Note that a worker signed off."""

@@ -38,7 +38,7 @@ class StallInputs(msgspec.Struct, frozen=True):
         session: The newest learner session, 0 before the first.
         found_full: Groups refused for lack of room since the newest step.
         ended: Tickets that ended untrained since the newest step, by reason.
-        variance: Text about groups whose rewards are all equal.
+        why_equal: Why groups have rewards that are all equal.
         learner_seen_s_ago, worker_seen_s_ago: None for never.
         waiting_for_servers: Episodes that wait for a server.
     """
@@ -53,7 +53,7 @@ class StallInputs(msgspec.Struct, frozen=True):
     groups_per_step: int
     found_full: int
     ended: Mapping[str, int]
-    variance: str
+    why_equal: str
     blocked_by: str | None
     learner_seen_s_ago: float | None
     learner_waits_for: str | None
@@ -125,7 +125,7 @@ def _mostly_lost(inputs: StallInputs, held: int) -> str | None:
         return None
     lost = f"{count} of the {total} groups that ended since the last step were lost to {reason}"
     if reason == reasons.ZERO_VARIANCE:
-        return f"{lost}: all their rewards are equal {inputs.variance}"
+        return f"{lost}: all their rewards are equal: {inputs.why_equal}"
     return f"{lost}: {_REMEDIES.get(reason, 'see the notices and the logs of the workers')}"
 
 

@@ -1,4 +1,4 @@
-"""Bounded windows over what happened lately: rollouts, staleness, rates. Times are arguments, in seconds.
+"""Bounded windows over what happened lately: rollouts, outcomes of groups, staleness, rates. Times are in seconds.
 
 The staleness of a group is the learner's version before the step that trains it, minus the version of its oldest token.
 It splits at the group's arrival: `in_flight` passed while the group was made, `in_queue` while it waited here.
@@ -7,15 +7,19 @@ It splits at the group's arrival: `in_flight` passed while the group was made, `
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
+from statistics import fmean
+from typing import Self, TypeVar
 
 import msgspec
 
-from protocol import codec
+from protocol import codec, reasons
 from protocol.messages import Group
-from protocol.rollouts import RolloutView
+from protocol.rollouts import TOOL_COUNT, RolloutView
 from protocol.status import Rates, Staleness
 from rollout_queue.ledger.records import TicketRecord
+
+Key = TypeVar("Key", bound=Hashable)
 
 MAX_GROUPS = 64
 
@@ -57,6 +61,7 @@ class RecentRollouts:
 
     def __init__(self) -> None:
         self._taken_at = 0.0
+        self._added = 0
         self._groups: deque[list[Shown]] = deque()
         self._bytes = 0
 
@@ -66,10 +71,18 @@ class RecentRollouts:
 
     def add(self, shown: list[Shown], now: float) -> None:
         self._taken_at = now
+        self._added += 1
         self._groups.append(shown)
         self._bytes += _size(shown)
         while len(self._groups) > MAX_GROUPS or self._bytes > MAX_BYTES:
             self._bytes -= _size(self._groups.popleft())
+
+    def newer(self, added: int) -> tuple[int, list[msgspec.Raw]]:
+        """Return how many groups were ever added, and the rollouts in JSON of those after the first `added`, that are
+        kept, oldest first."""
+        count = min(len(self._groups), self._added - added)
+        groups = list(self._groups)[len(self._groups) - count :]
+        return self._added, [msgspec.Raw(shown.json) for group in groups for shown in group]
 
     def json(self, limit: int, worst: bool) -> bytes:
         """Return at most `limit` rollouts as a JSON list of `RolloutView`: newest first, or lowest reward first if
@@ -101,6 +114,102 @@ def _without_messages(group: Group, number: int, evaluation: int | None) -> Roll
 
 def _size(group: list[Shown]) -> int:
     return sum(len(shown.json) for shown in group)
+
+
+# Reasons for which a call fails by the tool's own fault; all others are the policy's.
+_OF_THE_TOOL = (reasons.TOOL_RAISED, reasons.TIMEOUT)
+
+_MAX_TOOLS = 32
+
+
+class ToolCounts(msgspec.Struct, frozen=True):
+    """Calls of a tool; those of them that failed by its own fault, and those that the policy got wrong."""
+
+    calls: int = 0
+    own_failures: int = 0
+    wrong_calls: int = 0
+
+
+class GroupOutcome(msgspec.Struct, frozen=True):
+    """What became of a group's episodes.
+
+    Attributes:
+        reward: Their mean reward. `equal`: whether all have the same.
+        finished: Rollouts by finish reason.
+        tools: Calls by tool.
+    """
+
+    reward: float
+    equal: bool
+    finished: dict[str, int]
+    tools: dict[str, ToolCounts] = {}
+
+    @classmethod
+    def of(cls, group: Group) -> Self:
+        rewards = [rollout.reward for rollout in group.rollouts]
+        counts: Counter[tuple[str, str]] = Counter()
+        for rollout in group.rollouts:
+            for name, value in rollout.metrics.items():
+                if name.startswith("tools/") and (count := TOOL_COUNT.fullmatch(name)):
+                    counts[count["tool"], count["what"]] += max(0, int(value))
+        called = [tool for tool, what in counts if what == "calls"]
+        tools = {tool: _tool_counts(tool, counts) for tool in called[:_MAX_TOOLS]}
+        finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
+        return cls(fmean(rewards), min(rewards) == max(rewards), dict(finished), tools)
+
+
+def _tool_counts(tool: str, counts: Counter[tuple[str, str]]) -> ToolCounts:
+    own = sum(counts[tool, f"failures/{reason}"] for reason in _OF_THE_TOOL)
+    return ToolCounts(counts[tool, "calls"], own, max(0, counts[tool, "failures"] - own))
+
+
+class OutcomeWindow:
+    """Adds up the outcomes of the newest `size` groups. Reading it costs the same for any size.
+
+    Attributes:
+        equal: Groups whose rewards are all equal. `rewards`: the rewards of these, by how many groups have each.
+        finished: Rollouts by finish reason.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._outcomes: deque[GroupOutcome] = deque()
+        self.equal = 0
+        self.rewards: Counter[float] = Counter()
+        self.finished: Counter[str] = Counter()
+        self._tools: Counter[tuple[str, str]] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._outcomes)
+
+    def add(self, outcome: GroupOutcome) -> None:
+        self._outcomes.append(outcome)
+        self._count(outcome, 1)
+        if len(self._outcomes) > self.size:
+            self._count(self._outcomes.popleft(), -1)
+
+    @property
+    def tools(self) -> dict[str, ToolCounts]:
+        """Calls by tool."""
+        names = (tool for tool, what in self._tools if what == "calls")
+        return {name: ToolCounts(*(self._tools[name, what] for what in ToolCounts.__struct_fields__)) for name in names}
+
+    def _count(self, outcome: GroupOutcome, sign: int) -> None:
+        if outcome.equal:
+            self.equal += sign
+            _change(self.rewards, outcome.reward, sign)
+        for reason, count in outcome.finished.items():
+            _change(self.finished, reason, sign * count)
+        for tool, counts in outcome.tools.items():
+            for what in ToolCounts.__struct_fields__:
+                _change(self._tools, (tool, what), sign * getattr(counts, what))
+
+
+def _change(counts: Counter[Key], key: Key, by: int) -> None:
+    """Change a count; one that is 0 again takes no room."""
+    counts[key] += by
+    if not counts[key]:
+        del counts[key]
 
 
 WINDOW_STEPS = 20

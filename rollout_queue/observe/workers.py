@@ -26,7 +26,8 @@ _OPEN = ("episodes_in_flight", *(f"episodes_{place}" for place in EPISODE_PLACES
 
 
 class _Heard(msgspec.Struct):
-    """A worker's newest report. `left`: it has signed off since; its counts stay in the status."""
+    """A worker's newest report. `left`: it has signed off since; its counts stay in the status, as those of a worker
+    that is `refused`, for that reason."""
 
     status: WorkerStatus
     slot_s: float
@@ -34,9 +35,10 @@ class _Heard(msgspec.Struct):
     cpu_s: float
     at: float
     left: bool = False
+    refused: str | None = None
 
     def lives(self, now: float) -> bool:
-        return not self.left and now - self.at <= SILENT_S
+        return not self.left and self.refused is None and now - self.at <= SILENT_S
 
 
 class WorkerReports:
@@ -62,9 +64,16 @@ class WorkerReports:
         known = self._heard.get(worker_id)
         if known is None:
             self.report(WorkerReport(worker_id, []), now)
-        elif not known.left:
+        elif not known.left and known.refused is None:
             known.at = now
             self._keep(worker_id, known, self._done_with.get(worker_id, frozenset()))
+
+    def refuse(self, report: WorkerReport, why: str, now: float) -> None:
+        """Note that a worker was refused. It stays so until it is admitted."""
+        heard = _heard(report, now)
+        heard.refused = why
+        self._keep(report.worker_id, heard, frozenset())
+        self._forget_life(report.worker_id)
 
     def leave(self, worker_id: str) -> None:
         """Note that a worker signed off."""
@@ -109,7 +118,8 @@ class WorkerReports:
             if heard.lives(now):
                 status.does = _activity(status, waits_for(worker_id))
             else:
-                status.does = "left" if heard.left else "silent"
+                status.does = "left" if heard.left else "refused" if heard.refused is not None else "silent"
+                status.reason = heard.refused
                 for name in _OPEN:
                     setattr(status, name, 0)
             yield status

@@ -13,7 +13,7 @@ import textwrap
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, Self, cast
+from typing import Any, Self, TextIO, cast
 
 import msgspec
 import pytest
@@ -89,15 +89,32 @@ def config_for(model_path: Path, tmp_path: Path, **learner: Any) -> RunConfig:
 
 
 def train(
-    config: RunConfig, queue: FakeQueue, resume: bool = False, callbacks: Sequence[TrainerCallback] = ()
+    config: RunConfig,
+    queue: FakeQueue,
+    resume: bool = False,
+    callbacks: Sequence[TrainerCallback] = (),
+    screen: TextIO | None = None,
 ) -> FakePublisher:
     publisher = FakePublisher(queue)
     checkpoint = starting_point(config, resume)
     trainer = build_trainer(config, checkpoint)
-    progress = TerminalProgress(config.learner.steps, console=Console(file=io.StringIO()))
+    progress = TerminalProgress(config.learner.steps, console=Console(file=screen or io.StringIO()))
     with BlockingQueueClient(cast(QueueClient, queue)) as client, Stop(20.0) as stop:
         loop.train(config, trainer, client, cast(Publisher, publisher), progress, stop, checkpoint, resume, callbacks)
     return publisher
+
+
+def test_a_run_whose_rewards_are_all_equal_ends_with_the_word_that_nothing_was_learnt(
+    model_path: Path, tmp_path: Path
+) -> None:
+    def supply(n: int, version: int) -> list[Group]:
+        return [group(f"{version}.{i}", rewards=(0.0, 0.0), versions=(None, None, version)) for i in range(n)]
+
+    screen = io.StringIO()
+    train(config_for(model_path, tmp_path, steps=2, zero_variance="keep"), FakeQueue(supply), screen=screen)
+    written = msgspec.json.decode((tmp_path / "test" / "summary.json").read_bytes())
+    assert written["nothing_learnt"].startswith("nothing was learnt: the gradient was 0 in all of its 2 steps")
+    assert screen.getvalue().splitlines()[-1].startswith("! nothing was learnt")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ from tests.kit.queue import Served, serve_version, serving
 from tests.kit.worker import TOKENIZER, fake, row, task, until
 
 EVALS = [row(10 + number, 3) for number in range(8)]
-SECTIONS: dict[str, dict[str, Any]] = {"worker": {"episodes": 8}, "eval": {"every": 5, "at_start": True, "share": 0.5}}
+SECTIONS: dict[str, dict[str, Any]] = {"worker": {"episodes": 8}, "eval": {"every": 5, "share": 0.5}}
 CONFIG = config(WORKER, **SECTIONS)
 
 

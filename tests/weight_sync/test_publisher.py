@@ -206,15 +206,18 @@ def test_the_learner_waits_for_the_snapshot_alone_and_overtaken_versions_are_ski
     assert [transport.versions for transport in world.transports.made] == [[1, 5]] * 2
 
 
-@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+@pytest.mark.parametrize(("max_staleness", "asked"), [(0, False), (1, False), (4, False), (1, True)])
 def test_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_fixed_when_it_goes_on(
-    world: World, max_staleness: int
+    world: World, max_staleness: int, asked: bool
 ) -> None:
     world.max_staleness = max_staleness
     with world.publisher(timeout_s=20) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
         world.stop(1)
+        if asked:  # while it was up to date, so that nothing was waited for
+            before = world.fakes[1].calls.count("/slipstream/state")
+            until(lambda: world.fakes[1].calls.count("/slipstream/state") > before)
         for version in range(2, 4 + max_staleness):
             assert publishing.publish(version, weights(), probe()) < 0.4
             publishing.wait()  # the other one is a quorum

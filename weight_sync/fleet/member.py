@@ -92,6 +92,7 @@ class Member:
         self._boot: str | None = None
         # Labels that the server may hold as a result of our publications.
         self._labels: set[str] = set()
+        self._asks = False
         self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
@@ -126,6 +127,7 @@ class Member:
     def wake(self) -> None:
         """End the task's pause: there is a new version, or the registry has changed."""
         self._wake.set()
+        self._note_asked()
 
     def take_registration(self, server: Server) -> None:
         """Take over a change that another process made in the queue's registry."""
@@ -166,9 +168,8 @@ class Member:
 
     async def _look(self) -> EngineState | None:
         """Return the server's status, None where its engine does not answer or the run may not use it."""
-        began = time.monotonic()
-        if self.waits_for is None and not self.up_to_date:
-            self.waits_for = "an answer of its engine"
+        began, self._asks = time.monotonic(), True
+        self._note_asked()
         try:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._sync.control.state()
@@ -180,6 +181,8 @@ class Member:
                     str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s", began
                 )
             return None
+        finally:
+            self._asks = False
         if not state.alive:
             # Only the API process answers, which knows neither weights nor boot. The engine may be in a long step.
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
@@ -200,6 +203,11 @@ class Member:
         if self.up_to_date:
             self.waits_for = None
         return state
+
+    def _note_asked(self) -> None:
+        """Name the look that is under way as the obstacle, also where it began while the server was up to date."""
+        if self._asks and self.waits_for is None and not self.up_to_date:
+            self.waits_for = "an answer of its engine"
 
     async def _is_ineligible(self, state: EngineState) -> bool:
         """Return whether the run may not use the server, which is then down for this run. Tells the queue once."""

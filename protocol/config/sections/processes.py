@@ -165,6 +165,12 @@ class QueueSection(Section):
         description="maximum bytes of the record; when it is full, the oldest eighth is deleted",
         why="the newest steps, from a checkpoint on, are what a bug report needs",
     )
+    history_bytes: Bytes = setting(
+        200 * 1024**2,
+        description="maximum bytes of the run's history for the page and the report, in the run directory's history/; "
+        "when it is full, every second state of the oldest hours is left out",
+        why="a week fits, a state each 5 seconds",
+    )
     stall_after_s: Seconds = setting(
         120.0,
         description="seconds without an optimiser step that raise the stall alarm, or 5 median steps if longer",

@@ -116,7 +116,9 @@ class EvalSection(Section):
         why="a task need not have an eval_dataset",
     )
     at_start: bool = setting(
-        False, description="evaluate the model before its first step", why="a task need not have an eval_dataset"
+        False,
+        description="evaluate the model before its first step, which waits for it",
+        why="a task need not have an eval_dataset",
     )
     at_end: bool = setting(
         False,
@@ -148,7 +150,7 @@ class EvalSection(Section):
         gt=0,
         le=1,
         description="share of a worker's episodes that an evaluation may take: at least one group, and all of them "
-        "after the last step",
+        "before the first step and after the last",
         why="an evaluation runs beside training and does not replace it",
     )
     timeout_s: Seconds = setting(

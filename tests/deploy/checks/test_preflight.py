@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from deploy.checks import preflight
+from deploy.servers.model_shape import ModelShape
 from deploy.servers.probes import check_port, looks_like
+from protocol import checkpoints
 from protocol.config import ConfigError, load
 from tests.deploy.conftest import TASK
 from tests.deploy.stage import ANSWERING, until
@@ -109,6 +113,79 @@ def test_where_the_weights_leave_from_is_looked_at_before_anything_starts(
         port = taken.getsockname()[1]
         http = ["--weight_sync.transport", "http", "--weight_sync.http_port", str(port)]
         assert f"weight_sync.http_port = {port}: another process listens" in told(*http)
+
+
+def test_what_needs_no_import_is_found_before_the_task_is_imported(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A task may take minutes to import."""
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "a secret that is long enough")
+    trace = tmp_path / "imported"
+    (run_file.parent / "task.py").write_text(f"open({str(trace)!r}, 'w')\n{TASK}", encoding="utf-8")
+    wrong: list[tuple[str, list[str], bool]] = [
+        ("holds nothing to go on from", [], True),
+        ("cannot be written", ["--run.dir", "/proc/runs"], False),
+        ("cannot listen there", ["--weight_sync.host", "192.0.2.1"], False),
+        ("a checkpoint takes at least", ["--model.path", str(large_model(tmp_path))], False),
+    ]
+    for told, settings, resume in wrong:
+        with pytest.raises(ConfigError, match=told):
+            preflight.check_run(load(run_file, settings), resume)
+        assert not trace.exists(), told
+
+
+SHAPE = ModelShape(layers=10**9, hidden=1024, inner=4096, heads=16, key_heads=8, head=64, vocabulary=2**16)
+
+
+def large_model(tmp_path: Path) -> Path:
+    """The folder of a model whose checkpoints no disk holds."""
+    folder = save_model_folder(tmp_path / "large")
+    shape = {
+        "model_type": "qwen3",
+        "num_hidden_layers": SHAPE.layers,
+        "hidden_size": SHAPE.hidden,
+        "intermediate_size": SHAPE.inner,
+        "num_attention_heads": SHAPE.heads,
+        "vocab_size": SHAPE.vocabulary,
+    }
+    (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("free", "kept", "told"),
+    [
+        (0.9, 0, "run.dir = {dir}: a checkpoint takes at least 1.0 GiB, and its disk has 0.9 GiB left: make room, or"),
+        (
+            2.9,
+            0,
+            "with the one that is being written, 3 more checkpoints take at least 3.0 GiB, and the disk of run.dir",
+        ),
+        (3.1, 0, None),
+        (1.1, 2, None),
+        (0.9, 2, "a checkpoint takes at least 1.0 GiB"),
+    ],
+)
+def test_space_for_checkpoints(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, free: float, kept: int, told: str | None
+) -> None:
+    gib = 1024**3
+    monkeypatch.setattr(preflight, "model_shape", lambda _: SHAPE)
+    monkeypatch.setattr(preflight, "checkpoint_bytes", lambda *_: gib)
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: SimpleNamespace(free=int(free * gib)))
+    settings = load(run_file)
+    for step in range(kept):
+        folder = checkpoints.folder(settings.run_dir) / checkpoints.name_of(step)
+        folder.mkdir(parents=True)
+        (folder / checkpoints.STATE).touch()
+    if free < 1:
+        with pytest.raises(ConfigError) as error:
+            preflight.check_space(settings)
+        assert (told or "").format(dir=settings.run.dir) in str(error.value)
+        return
+    findings = [str(finding) for finding in preflight.check_space(settings)]
+    assert len(findings) == (told is not None)
+    assert all(told in finding for finding in findings if told is not None)
 
 
 AGENT = """

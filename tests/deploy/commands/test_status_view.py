@@ -9,6 +9,7 @@ from rich.console import Console
 from deploy.commands.status import render
 from protocol.messages import ServerState
 from protocol.status import (
+    Cause,
     ConnectionStatus,
     Evaluation,
     GroupCounts,
@@ -115,6 +116,23 @@ def shown(status: Status, width: int = 100) -> str:
 )
 def test_i7_a_status_shows(fact: str) -> None:
     assert fact in shown(a_status(), width=200)
+
+
+def test_the_diagnosis_stands_above_the_notices_and_a_refused_worker_is_called_so() -> None:
+    status = a_status()
+    status.notices = [Notice(1, "tool", "tool search: KeyError", "w", 3.0)]
+    status.diagnosis = [
+        Cause("tool search", "fails in 9 of its newest 9 calls", "bad", 240.0),
+        Cause("refused workers", "the tokenizer differs \x1b[2J", "warn", 3.0),
+    ]
+    status.workers[0].does, status.workers[0].reason = "refused", "the tokenizer differs"
+    lines = shown(status, width=200).splitlines()
+    assert lines[1].split("  ")[0] == "tool search, for 4 min"
+    assert lines[1].rstrip().endswith("fails in 9 of its newest 9 calls")
+    assert lines[2].startswith("refused workers, for 3 s")
+    assert "\x1b" not in lines[2]
+    assert lines[3].startswith("! 3 s ago")
+    assert next(line for line in lines if "gpu-node" in line).rstrip().endswith("refused")
 
 
 def test_i7_a_stall_is_the_second_line_with_its_cause() -> None:

@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from deploy.servers.gpu_memory import checkpoint_bytes
+from deploy.servers.model_shape import model_shape
 from learner.algorithm.step_data import StepRollouts
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointInfo, Sources
@@ -19,9 +22,11 @@ from learner.feed.packing import pack
 from learner.model.build import load_policy
 from learner.model.policy import Policy, Scoring
 from learner.model.reference import ReferenceModel
+from learner.run import build_trainer
 from learner.training.trainer import DivergedError, Trainer
 from protocol.config import ConfigError, LearnerSection, ModelSection
 from protocol.messages import MAX_METRIC
+from tests.kit import LEARNER, config
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.learner import sample, step_rollouts
 
@@ -57,6 +62,21 @@ def test_two_steps_resumed_for_two_equal_four_to_the_bit(
     expected = _weights(whole)
     for name, weight in _weights(resumed).items():
         assert torch.equal(weight, expected[name]), name
+
+
+@pytest.mark.parametrize("settings", [{}, {"optim": "sgd"}, {"optim": "adagrad"}, {"weights_dtype": "model"}], ids=str)
+def test_the_bytes_that_are_asked_of_the_disk_are_those_of_a_checkpoint(
+    model_path: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    run_config = config(LEARNER, model={"path": str(model_path)}, learner=settings)
+    trainer = build_trainer(run_config, None)
+    _train(trainer, range(1))
+    made = checkpoint.save(tmp_path, CheckpointInfo(1, 1), trainer, Sources(run_config.model), keep=1)
+    size = sum((made.path / name).stat().st_size for name in ("model/model.safetensors", "trainer.pt"))
+    shape = model_shape(run_config.model)
+    assert shape is not None
+    # Norms and headers are not counted, and they are a larger share of a tiny model than of any other.
+    assert 0.75 * size < checkpoint_bytes(shape, run_config) <= size
 
 
 def test_a_reference_that_follows_is_resumed_to_the_bit(

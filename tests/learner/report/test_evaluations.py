@@ -48,6 +48,7 @@ class Queue(FakeQueue):
             self.seen[step] = self.seen.get(step, 0) + 1
             if self.seen[step] >= self.looks and found.ended is None:
                 self.all[step] = done(step)
+                self.log.append(f"ended {step}")
         return list(self.all.values())
 
 
@@ -93,6 +94,13 @@ def test_each_that_is_due_is_asked_for_once_and_the_last_sees_the_last_weights(
     assert ("publish", 4) in queue.log[:last]
     assert queue.log[last - 1] == "proven", "the last weights are on the servers"
     assert queue.log.index("finished") > last
+
+
+def test_the_first_step_waits_for_the_evaluation_of_the_model_as_it_is(model_path: Path, tmp_path: Path) -> None:
+    queue = Queue(endless(), looks=5)
+    train(evaluating(model_path, tmp_path, at_start=True), queue)
+    order = [event for event in queue.log if event in ("ended 0", ("publish", 1), ("evaluate", 2), "ended 2")]
+    assert order == ["ended 0", ("publish", 1), ("evaluate", 2), "ended 2"]
 
 
 def test_what_came_of_them_reaches_every_file(model_path: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -25,7 +26,7 @@ from learner.report.summary import Curve
 from protocol.client import QueueClient, Unreachable
 from protocol.messages import Server, ServerState
 from protocol.rollouts import RolloutView
-from protocol.status import GroupCounts, Notice, Stall, Wait, WorkerStatus
+from protocol.status import Cause, GroupCounts, Notice, Stall, Wait, WorkerActivity, WorkerStatus
 from tests.kit.learner import FakeQueue, status
 from tests.learner.report.test_summary import step_record
 
@@ -193,6 +194,43 @@ def test_notices_are_said_once_while_the_learner_waits_and_the_alarm_with_its_en
         "! another notice of a queue that was restarted",
         "no longer stalled",
     ]
+
+
+def test_causes_are_said_again_as_long_as_they_last_and_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, screen = FakeQueue(), Screen(200, terminal=False)
+    tool = Cause("tool search", "tool search fails in 8 of its newest 8 calls", "bad", 0.0)
+    later = Cause("tool search", "tool search fails in 64 of its newest 64 calls", "bad", 599.0)
+    long_after = msgspec.structs.replace(later, since_s=601.0)
+    refused = Cause("refused workers", "a worker is refused: the tokenizer differs", "bad", 0.0)
+    told = Notice(1, "fingerprint", "the tokenizer differs", "w0", 0)
+    turns = [
+        status(diagnosis=[tool]),
+        status(diagnosis=[later]),
+        status(diagnosis=[long_after, refused], notices=[told]),
+        status(diagnosis=[refused], notices=[told]),
+    ]
+
+    def turn() -> bool:
+        if turns:
+            queue.shown = turns.pop(0)
+            return False
+        return len(screen.lines) == 4
+
+    watching(queue, screen, monkeypatch, turn)
+    assert screen.lines == [
+        "! tool search fails in 8 of its newest 8 calls",
+        "! w0: the tokenizer differs",
+        "! still, after 10 min: tool search fails in 64 of its newest 64 calls",
+        "no longer seen: tool search",
+    ]
+
+
+def test_i7_refused_workers_are_not_called_silent() -> None:
+    def worker(name: str, does: WorkerActivity) -> WorkerStatus:
+        return WorkerStatus(name, "", *[0] * 9, wait_share=0.0, cpu_ms_per_episode=None, seen_s_ago=90.0, does=does)
+
+    shown = status(workers=[worker("a", "refused"), worker("b", "left"), worker("c", "silent")])
+    assert waits_of(shown, 16) == "no server has registered; a is refused; c silent for 90 s"
 
 
 def test_a_queue_that_is_away_does_not_end_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from learner.report.journal import Journal
 from learner.report.records import PublicationRecord, StepRecord, StepTimes
 from learner.training.trainer import StepMetrics
 from protocol.messages import LearnerReport, Server
-from protocol.status import WorkerStatus
+from protocol.status import Cause, WorkerStatus
 from tests.kit.learner import status
 from weight_sync.fleet.publications import PublishRecord
 
@@ -95,6 +95,37 @@ def test_summary_of_a_run() -> None:
     assert (result.sync_count, result.sync_skipped, result.sync_pause_ms_p50) == (11, 0, pytest.approx(6.0))
     assert result.sync_pause_ms_p95 == pytest.approx(10.5)
     assert result.probe_max_abs_diff == pytest.approx(1.1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "spread", "gradients", "found"),
+    [
+        ((0.0, 0.0), 0.0, (0.0, 0.0), "the gradient was 0 in all of its 2 steps"),
+        ((0.0, 1.0), 0.5, (0.0, 0.0), "the gradient was 0 in all of its 2 steps"),
+        ((0.5, 0.5), 0.0, (0.2, 0.2), "all rewards were 0.5 in all of its 2 steps"),
+        ((0.5, 0.5), 0.1, (0.2, 0.2), None),
+        ((0.0, 1.0), 0.0, (0.0, 0.2), None),
+        ((), 0.0, (), None),
+    ],
+)
+def test_a_run_that_taught_nothing_says_so_with_the_cause(
+    rewards: tuple[float, ...], spread: float, gradients: tuple[float, ...], found: str | None
+) -> None:
+    steps = []
+    for number, (reward, gradient) in enumerate(zip(rewards, gradients, strict=True), start=1):
+        plain = step_record(number, reward)
+        counts, metrics = replace(plain.counts, reward_std=spread), replace(plain.metrics, grad_norm=gradient)
+        steps.append(replace(plain, counts=counts, metrics=metrics))
+    causes = [Cause("tool search", "tool search fails in 9 of its newest 9 calls", "bad", 3.0)]
+    result = summary.summarise(steps, [], status(diagnosis=causes), (), 1000.0)
+    assert (result.diagnosis, result.ended_at) == (causes, 1000.0)
+    if found is None:
+        assert result.nothing_learnt is None
+    else:
+        assert result.nothing_learnt is not None
+        assert result.nothing_learnt.startswith(f"nothing was learnt: {found}")
+        assert result.nothing_learnt.endswith(". Tool search fails in 9 of its newest 9 calls")
+        assert "slipstream rollouts" in (summary.nothing_learnt(steps, []) or "")
 
 
 def test_summary_has_every_field_that_is_promised_and_survives_an_empty_run(tmp_path: Path) -> None:

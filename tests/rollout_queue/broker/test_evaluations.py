@@ -109,6 +109,16 @@ async def test_i1_an_evaluation_is_in_no_sum_of_the_training_and_in_no_lease() -
         assert (await client.status()).tokens_sampled == 0
 
 
+async def test_the_one_before_the_first_step_may_take_a_whole_worker_since_the_learner_waits_for_it() -> None:
+    async with running(eval={"every": 5, "at_start": True, "share": 0.25}) as (_, client):
+        await ask(client)
+        assert len(await take_evals(client, 8)) == 4
+    async with running(eval={"every": 5, "at_start": True, "share": 0.25}) as (queue, client):
+        await ask(client, step=5)
+        queue.broker.ledger.run = msgspec.structs.replace(queue.broker.ledger.run, step=5)
+        assert len(await take_evals(client, 8)) == 2
+
+
 @pytest.mark.parametrize(("share", "evals", "trains"), [(0.25, 2, 3), (0.5, 4, 2), (0.01, 1, 3)])
 async def test_evaluations_take_their_share_of_a_worker_and_no_more(share: float, evals: int, trains: int) -> None:
     """8 episodes, groups of 2 to train, of 1 to evaluate; it asks for two tickets' room, and then for two more."""

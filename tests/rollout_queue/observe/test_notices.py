@@ -1,8 +1,6 @@
-"""What a person is told, each thing once: first failures, groups without variance, servers that fail."""
+"""What a person is told, each thing once: first failures, servers that fail; and the alarm that goes with it."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -19,10 +17,7 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.broker.broker import Broker
-from rollout_queue.broker.clock import Clock
-from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, WINDOW_GROUPS, Notices, Rewards, Variance
-from rollout_queue.store.memory import MemoryStore
+from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -68,71 +63,6 @@ def test_notices_are_bounded_and_their_ids_grow() -> None:
     assert len(notices._known) <= 1024
 
 
-def variance(*rewards: float, times: int, groups_per_step: int = 2) -> str | None:
-    judged = Variance(groups_per_step)
-    for _ in range(times):
-        of = Rewards.of(list(rewards))
-        judged.ended(of.equal, of)
-    return judged.notice()
-
-
-@pytest.mark.parametrize(
-    ("named", "reward"),
-    [("too hard, or the reward wrong", 0.0), ("all are 1: the task may be too easy", 1.0)],
-)
-def test_sixteen_groups_without_variance_are_named_with_mean_reward_and_remedy(named: str, reward: float) -> None:
-    assert variance(reward, reward, times=15) is None
-    text = variance(reward, reward, times=16) or ""
-    for part in (f"16 groups in a row had rewards that are all equal (mean reward {reward:g})", named):
-        assert part in text
-    assert "rollout.temperature" in text
-    assert "learner.zero_variance" in text
-
-
-@pytest.mark.parametrize(
-    ("failed", "named"),
-    [(1, "nearly all are 1: the task may be too easy"), (10, "groups differ"), (19, "nearly all are 0: the task may")],
-)
-def test_one_group_by_chance_does_not_hide_what_the_others_show(failed: int, named: str) -> None:
-    judged = Variance(2)
-    for number in range(20):
-        of = Rewards.of([0.0 if number < failed else 1.0] * 2)
-        judged.ended(of.equal, of)
-    assert named in (judged.notice() or "")
-
-
-def test_i7_what_to_read_is_named_with_the_run_file_that_is_there(tmp_path: Path) -> None:
-    """A script has none in its working directory: it is in the run's."""
-    settings = config(run={"dir": tmp_path / "my runs"})
-    settings.run_dir.mkdir(parents=True)
-
-    def told() -> str:
-        made = Broker(settings, MemoryStore(), Clock())
-        for _ in range(16):
-            made.observations.variance.ended(True, Rewards(0.0, True))
-        return made.observations.variance.notice() or ""
-
-    assert "`slipstream rollouts run.toml`" in told()
-    settings.run_file.touch()
-    assert f"`slipstream rollouts '{settings.run_file}'`" in told()
-
-
-def test_large_steps_have_four_steps_patience() -> None:
-    assert variance(0.0, 0.0, times=79, groups_per_step=20) is None
-    assert variance(0.0, 0.0, times=80, groups_per_step=20) is not None
-
-
-def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
-    judged = Variance(groups_per_step=2)
-    for number in range(WINDOW_GROUPS):
-        judged.ended(number % 12 > 0, None)
-    assert (judged.notice() or "").startswith("366 of the last 400 groups")
-    healthy = Variance(groups_per_step=2)
-    for number in range(WINDOW_GROUPS):
-        healthy.ended(number % 2 > 0, None)
-    assert healthy.notice() is None
-
-
 async def begin(client: QueueClient) -> None:
     await client.begin_session(BeginSession(0, 0, 100, resume=False))
     await serve_version(client, 0)
@@ -160,10 +90,11 @@ async def test_600_groups_dropped_over_ten_hours_raise_the_alarm_with_the_cause(
         status = await client.status()
         assert status.stall.stalled
         assert status.stall.since_s == pytest.approx(10 * HOUR)
-        for part in ("600 of the 600 groups", "zero_variance", "mean reward 0", "the task may be too hard"):
+        for part in ("600 of the 600 groups", "zero_variance", "all are 0", "the task may be too hard"):
             assert part in (status.stall.why or "")
-        assert [notice.kind for notice in status.notices] == [reasons.ZERO_VARIANCE]
-        assert "16 groups in a row" in status.notices[0].text
+        (cause,) = status.diagnosis
+        assert (cause.about, cause.severity) == ("rewards", "bad")
+        assert "600 groups in a row" in cause.text
 
 
 async def test_an_early_429_is_not_the_cause_for_ever() -> None:

@@ -1,0 +1,225 @@
+"""`slipstream report`: one file that shows a run that is over, from its run directory alone."""
+
+from __future__ import annotations
+
+import base64
+import gzip
+import hashlib
+import re
+import time
+import tomllib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+import numpy as np
+import typer
+
+from protocol import history
+from protocol.config import ConfigError, load
+from protocol.history import Columns, Event, PageData, Row, step_row, time_row
+from protocol.rollouts import FILE_NAME as ROLLOUTS
+from protocol.rollouts import RolloutView
+from protocol.status import Evaluation, Status
+from rollout_queue import page
+
+METRICS, EVALUATIONS, RUN_FILE = "metrics.jsonl", "evaluations.jsonl", "run.toml"
+
+# States of the slider, events and rollouts that a report holds. Of more, every second one is left out as often as
+# needed; of events the oldest go.
+MAX_STATUSES = 2000
+MAX_EVENTS = 5000
+MAX_ROLLOUTS = 20_000
+
+T = TypeVar("T")
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's directory, or its run file")],
+    compare: Annotated[
+        Path | None, typer.Option(metavar="RUN_DIR", help="another run, drawn in dashed lines beside it")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="default: report.html in the run's directory")
+    ] = None,
+) -> None:
+    """Write one HTML file that shows a run: finished, crashed, or copied from elsewhere."""
+    run_dir = _run_dir(run)
+    out = out or run_dir / "report.html"
+    data = write(run_dir, out, _run_dir(compare) if compare is not None else None)
+    steps, states, left = len(data.steps.get("step", [])), len(data.statuses), out.stat().st_size / 1e6
+    typer.echo(
+        f"{out}: {steps} steps, {len(data.rollouts)} rollouts, {states} states, {left:.1f} MB; open it in a browser"
+    )
+    if not data.statuses:
+        typer.echo("It has no time slider: the run kept no history/, as runs of earlier releases and of other machines")
+
+
+def write(run_dir: Path, out: Path, compare: Path | None = None) -> PageData:
+    """Write the report of a run. Returns what it shows.
+
+    Raises:
+        ConfigError: The directory holds nothing of a run, or the file cannot be written.
+    """
+    data = read_run(run_dir)
+    if compare is not None:
+        other = read_run(compare)
+        data.compare = {"run": other.run, "time": other.time, "steps": other.steps}
+    try:
+        out.write_text(as_one_file(data), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another place with -o") from error
+    return data
+
+
+def read_run(run_dir: Path) -> PageData:
+    """Read what a run left behind. Each of its files may be missing, cut off at its end, or from a killed process.
+
+    Raises:
+        ConfigError: It is no run directory.
+    """
+    if not any((run_dir / name).exists() for name in (METRICS, ROLLOUTS, history.FOLDER)):
+        raise ConfigError(
+            f"{run_dir}: holds neither {METRICS} nor {history.FOLDER}/: give the directory of a run that has made a "
+            f"step, such as runs/NAME"
+        )
+    settings = _settings(run_dir / RUN_FILE)
+    statuses, times, steps = _Sample[tuple[float, Status]](MAX_STATUSES), Columns("at"), Columns("step")
+    events: list[Event] = []
+    newest: tuple[float, Status] | None = None
+    for entry in history.read(run_dir / history.FOLDER):
+        if entry.status is not None:
+            newest = entry.at, entry.status
+            statuses.add(newest)
+            times.add(time_row(*newest))
+            if (row := step_row(*newest)) is not None:
+                steps.add(row)
+        if entry.event is not None:
+            events.append(entry.event)
+            del events[: -2 * MAX_EVENTS]
+    rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
+    for view in _lines(run_dir / ROLLOUTS, lambda line: msgspec.json.decode(line, type=RolloutView)):
+        rollouts.add(view)
+    return PageData(
+        run=settings.get("run", {}).get("name", run_dir.resolve().name),
+        live=False,
+        now=newest[0] if newest is not None else _modified(run_dir / METRICS),
+        max_staleness=settings.get("queue", {}).get("max_staleness", 4),
+        group_size=settings.get("rollout", {}).get("group_size", 8),
+        groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
+        status=newest[1] if newest is not None else None,
+        diagnosis=newest[1].diagnosis if newest is not None else [],
+        statuses=statuses.kept,
+        time=times.json(),
+        steps=_steps(run_dir / METRICS, steps.json()),
+        events=events[-MAX_EVENTS:],
+        rollouts=rollouts.kept,
+        evaluations=list(_lines(run_dir / EVALUATIONS, lambda line: msgspec.json.decode(line, type=Evaluation))),
+    )
+
+
+def as_one_file(data: PageData) -> str:
+    """Return the page with its files and its data in it. It needs no network, and runs no other script."""
+    files = page.files()
+    scripts: list[bytes] = []
+
+    def script(found: re.Match[str]) -> str:
+        # Whatever ends a script in the middle of it would end it in the file.
+        body = files[found["name"]].replace(b"</script", b"<\\/script")
+        scripts.append(body)
+        return f"<script>{body.decode()}</script>"
+
+    def style(found: re.Match[str]) -> str:
+        return f"<style>{files[found['name']].decode()}</style>"
+
+    html = files[page.INDEX].decode()
+    # Those that load later need not wait here, and stand before what uses them.
+    html = re.sub(r'<script src="page/(?P<name>[\w.]+)"[^>]*></script>', script, html)
+    html = re.sub(r'<link rel="stylesheet" href="page/(?P<name>[\w.]+)">', style, html)
+    packed = base64.b64encode(gzip.compress(msgspec.json.encode(data), 6)).decode()
+    element = f'<script type="application/json" id="data" data-encoding="gzip">{packed}</script>'
+    html = html.replace('<div id="root">', f'{element}\n<div id="root">', 1)
+    hashes = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(body).digest()).decode()}'" for body in scripts)
+    policy = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data: blob:"
+    return html.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
+
+
+class _Sample(Generic[T]):
+    """Keeps at most `most` of what is added, evenly: of more, every second one is left out, as often as needed."""
+
+    def __init__(self, most: int) -> None:
+        self.kept: list[T] = []
+        self._most = most
+        self._every = 1
+        self._count = 0
+
+    def add(self, value: T) -> None:
+        if self._count % self._every == 0:
+            self.kept.append(value)
+        self._count += 1
+        if len(self.kept) > self._most:
+            del self.kept[1::2]
+            self._every *= 2
+
+
+def _run_dir(given: Path) -> Path:
+    """Return the directory of a run that is named by it or by its run file."""
+    if given.is_file():
+        return load(str(given), []).run_dir
+    if not given.is_dir():
+        raise ConfigError(f"{given}: there is no such directory; give the directory of a run, such as runs/NAME")
+    return given
+
+
+def _settings(path: Path) -> Mapping[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _steps(path: Path, seen: Mapping[str, list[float | None]]) -> Mapping[str, list[float | None]]:
+    """Return the steps' metrics: those of the learner's file, with the times at which the queue saw them.
+
+    Of a step that it did not see by itself the time lies between those of its neighbours.
+    """
+    known = [(step, at) for step, at in zip(seen.get("step", []), seen.get("at", []), strict=False) if step and at]
+    columns = Columns("step")
+    for line in _lines(path, lambda line: msgspec.json.decode(line, type=dict[str, Any])):
+        row: Row = {name: float(value) for name, value in line.items() if _is_number(value)}
+        if "step" in row:
+            columns.add({**row, "at": _time_of(row["step"] or 0.0, known)})
+    found = columns.json()
+    return found if found else seen
+
+
+def _time_of(step: float, known: Sequence[tuple[float, float]]) -> float | None:
+    if not known:
+        return None
+    steps, times = zip(*known, strict=True)
+    return float(np.interp(step, steps, times))
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _lines(path: Path, decode: Callable[[bytes], T]) -> Iterator[T]:
+    """Yield the lines of a file that can be read, one in memory at a time."""
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                try:
+                    yield decode(line)
+                except (msgspec.DecodeError, msgspec.ValidationError):
+                    continue
+    except OSError:
+        return
+
+
+def _modified(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return time.time()

@@ -1,0 +1,221 @@
+"""The history of a run: its status over time and the events in it, on disk, as columns for charts, and as page data.
+
+The queue writes it into the run directory while the run goes on; the page shows it, and `slipstream report` reads it
+when the run is over.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from protocol.rollouts import RolloutView
+from protocol.status import Cause, Evaluation, Status, WorkerActivity, episodes_at
+
+FOLDER = "history"
+
+# Parts are gzip files of JSON lines. The second number says how often entries of the part were thinned out.
+_PART = re.compile(r"(?P<number>\d{6})-(?P<thinned>\d+)\.jsonl\.gz")
+
+_CHUNK_BYTES = 64 * 1024
+
+# Characters of a line in which it says what it is.
+_HEAD = 64
+
+# Points of a column: of a longer run every second one is left out, as often as needed.
+MAX_POINTS = 2000
+
+EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice"]
+
+Row = dict[str, float | None]
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Something that happened. `at`: wall clock, seconds; `who`: the server, worker or process that it is about."""
+
+    at: float
+    kind: EventKind
+    text: str
+    who: str | None = None
+
+
+class Entry(msgspec.Struct, omit_defaults=True, frozen=True):
+    """A line of the history: the status at a time, or an event."""
+
+    at: float
+    status: Status | None = None
+    event: Event | None = None
+
+
+class Part(msgspec.Struct, frozen=True, order=True):
+    """A file of the history. Its entries are newer than those of the parts with lower numbers."""
+
+    number: int
+    thinned: int
+    path: Path
+
+    @classmethod
+    def named(cls, folder: Path, number: int, thinned: int = 0) -> Part:
+        return cls(number, thinned, folder / f"{number:06}-{thinned}.jsonl.gz")
+
+
+def parts(folder: Path) -> list[Part]:
+    """Return the parts in a folder, oldest first. Of one that was being thinned out, the whole one."""
+    found: dict[int, Part] = {}
+    for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
+        if (name := _PART.fullmatch(path.name)) is not None:
+            part = Part(int(name["number"]), int(name["thinned"]), path)
+            found[part.number] = part
+    return sorted(found.values())
+
+
+def read(folder: Path) -> Iterator[Entry]:
+    """Yield the entries of a history in the order of time, as far as each part can be read."""
+    for part in parts(folder):
+        yield from read_part(part.path)
+
+
+def read_part(path: Path, every: int = 1) -> Iterator[Entry]:
+    """Yield the entries of one part: a process that was killed leaves its end cut off.
+
+    Args:
+        every: Of how many statuses one is yielded; events all are.
+    """
+    statuses = 0
+    decoder, decode = zlib.decompressobj(wbits=47), msgspec.json.Decoder(Entry)
+    rest = b""
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            try:
+                *lines, rest = (rest + decoder.decompress(chunk)).split(b"\n")
+                for line in lines:
+                    is_status = b'"status":' in line[:_HEAD]
+                    statuses += is_status
+                    if not is_status or not statuses % every:
+                        yield decode.decode(line)
+            except (zlib.error, msgspec.DecodeError):
+                return
+
+
+class Columns:
+    """Rows of numbers as columns, at most `MAX_POINTS` of each: then every second one is left out.
+
+    Args:
+        key: The column that orders the rows. A row of the same key replaces the one before.
+    """
+
+    def __init__(self, key: str) -> None:
+        self._key = key
+        self._rows: list[Row] = []
+        self._every = 1
+        self._count = 0
+
+    def add(self, row: Row) -> None:
+        rows, key = self._rows, row[self._key]
+        if rows and key == rows[-1][self._key]:
+            rows[-1] = row
+            return
+        # The newest row is always kept, until the next one comes.
+        if rows and (self._count - 1) % self._every:
+            rows[-1] = row
+        else:
+            rows.append(row)
+        self._count += 1
+        if len(rows) > MAX_POINTS:
+            del rows[1::2]
+            self._every *= 2
+
+    def forget_from(self, key: float) -> None:
+        """Forget rows from a key on, as when a run was resumed at an earlier step."""
+        while self._rows and (self._rows[-1][self._key] or 0) >= key:
+            self._rows.pop()
+
+    def json(self) -> dict[str, list[float | None]]:
+        names = dict.fromkeys(name for row in self._rows for name in row)
+        return {name: [row.get(name) for row in self._rows] for name in names}
+
+
+_DOES: tuple[WorkerActivity, ...] = ("generating", "waiting", "in_tools", "in_judgement", "idle")
+_GONE: tuple[WorkerActivity, ...] = ("silent", "left")
+
+
+def time_row(at: float, status: Status) -> Row:
+    """Return a status as a row of the columns over time."""
+    groups, staleness, rates = status.groups, status.staleness, status.rates
+    there = [worker for worker in status.workers if worker.does not in _GONE]
+    does = Counter(worker.does for worker in there)
+    row: Row = {
+        "at": at,
+        "version": status.version,
+        "step": status.step,
+        "depth": status.depth,
+        "depth_target": status.depth_target,
+        "tickets": groups.tickets,
+        "ready": groups.ready,
+        "leased": groups.leased,
+        "limit": groups.limit,
+        "capacity_groups": groups.capacity_groups,
+        "bytes": groups.bytes,
+        "staleness_mean": staleness.mean,
+        "staleness_max": staleness.max,
+        "staleness_in_flight": staleness.in_flight_mean,
+        "staleness_in_queue": staleness.in_queue_mean,
+        "rate_groups": rates.groups,
+        "rate_tokens_sampled": rates.tokens_sampled,
+        "rate_tokens_trained": rates.tokens_trained,
+        "rate_steps": rates.steps,
+        "workers": len(there),
+        **{f"workers_{name}": does[name] for name in _DOES},
+        "episodes_open": sum(episodes_at(there).values()),
+        "servers": len(status.servers),
+        "servers_serving": sum(server.state == "serving" for server in status.servers),
+        "learner_wait_share": status.learner.wait_share,
+        "worker_wait_share": status.worker_wait_share,
+        "drops_total": sum(status.drops.values()),
+        "rejections_total": sum(status.rejections.values()),
+    }
+    row |= {f"drop/{reason}": count for reason, count in status.drops.items()}
+    return row
+
+
+def step_row(at: float, status: Status) -> Row | None:
+    """Return the newest step of a status as a row of the columns over steps; None before the first."""
+    learner = status.learner
+    if not learner.step or not learner.metrics:
+        return None
+    waits = None if learner.wait_share is None or learner.step_s is None else learner.wait_share * learner.step_s
+    return {"step": learner.step, "at": at, "step_time": learner.step_s, "wait_s": waits, **learner.metrics}
+
+
+class PageData(msgspec.Struct):
+    """Everything that the page shows, of a run under way or of one that is over.
+
+    Attributes:
+        now: Wall clock as of which it is, seconds.
+        statuses: The state at some seconds, for the time slider; empty for a run under way.
+        time, steps: Columns over wall time and over optimiser steps.
+        diagnosis: Causes, the likeliest first.
+        compare: `run`, `time` and `steps` of another run.
+    """
+
+    run: str
+    live: bool
+    now: float
+    max_staleness: int
+    group_size: int
+    groups_per_step: int
+    status: Status | None = None
+    statuses: list[tuple[float, Status]] = []
+    time: Mapping[str, list[float | None]] = {}
+    steps: Mapping[str, list[float | None]] = {}
+    events: list[Event] = []
+    rollouts: list[RolloutView] = []
+    evaluations: list[Evaluation] = []
+    diagnosis: list[Cause] = []
+    compare: Mapping[str, Any] | None = None

@@ -1,0 +1,102 @@
+"""The page for people in a browser: its files, what it shows, its live stream, and the sign-in."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import msgspec
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+
+from protocol import access
+from protocol.history import PageData
+from protocol.rollouts import RolloutView
+from rollout_queue import page
+from rollout_queue.api.access import COOKIE, Gate
+from rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
+from rollout_queue.broker import status
+from rollout_queue.broker.broker import Broker
+
+router = APIRouter()
+
+# What a policy, a tool or a task says may be HTML or a script: none that does not lie beside the page is run.
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+
+_COOKIE_S = 30 * 24 * 3600
+
+
+class SignIn(msgspec.Struct):
+    """Lets a browser look: a viewer's token, or any other of the run."""
+
+    token: str
+
+
+@handles(router, access.READ_PAGE, answers={200: str})
+async def read_page() -> Response:
+    return _file(page.INDEX)
+
+
+@handles(router, access.READ_PAGE_FILE, answers={200: str})
+async def read_page_file(name: str) -> Response:
+    return _file(name)
+
+
+@handles(router, access.READ_PAGE_DATA, answers={200: PageData})
+async def read_page_data(broker: ReadyBroker) -> Response:
+    return reply_json(page_data(broker))
+
+
+def page_data(broker: Broker) -> PageData:
+    """Return what the page shows as of now."""
+    config, seen, now = broker.config, broker.observations, status.assemble(broker)
+    return PageData(
+        run=config.run.name,
+        live=True,
+        now=broker.clock.wall(),
+        max_staleness=config.queue.max_staleness,
+        group_size=config.rollout.group_size,
+        groups_per_step=config.learner.groups_per_step,
+        status=now,
+        time=broker.history.time.json(),
+        steps=broker.history.steps.json(),
+        events=list(broker.history.events),
+        rollouts=cast(list[RolloutView], [*seen.recent.newer(0)[1], *seen.recent_evals.newer(0)[1]]),  # in JSON
+        evaluations=now.evaluations,
+        diagnosis=now.diagnosis,
+    )
+
+
+@handles(router, access.FOLLOW_LIVE, answers={200: bytes})
+async def follow_live(broker: ReadyBroker) -> Response:
+    """Stream what is new: server-sent events named status, time, step, event and rollouts."""
+    broker.viewers.check_room()
+    headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(broker.viewers.listen(), media_type="text/event-stream", headers=headers)
+
+
+@handles(router, access.SIGN_IN_TO_PAGE, SignIn, {204: None})
+async def sign_in(request: Request) -> Response:
+    """Give a browser a cookie with a viewer's token: it can look, and nothing else."""
+    message: SignIn = await read_json(request, SignIn)
+    gate: Gate = request.app.state.gate
+    response = Response(status_code=204)
+    if (value := gate.sign_in(message.token)) is not None:
+        secure = request.url.scheme == "https"
+        response.set_cookie(COOKIE, value, _COOKIE_S, httponly=True, samesite="strict", secure=secure)
+    return response
+
+
+def _file(name: str) -> Response:
+    body = page.files().get(name)
+    if body is None:
+        raise HTTPException(404, f"the page has no file {name[:100]!r}")
+    # The library changes only with the package.
+    caching = {"Cache-Control": "max-age=86400"} if name == page.CHARTS else {}
+    return Response(body, media_type=page.TYPES[f".{name.rpartition('.')[2]}"], headers={**_HEADERS, **caching})

@@ -1,0 +1,350 @@
+"""Says what keeps a run from learning: the causes, the likeliest first, each with its remedy.
+
+What explains something else is looked at before it, and takes it along: a tool that fails before the rewards that it
+leaves equal, the reward before a task that may be too hard. A remedy names settings with their values, and none that is
+set already.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter, deque
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from protocol import reasons
+from protocol.config import RunConfig
+from protocol.status import Cause, Notice, Severity, WorkerStatus
+from rollout_queue.observe.notices import printable
+from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow
+
+WINDOW_GROUPS = 400
+
+_MIN_IN_A_ROW = 16
+
+_STEPS_IN_A_ROW = 4
+
+# Shares from which on something is named, and from which on it explains what else is wrong.
+_SOME, _MANY, _NEARLY_ALL = 0.3, 0.5, 0.9
+
+# Tool calls, rollouts or groups from which a share is taken.
+_MIN_SEEN = 8
+
+# A worker that was refused ends, so that nobody says when the fault is mended.
+_REFUSED_S = 600.0
+
+# Temperatures at which the episodes of a group are nearly the same.
+_COLD = 0.3
+
+_MAX_TEXT = 700
+
+# Failures that come and go with a process, and say nothing of task and settings.
+PASSING = frozenset(
+    {
+        reasons.failed(reasons.SERVER),
+        reasons.failed(reasons.UNVERIFIED_SERVER),
+        reasons.failed(reasons.LOST),
+        reasons.failed(reasons.WORKER_STOPPED),
+        reasons.rejected(reasons.UNVERIFIED_SERVER),
+        reasons.rejected(reasons.UNDECODABLE),
+        reasons.rejected(reasons.TOO_DEEP),
+        reasons.rejected(reasons.TICKET_MISMATCH),
+        reasons.rejected(reasons.WORKER_MISMATCH),
+    }
+)
+
+# The notice that explains a reason, if its kind is another.
+_KINDS = {reasons.NO_REWARD: reasons.REWARD}
+
+_OF_THE_TASK = frozenset(
+    {
+        *(reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.AGENT, reasons.NO_TURN),
+        *(reasons.REWARD, reasons.NO_REWARD),
+    }
+)
+
+_OF_A_SERVER = frozenset(
+    {
+        reasons.REQUEST_REJECTED,
+        reasons.UNREADABLE,
+        reasons.FINISH_REASON,
+        reasons.MISSING_LOGPROBS,
+        reasons.BAD_LOGPROBS,
+        reasons.MISSING_VERSIONS,
+        reasons.BAD_VERSIONS,
+    }
+)
+
+
+class Symptoms:
+    """Collects what the diagnosis looks at. Kept in memory only: after a restart of the queue it fills again.
+
+    Args:
+        groups_per_step: Groups per optimiser step.
+
+    Attributes:
+        newest: Groups of the last few steps. `longer`: of the last `WINDOW_GROUPS`.
+        equal_in_a_row: Newest groups in a row whose rewards are all equal.
+        tickets: How the newest tickets ended: the reason of a failure, "" for a group.
+        flat_steps: Newest steps in a row whose gradient was 0.
+        checkpoint_failure: Why the newest checkpoint could not be written; None if it was.
+    """
+
+    def __init__(self, groups_per_step: int) -> None:
+        self.patience = max(_MIN_IN_A_ROW, _STEPS_IN_A_ROW * groups_per_step)
+        self.patience_steps = max(_STEPS_IN_A_ROW, -(-_MIN_IN_A_ROW // groups_per_step))
+        size = min(self.patience, WINDOW_GROUPS)
+        self.newest, self.longer = OutcomeWindow(size), OutcomeWindow(WINDOW_GROUPS)
+        self.equal_in_a_row = 0
+        self.tickets: deque[str] = deque(maxlen=size)
+        self.flat_steps = 0
+        self.checkpoint_failure: str | None = None
+
+    def group_came(self, outcome: GroupOutcome) -> None:
+        """Note a group of the training that was accepted."""
+        self.newest.add(outcome)
+        self.longer.add(outcome)
+        self.equal_in_a_row = self.equal_in_a_row + 1 if outcome.equal else 0
+        self.tickets.append("")
+
+    def ticket_failed(self, reason: str) -> None:
+        """Note a ticket of the training that ended without a group."""
+        if reason not in PASSING:
+            self.tickets.append(reason)
+
+    def stepped(self, grad_norm: float | None) -> None:
+        """Note a step. `grad_norm`: None if it is not known."""
+        self.flat_steps = self.flat_steps + 1 if grad_norm == 0 else 0
+
+    def session_began(self) -> None:
+        """Forget what a new session of the learner tries anew."""
+        self.flat_steps, self.checkpoint_failure = 0, None
+
+
+class CauseTimes:
+    """Remembers since when each cause has been seen."""
+
+    def __init__(self) -> None:
+        self._since: dict[str, float] = {}
+
+    def timed(self, causes: Sequence[Cause], now: float) -> list[Cause]:
+        """Return the causes that hold now, with the seconds that each has held. `now`: current time, seconds."""
+        self._since = {cause.about: self._since.get(cause.about, now) for cause in causes}
+        return [msgspec.structs.replace(cause, since_s=now - self._since[cause.about]) for cause in causes]
+
+
+def diagnose(
+    symptoms: Symptoms, notices: Sequence[Notice], workers: Sequence[WorkerStatus], config: RunConfig
+) -> list[Cause]:
+    """Name what keeps the run from learning.
+
+    Args:
+        notices: Those of the status; they hold the first error of each tool and reward.
+        workers: Those of the status.
+
+    Returns:
+        The worst first; of those that are as bad, the one that may explain the others.
+    """
+    equal = _equal_share(symptoms)
+    flat = symptoms.flat_steps >= symptoms.patience_steps
+    causes = _of_episodes(symptoms, notices, config)
+    explains = _worst(causes)
+    follows = []
+    if explains is not None and equal is not None:
+        follows.append(f"{equal} had rewards that are all equal, and taught nothing")
+    if explains is not None and flat:
+        follows.append(f"the gradient of the newest {symptoms.flat_steps} steps was 0")
+    if explains is not None and follows:
+        joined = msgspec.structs.replace(explains, text=f"{explains.text}. Meanwhile {' and '.join(follows)}")
+        causes[causes.index(explains)] = joined
+    elif equal is not None:
+        steps = f"; the gradient of the newest {symptoms.flat_steps} steps was 0" if flat else ""
+        text = f"{equal} had rewards that are all equal, and taught nothing{steps}: {_why_equal(symptoms, config)}"
+        causes.append(_cause("rewards", text, "bad"))
+    elif flat:
+        causes.append(_cause("gradient", _why_flat(symptoms, config), "bad"))
+    refused, failing = _refused(workers), _failing(symptoms, notices, config)
+    found = [*refused, *failing, *causes, *_checkpoints(symptoms)]
+    return sorted(found, key=lambda cause: cause.severity != "bad")
+
+
+def why_equal(symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig) -> str:
+    """Say why the rewards of a group are all equal, even if few such groups were seen. Arguments as of `diagnose`."""
+    explains = _worst(_of_episodes(symptoms, notices, config))
+    return explains.text if explains is not None else _why_equal(symptoms, config)
+
+
+def _of_episodes(symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig) -> list[Cause]:
+    """List what goes wrong in episodes before they are rewarded, what explains the others first."""
+    return [*_tools(symptoms, notices), *_cut_off(symptoms, config), *_wrong_calls(symptoms, config)]
+
+
+def _worst(causes: Sequence[Cause]) -> Cause | None:
+    """Return the first cause that is bad enough to explain equal rewards."""
+    return next((cause for cause in causes if cause.severity == "bad"), None)
+
+
+def _cause(about: str, text: str, severity: Severity) -> Cause:
+    return Cause(printable(about), printable(text[:_MAX_TEXT]), severity)
+
+
+def _severity(share: float) -> Severity:
+    return "bad" if share >= _NEARLY_ALL else "warn"
+
+
+def _refused(workers: Sequence[WorkerStatus]) -> Iterator[Cause]:
+    """Name workers that the queue has refused: lately, or at any time if there is no other."""
+    others = any(worker.does not in ("refused", "silent", "left") for worker in workers)
+    refused = [
+        worker for worker in workers if worker.does == "refused" and (worker.seen_s_ago < _REFUSED_S or not others)
+    ]
+    if refused:
+        newest = min(refused, key=lambda worker: worker.seen_s_ago)
+        many = f"{len(refused):,} workers are refused, the newest" if len(refused) > 1 else "a worker is refused"
+        yield _cause("refused workers", f"{many}: {newest.reason}", "warn" if others else "bad")
+
+
+def _tools(symptoms: Symptoms, notices: Sequence[Notice]) -> Iterator[Cause]:
+    """Name the tools that fail by their own fault, the worst first."""
+    tools = [(name, counts) for name, counts in symptoms.newest.tools.items() if counts.calls >= _MIN_SEEN]
+    for name, counts in sorted(tools, key=lambda tool: -tool[1].own_failures / tool[1].calls):
+        share = counts.own_failures / counts.calls
+        if share >= _SOME:
+            error = _newest(notices, "tool", f"tool {name}: ") or "see the notices"
+            text = (
+                f"tool {name} fails in {counts.own_failures} of its newest {counts.calls} calls ({error}): fix the "
+                f"tool first, since the policy gets the error as its answer"
+            )
+            yield _cause(f"tool {name}", text, _severity(share))
+
+
+def _wrong_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
+    """Name the tools that the policy does not call as it must."""
+    for name, counts in symptoms.newest.tools.items():
+        share = counts.wrong_calls / max(1, counts.calls)
+        if counts.calls >= _MIN_SEEN and share >= _MANY:
+            text = (
+                f"{counts.wrong_calls} of the newest {counts.calls} calls of {name} are not as the tool wants them: "
+                f"read them with `{_rollouts(config)}`, and say in the tool's description what it takes"
+            )
+            yield _cause(f"calls of {name}", text, _severity(share))
+
+
+def _cut_off(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
+    """Name the limit at which most rollouts end."""
+    finished, rollout = symptoms.newest.finished, config.rollout
+    rollouts = finished.total()
+    remedies = {
+        "length": f"raise rollout.max_turn_tokens = {rollout.max_turn_tokens} or rollout.max_episode_tokens = "
+        f"{rollout.max_episode_tokens}",
+        "context": f"raise vllm.max_model_len = {config.vllm.max_model_len}, or shorten prompts and tool results",
+        "turn_limit": f"raise rollout.max_turns = {rollout.max_turns}",
+        "timeout": f"raise worker.episode_timeout_s = {config.worker.episode_timeout_s:g}",
+    }
+    counts = {reason: finished[reason] for reason in remedies}
+    share = sum(counts.values()) / max(1, rollouts)
+    if rollouts < _MIN_SEEN or share < _MANY:
+        return
+    commonest = max(counts, key=counts.__getitem__)
+    untrained = " None of their tokens trains, since rollout.mask_truncated is on." if rollout.mask_truncated else ""
+    text = (
+        f"{sum(counts.values())} of the newest {rollouts} rollouts did not come to their own end, most of them by "
+        f"{commonest}.{untrained} What they would have answered has no reward: {remedies[commonest]}"
+    )
+    yield _cause("rollouts cut off", text, _severity(share))
+
+
+def _failing(symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig) -> Iterator[Cause]:
+    """Name the reason for which many tickets yield no group."""
+    failed = Counter(reason for reason in symptoms.tickets if reason)
+    seen = len(symptoms.tickets)
+    if seen < _MIN_SEEN or failed.total() < _SOME * seen:
+        return
+    reason, times = failed.most_common(1)[0]
+    code = reason.removeprefix(reasons.failed(""))
+    error = _newest(notices, explaining_kind(reason)) or "see the notices"
+    text = (
+        f"{failed.total()} of the newest {seen} groups failed, {times} of them for {code}: {error}. Fix it "
+        f"{where_to_fix(reason, config)}"
+    )
+    yield _cause(f"groups that fail: {code}", text, _severity(failed.total() / seen))
+
+
+def explaining_kind(reason: str) -> str:
+    """Return the kind of the notices that explain why a ticket ended."""
+    code = reason.removeprefix(reasons.failed("")).removeprefix(reasons.rejected(""))
+    return _KINDS.get(code, code)
+
+
+def where_to_fix(reason: str, config: RunConfig) -> str:
+    """Say where the fault is for which a ticket ended, to stand behind "fix it"."""
+    code = reason.removeprefix(reasons.failed(""))
+    if code in _OF_THE_TASK:
+        return f"in the task {config.task.path} or the run file"
+    return "at the vLLM server, or in the run file" if code in _OF_A_SERVER else "in the run file"
+
+
+def _equal_share(symptoms: Symptoms) -> str | None:
+    """Return how many groups had rewards that are all equal; None while enough of them have not."""
+    if symptoms.equal_in_a_row >= symptoms.patience:
+        return f"{symptoms.equal_in_a_row} groups in a row"
+    longer = symptoms.longer
+    if len(longer) == longer.size and longer.equal > _NEARLY_ALL * len(longer):
+        return f"{longer.equal} of the last {len(longer)} groups"
+    return None
+
+
+def _why_equal(symptoms: Symptoms, config: RunConfig) -> str:
+    """Say what rewards that are equal within their groups point to, and what to look at in which order."""
+    rewards, rollout, read = symptoms.longer.rewards, config.rollout, f"`{_rollouts(config)}`"
+    if not rewards:
+        return f"look at them with {read}"
+    if rollout.temperature <= _COLD:
+        warmer = f"raise rollout.temperature = {rollout.temperature:g}: the episodes of a group are nearly the same"
+    elif rollout.temperature < 1:
+        warmer = f"raise rollout.temperature = {rollout.temperature:g} or rollout.group_size = {rollout.group_size}"
+    else:
+        warmer = f"raise rollout.group_size = {rollout.group_size}"
+    # One group that succeeded or failed by chance does not make them differ.
+    usual, count = rewards.most_common(1)[0]
+    are = "all are" if len(rewards) == 1 else "nearly all are"
+    if count < _NEARLY_ALL * rewards.total():
+        return f"groups differ, the episodes of one group do not. Read them with {read}, and {warmer}"
+    if usual == 0:
+        then = "Only if it is right, the task may be too hard: give it easier rows"
+    elif usual == 1:
+        then = "Only if it is right, the task may be too easy: give it harder rows"
+    else:
+        then = "Only if it is right, change the rows"
+    return (
+        f"{are} {usual:g}. Look at the reward first: read with {read} whether it judges the answers rightly. {then}, "
+        f"or {warmer}"
+    )
+
+
+def _why_flat(symptoms: Symptoms, config: RunConfig) -> str:
+    """Say why no weight moves although rewards differ."""
+    keeps = ' (learner.zero_variance = "keep")' if config.learner.zero_variance == "keep" else ""
+    return (
+        f"the gradient of the newest {symptoms.flat_steps} steps was 0, and the rewards of their groups are not all "
+        f"equal{keeps}: nearly every token is masked or clipped. See masked/* and clip_ratio/* in "
+        f"{config.run_dir / 'metrics.jsonl'}"
+    )
+
+
+def _checkpoints(symptoms: Symptoms) -> Iterator[Cause]:
+    if symptoms.checkpoint_failure is not None:
+        yield _cause("checkpoints", symptoms.checkpoint_failure, "bad")
+
+
+def _newest(notices: Sequence[Notice], kind: str, prefix: str = "") -> str | None:
+    """Return the newest notice of a kind that begins with `prefix`, without that."""
+    found = (notice.text for notice in reversed(notices) if notice.kind == kind and notice.text.startswith(prefix))
+    return next((text.removeprefix(prefix) for text in found), None)
+
+
+def _rollouts(config: RunConfig) -> str:
+    """Return the command that shows rollouts. Without `slipstream up` only the user knows the run file's real name."""
+    run_file = config.run_file if config.run_file.is_file() else "run.toml"
+    return f"slipstream rollouts {shlex.quote(str(run_file))}"

@@ -1,0 +1,351 @@
+/* The loop as a picture: servers, workers, queue and learner, rates on the arrows between them, who waits for whom at the
+ * one that waits, and a ruler of policy versions. */
+(() => {
+  "use strict";
+  const { svg, set, format, visible, isNumber } = slipstream;
+  const { count, number, percent, seconds, plural } = format;
+
+  const NAMES = { servers: "vLLM servers", workers: "Rollout workers", queue: "Queue", learner: "Learner" };
+  const ROLES = {
+    servers: "sample the policy's answers",
+    workers: "play and judge episodes",
+    queue: "hands out tickets, keeps groups",
+    learner: "trains, and makes new weights",
+  };
+  const PLACES = [
+    ["episodes_generating", "generating", "--series-1"],
+    ["episodes_in_tools", "tools", "--series-2"],
+    ["episodes_in_judgement", "judged", "--series-5"],
+    ["episodes_waiting", "waiting", "--series-10"],
+  ];
+  const MAX_SQUARES = 48;
+  const WIDE = 700; // pixels from which the nodes stand side by side
+
+  /** Returns where everything stands, in the units of the drawing. */
+  function layoutFor(wide) {
+    const nodes = {};
+    const [width, height] = wide ? [222, 216] : [280, 206];
+    Object.keys(NAMES).forEach((name, i) => {
+      nodes[name] = wide ? { x: 4 + 288.6 * i, y: 6 } : { x: 64, y: 8 + 268 * i };
+      Object.assign(nodes[name], { w: width, h: height });
+    });
+    return wide
+      ? { wide, w: 1096, h: 340, nodes, ruler: { x: 390, y: 312, w: 330 } }
+      : { wide, w: 360, h: 1100, nodes, ruler: { x: 84, y: 1074, w: 220 } };
+  }
+
+  /** Draws with nodes that it keeps, so that a change moves no running animation. */
+  class Drawing {
+    constructor(root) {
+      this.root = root;
+      this.kept = new Map();
+      this.used = new Set();
+    }
+
+    /** Puts one shape or text; `key` names it over time. */
+    put(key, tag, attributes, text) {
+      this.used.add(key);
+      let node = this.kept.get(key);
+      if (!node) {
+        node = svg(tag);
+        this.kept.set(key, node);
+        this.root.append(node);
+      }
+      set(node, attributes);
+      if (text !== undefined) {
+        text = visible(text);
+        if (node.textContent !== text) node.textContent = text;
+      }
+      return node;
+    }
+
+    /** Puts a text of at most `width` units; a longer one is cut, and whole on hover. */
+    text(key, x, y, text, className, width = 190, anchor = "start") {
+      const cut = fit(text, className, width);
+      const node = this.put(key, "text", { x, y, class: className, "text-anchor": anchor }, cut);
+      if (cut !== text) node.append(svg("title", { text: visible(text) }));
+    }
+
+    /** Puts a text in two lines, 16 units apart, broken between words. */
+    twoLines(key, x, y, text, className, width) {
+      const words = text.split(" ");
+      let taken = words.length;
+      while (taken > 1 && fit(words.slice(0, taken).join(" "), className, width).endsWith("…")) taken -= 1;
+      this.text(`${key}a`, x, y, words.slice(0, taken).join(" "), className, width);
+      this.text(`${key}b`, x, y + 16, words.slice(taken).join(" "), className, width);
+    }
+
+    /** Takes away what was not put since the last call. */
+    finish() {
+      for (const [key, node] of this.kept) {
+        if (this.used.has(key)) continue;
+        node.remove();
+        this.kept.delete(key);
+      }
+      this.used.clear();
+    }
+  }
+
+  const ruled = document.createElement("canvas").getContext("2d");
+  const FONTS = { small: "11.5px", big: "600 19px", name: "600 14px", rate: "600 13px" };
+
+  /** Returns as much of a text as `width` units hold, with an ellipsis where it is cut. */
+  function fit(text, className, width) {
+    const kind = Object.keys(FONTS).find((name) => className.includes(name));
+    ruled.font = `${FONTS[kind] || "13px"} ${getComputedStyle(document.body).fontFamily}`;
+    text = text.slice(0, 300);
+    if (ruled.measureText(text).width <= width) return text;
+    let length = text.length;
+    while (length > 1 && ruled.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
+    return `${text.slice(0, length)}…`;
+  }
+
+  /** Tells at which node someone stands who waits. */
+  function nodeOf(who) {
+    if (who.startsWith("learner")) return "learner";
+    if (who.startsWith("server ")) return "servers";
+    if (who === "the queue" || who.startsWith("groups ") || who.startsWith("evaluation ")) return "queue";
+    return "workers";
+  }
+
+  /** Returns what each node says: a big figure, its parts for a bar, two lines. */
+  function contents(status) {
+    const { groups, learner, servers, workers, rates } = status;
+    const serving = servers.filter((server) => server.state === "serving").length;
+    const proven = servers.map((server) => server.version).filter(isNumber);
+    const span = proven.length ? [Math.min(...proven), Math.max(...proven)] : null;
+    const here = workers.filter((worker) => worker.does !== "left");
+    const open = here.reduce((sum, worker) => sum + worker.episodes_in_flight, 0);
+    const places = PLACES.map(([key, name, colour]) => [name, here.reduce((sum, worker) => sum + (worker[key] || 0), 0), colour]);
+    const over = open - places.reduce((sum, place) => sum + place[1], 0);
+    if (over > 0) places.push(["ended", over, "--series-3"]);
+    const failed = here.reduce((sum, worker) => sum + worker.episodes_failed, 0);
+    return {
+      servers: {
+        big: servers.length ? `${count(serving)} of ${count(servers.length)} serving` : "none is registered",
+        squares: servers.slice(0, MAX_SQUARES).map((server) => [server.name, server.state]),
+        lines: [
+          span ? `version${span[0] === span[1] ? ` ${span[0]}` : `s ${span[0]} to ${span[1]}`}; learner at ${status.version}` : "no version proven yet",
+          `${count(rates.tokens_sampled)} tokens sampled a second`,
+        ],
+      },
+      workers: {
+        big: here.length ? `${plural(open, "episode")}` : "none is here",
+        parts: places,
+        total: Math.max(open, 1),
+        lines: [
+          places.filter((place) => place[1]).map((place) => `${count(place[1])} ${place[0]}`).join(", ") || "no episode is open",
+          `${plural(here.length, "worker")}, idle ${percent(status.worker_wait_share)}${failed ? `; ${plural(failed, "failure")}` : ""}`,
+        ],
+      },
+      queue: {
+        big: `${count(groups.outstanding)} of ${count(groups.limit)} groups`,
+        parts: [
+          ["at workers", groups.tickets, "--series-1"],
+          ["ready", groups.ready, "--series-3"],
+          ["leased", groups.leased, "--series-5"],
+        ],
+        total: Math.max(groups.limit, groups.outstanding, 1),
+        lines: [
+          `${count(groups.tickets)} at workers, ${count(groups.ready)} ready, ${count(groups.leased)} leased`,
+          `${number(status.depth)} steps ahead, aims at ${number(status.depth_target)}`,
+        ],
+      },
+      learner: {
+        big: `step ${count(status.step)} of ${count(status.total_steps)}`,
+        parts: [["done", status.step, "--series-3"]],
+        total: Math.max(status.total_steps, 1),
+        lines: [
+          learner.reward_mean === null ? "no step yet" : `reward ${number(learner.reward_mean)}, ${seconds(learner.step_s)} a step`,
+          `waits ${percent(status.learner_wait_share)} of its time for groups`,
+        ],
+      },
+    };
+  }
+
+  /** Draws one node. */
+  function drawNode(drawing, name, box, content, waits, alarm) {
+    const { x, y, w, h } = box;
+    const key = (part) => `${name}.${part}`;
+    const mood = alarm ? "alarm" : waits.length ? "waits" : "";
+    drawing.put(key("box"), "rect", { x, y, width: w, height: h, rx: 10, class: `node ${mood}` });
+    drawing.text(key("name"), x + 14, y + 24, NAMES[name], "name", w - 24);
+    drawing.text(key("role"), x + 14, y + 40, ROLES[name], "small dim", w - 20);
+    drawing.text(key("big"), x + 14, y + 68, content.big, "big", w - 20);
+    const inner = w - 28;
+    if (content.squares) {
+      const size = Math.min(14, inner / Math.max(1, Math.ceil(content.squares.length / 2)) - 2);
+      content.squares.forEach(([server, state], i) => {
+        const perRow = Math.floor(inner / (size + 2));
+        const node = drawing.put(key(`square${i}`), "rect", {
+          x: x + 14 + (i % perRow) * (size + 2), y: y + 78 + Math.floor(i / perRow) * (size + 2),
+          width: size, height: size, rx: 3, class: `state-${state}`,
+        });
+        node.replaceChildren(svg("title", { text: visible(`${server}: ${state}`) }));
+      });
+    } else {
+      drawing.put(key("track"), "rect", { x: x + 14, y: y + 80, width: inner, height: 10, rx: 3, class: "track" });
+      let from = x + 14;
+      content.parts.forEach(([part, amount, colour], i) => {
+        const width = Math.max(0, Math.min(x + 14 + inner - from, (inner * amount) / content.total));
+        const node = drawing.put(key(`part${i}`), "rect", {
+          x: from, y: y + 80, width, height: 10, style: { fill: `var(${colour})` },
+        });
+        node.replaceChildren(svg("title", { text: `${part}: ${count(amount)}` }));
+        from += width;
+      });
+    }
+    content.lines.forEach((line, i) => drawing.text(key(`line${i}`), x + 14, y + 112 + 17 * i, line, "small", inner));
+    const waitBox = { x: x + 6, y: y + h - 66, width: w - 12, height: 60, rx: 6 };
+    drawing.put(key("waitbox"), "rect", { ...waitBox, class: waits.length ? "waitbox" : "none" });
+    if (waits.length === 0) {
+      drawing.text(key("wait0"), x + 14, y + h - 16, "waits for nobody", "small dim", inner);
+      return;
+    }
+    const longest = waits.reduce((a, b) => (a.since_s >= b.since_s ? a : b));
+    const others = waits.length > 1 ? ` (+${waits.length - 1})` : "";
+    drawing.text(key("wait0"), x + 14, y + h - 49, `${longest.who} has waited ${seconds(longest.since_s)}${others}`, "small wait", inner);
+    drawing.twoLines(key("wait1"), x + 14, y + h - 32, `for ${longest.what}`, "small wait", inner);
+  }
+
+  /** Draws an arrow with its two words. `speed`: 0 stands still, up to 3. */
+  function drawArrow(drawing, key, path, words, at, speed, anchor = "middle") {
+    drawing.put(`${key}.line`, "path", { d: path, class: "arrow", "marker-end": "url(#arrowhead)" });
+    drawing.put(`${key}.flow`, "path", { d: path, class: `flow flow-${speed}` });
+    words.forEach((word, i) => drawing.text(`${key}.word${i}`, at.x, at.y + 14 * i, word, i ? "small dim" : "rate", 92, anchor));
+  }
+
+  /** Returns how fast an arrow's dashes move: by the rate, in four speeds. */
+  function speedOf(rate, fast) {
+    if (!isNumber(rate) || rate <= 0) return 0;
+    return rate >= fast ? 3 : rate >= fast / 10 ? 2 : 1;
+  }
+
+  function drawArrows(drawing, layout, status, publishing) {
+    const { nodes, wide } = layout;
+    const { rates, groups } = status;
+    const pairs = [
+      ["servers", "workers", [count(rates.tokens_sampled), "tokens/s"], speedOf(rates.tokens_sampled, 1000), ["prompts", ""], speedOf(rates.tokens_sampled, 1000)],
+      ["workers", "queue", [number(rates.groups, 2), "groups/s"], speedOf(rates.groups, 10), [count(groups.tickets), "tickets out"], speedOf(groups.tickets, 100)],
+      ["queue", "learner", [count(rates.tokens_trained), "tokens/s"], speedOf(rates.tokens_trained, 1000), [number(rates.steps, 2), "steps/s"], speedOf(rates.steps, 1)],
+    ];
+    for (const [from, to, there, speedThere, back, speedBack] of pairs) {
+      const [a, b] = [nodes[from], nodes[to]];
+      if (wide) {
+        const [left, right] = [a.x + a.w + 6, b.x - 6];
+        const middle = { x: (left + right) / 2 };
+        drawArrow(drawing, `${from}>${to}`, `M${left} 92H${right - 4}`, there, { ...middle, y: 68 }, speedThere);
+        drawArrow(drawing, `${to}>${from}`, `M${right} 112H${left + 4}`, back, { ...middle, y: 130 }, speedBack);
+      } else {
+        const [top, bottom] = [a.y + a.h + 5, b.y - 5];
+        const middle = (top + bottom) / 2;
+        drawArrow(drawing, `${from}>${to}`, `M180 ${top}V${bottom - 4}`, there, { x: 168, y: middle }, speedThere, "end");
+        drawArrow(drawing, `${to}>${from}`, `M204 ${bottom}V${top + 4}`, back, { x: 216, y: middle }, speedBack, "start");
+      }
+    }
+    const [from, to] = [nodes.learner, nodes.servers];
+    const path = wide
+      ? `M${from.x + from.w / 2} ${from.y + from.h + 5}v34q0 12 -12 12H${to.x + to.w / 2 + 12}q-12 0 -12 -12V${to.y + to.h + 9}`
+      : `M${from.x - 5} ${from.y + 89}H44q-14 0 -14 -14V${to.y + 103}q0 -14 14 -14H${to.x - 9}`;
+    drawArrow(drawing, "weights", path, [], { x: 0, y: 0 }, publishing ? 3 : speedOf(rates.steps, 1));
+    const label = `new weights: version ${count(status.version)}`;
+    if (wide) {
+      drawing.put("weights.label", "rect", { x: 455, y: 257, width: 200, height: 26, rx: 13, class: "pill" });
+      drawing.text("weights.text", 555, 274, label, "rate", 190, "middle");
+    } else {
+      drawing.put("weights.text", "text", { transform: "translate(20 530) rotate(-90)", class: "rate", "text-anchor": "middle" }, label);
+    }
+  }
+
+  /** Draws the versions that may still train, where the servers are, and how old the trained tokens were. */
+  function drawRuler(drawing, ruler, page, status) {
+    const bound = page.max_staleness ?? status.max_staleness;
+    const { x, y, w } = ruler;
+    const place = (version) => x + w - (w * Math.min(bound + 0.6, status.version - version)) / Math.max(bound, 1);
+    drawing.put("ruler.line", "path", { d: `M${x - 10} ${y}H${x + w}`, class: "axis" });
+    const every = Math.max(1, Math.ceil(bound / 8));
+    for (let age = 0; age <= bound; age += every) {
+      const version = status.version - age;
+      if (version < 0) break;
+      drawing.put(`ruler.tick${age}`, "path", { d: `M${place(version)} ${y - 4}v8`, class: "axis" });
+      drawing.text(`ruler.version${age}`, place(version), y + 18, age ? String(version) : `version ${version}`, "small dim", 70, "middle");
+    }
+    const heights = new Map();
+    status.servers.slice(0, MAX_SQUARES).forEach((server, i) => {
+      if (!isNumber(server.version)) return;
+      const at = place(server.version);
+      const height = heights.get(at) || 0;
+      heights.set(at, height + 1);
+      const mark = drawing.put(`ruler.server${i}`, "circle", {
+        cx: at, cy: y - 10 - 8 * Math.min(height, 3), r: 3.6, class: `state-${server.state}`,
+      });
+      mark.replaceChildren(svg("title", { text: visible(`${server.name} has version ${server.version}`) }));
+    });
+    const mean = status.staleness.mean;
+    const at = place(status.version - mean);
+    drawing.put("ruler.mean", "path", { d: `M${at} ${y + 1}l5 7h-10z`, class: "mean" });
+    const text = `Versions: the dots are servers; the trained tokens (▲) are ${number(mean, 2)} versions old on average, ${status.staleness.max} at most, and never more than ${bound}`;
+    drawing.put("ruler.text", "title", {}, text);
+    return text;
+  }
+
+  /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
+  function limitOf(page, status, live) {
+    if (!status) return { text: "No state of the run is known.", severity: "info" };
+    if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
+    if (status.stall.stalled) {
+      return { text: `No optimiser step for ${seconds(status.stall.since_s)}: ${status.stall.why || "the cause is not known"}.`, severity: "bad" };
+    }
+    if (live && page.diagnosis.length) return page.diagnosis[0];
+    if (status.finished) return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
+    const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
+    if (!isNumber(learner) || !isNumber(worker)) return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
+    const shares = `the learner waits ${percent(learner)} of its time for groups, the workers ${percent(worker)} of theirs for tickets`;
+    if (learner > 2 * worker && learner > 0.1) return { text: `Making episodes limits the run: ${shares}.`, severity: "warn" };
+    if (worker > 2 * learner && worker > 0.1) return { text: `The learner limits the run: ${shares}.`, severity: "warn" };
+    return { text: `Nothing limits the run alone: ${shares}.`, severity: "good" };
+  }
+
+  /** Keeps the picture in `container`. */
+  class Loop {
+    constructor(container) {
+      this.root = svg("svg", { class: "loop", role: "img" });
+      container.append(this.root);
+      this.wide = null;
+    }
+
+    /** Draws a state of the run. Returns the sentence under the picture about staleness. */
+    draw(page, status) {
+      const wide = (this.root.parentNode.clientWidth || 1000) >= WIDE;
+      if (wide !== this.wide) {
+        this.wide = wide;
+        this.root.replaceChildren(svg("defs", {}, svg("marker", {
+          id: "arrowhead", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 5, markerHeight: 5, orient: "auto-start-reverse",
+        }, svg("path", { d: "M0 0L8 4L0 8z", class: "arrowhead" }))));
+        this.drawing = new Drawing(this.root);
+      }
+      const layout = layoutFor(wide);
+      set(this.root, { viewBox: `0 0 ${layout.w} ${layout.h}` });
+      if (!status) {
+        this.drawing.finish();
+        return "";
+      }
+      const parts = contents(status);
+      const waits = Object.fromEntries(Object.keys(NAMES).map((name) => [name, []]));
+      for (const wait of status.waits) waits[nodeOf(wait.who)].push(wait);
+      const publishing = status.servers.some((server) => server.state === "syncing");
+      drawArrows(this.drawing, layout, status, publishing);
+      const alarm = status.stall.stalled || status.gave_up !== null;
+      for (const [name, box] of Object.entries(layout.nodes)) {
+        drawNode(this.drawing, name, box, parts[name], waits[name], alarm && name === "learner");
+      }
+      const text = drawRuler(this.drawing, layout.ruler, page, status);
+      this.drawing.finish();
+      const said = Object.keys(NAMES).map((name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`);
+      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(page, status, false).text}`) });
+      return text;
+    }
+  }
+
+  slipstream.loop = { Loop, limitOf, nodeOf };
+})();

@@ -1,0 +1,138 @@
+"""The page over HTTP: its files, its data, its live stream, and who may look."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import aiohttp
+import msgspec
+import pytest
+
+from protocol import access
+from protocol.client import JSON, QueueClient
+from protocol.history import PageData
+from protocol.messages import BeginSession
+from rollout_queue import page
+from rollout_queue.broker import viewers
+from tests.kit import config
+from tests.kit.queue import Served, serve_version, serving, until
+
+SECRET = "0123456789abcdef"
+
+
+async def get(queue: Served, path: str, **arguments: Any) -> tuple[int, Any, bytes]:
+    async with aiohttp.ClientSession() as session, session.get(queue.url + path, **arguments) as response:
+        return response.status, response.headers, await response.read()
+
+
+async def test_the_page_and_its_files_are_open_and_run_no_script_from_elsewhere() -> None:
+    async with serving(config(queue={"token": SECRET})) as queue:
+        for path, kind in (("/", "text/html"), ("/page/page.css", "text/css"), ("/page/plotly.js", "text/javascript")):
+            status, headers, body = await get(queue, path)
+            assert (status, headers["Content-Type"].split(";")[0]) == (200, kind)
+            assert len(body) > 500
+            policy = dict(part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";"))
+            assert (policy["default-src"], policy["script-src"], policy["connect-src"]) == (
+                "'none'",
+                "'self'",
+                "'self'",
+            )
+            assert headers["X-Content-Type-Options"] == "nosniff"
+        for missing in ("__init__.py", "nothing.js", "..%2faccess.py", "page_routes.py"):
+            assert (await get(queue, f"/page/{missing}"))[0] in (401, 404)
+        html = page.files()["index.html"].decode()
+        assert not re.search(r"""(src|href)=["']https?:""", html)
+        for name in page.files():
+            if name.endswith(".js"):
+                assert f"page/{name}" in html, "every file is used"
+
+
+async def test_the_page_s_data_are_what_the_queue_knows() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        await until(lambda: len(queue.broker.history.events) >= 3)
+        status, _, body = await get(queue, access.PAGE_DATA)
+        assert status == 200
+        found = msgspec.json.decode(body, type=PageData)
+        assert (found.run, found.live, found.status and found.status.servers[0].name) == ("run", True, "vllm-0")
+        assert found.time["servers_serving"][-1] in (0, 1)
+        assert len(found.time["at"]) == len(found.time["depth"])
+        assert "the queue started" in [event.text for event in found.events]
+
+
+async def test_a_stream_brings_what_is_new_to_every_page_and_ends_with_the_service() -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client, aiohttp.ClientSession() as session:
+        streams = [await session.get(queue.url + access.LIVE) for _ in range(3)]
+        assert streams[0].headers["Content-Type"].startswith("text/event-stream")
+        await until(lambda: len(queue.broker.viewers) == 3)
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        for stream in streams:
+            seen: dict[str, Any] = {}
+            async with asyncio.timeout(20):
+                while not ("event" in seen and "session 1" in seen["event"]["text"]):
+                    block = await stream.content.readuntil(b"\n\n")
+                    if block.startswith(b"event: "):
+                        name, data = block.decode().split("\n")[:2]
+                        seen[name.removeprefix("event: ")] = msgspec.json.decode(data.removeprefix("data: "))
+            assert seen["status"]["run"] == "run"
+            assert seen["time"]["depth"] == 0.0
+        queue.broker.close_waits()
+        async with asyncio.timeout(20):
+            for stream in streams:
+                await stream.content.read()
+        await until(lambda: not len(queue.broker.viewers))
+
+
+async def test_a_page_that_reads_too_slowly_is_left_and_too_many_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = viewers.Viewers()
+    slow, quick = found.listen(), found.listen()
+    assert [await anext(slow), await anext(quick)] == [b": slipstream\n\n"] * 2
+    for number in range(1000):
+        found.tell("n", number)
+        assert await anext(quick) == b"event: n\ndata: %d\n\n" % number
+    with pytest.raises(StopAsyncIteration):
+        await anext(slow)
+    assert len(found) == 1
+    monkeypatch.setattr(viewers, "MAX_VIEWERS", 1)
+    async with serving(config()) as queue, aiohttp.ClientSession() as session:
+        async with session.get(queue.url + access.LIVE):
+            await until(lambda: len(queue.broker.viewers) == 1)
+            status, headers, body = await get(queue, access.LIVE)
+            assert (status, headers["Retry-After"]) == (503, "30")
+            assert b"1 pages are open: close one" in body
+        await until(lambda: not len(queue.broker.viewers))
+
+
+async def test_i8_who_has_signed_in_can_look_and_nothing_else() -> None:
+    async with serving(config(queue={"token": SECRET})) as queue:
+        assert (await get(queue, access.PAGE_DATA))[0] == 401
+        async with aiohttp.ClientSession(cookie_jar=aiohttp.CookieJar(unsafe=True)) as browser:
+
+            async def sign_in(token: str, **headers: str) -> int:
+                body = msgspec.json.encode({"token": token})
+                sent = {"Content-Type": JSON, **headers}
+                async with browser.post(queue.url + access.SIGN_IN, data=body, headers=sent) as response:
+                    cookie = response.headers.get("Set-Cookie", "")
+                    assert (response.status == 204) == bool(cookie)
+                    assert SECRET not in cookie
+                    assert not cookie or ("HttpOnly" in cookie and "SameSite=strict" in cookie)
+                    return response.status
+
+            assert await sign_in("wrong") == 401
+            assert await sign_in(SECRET, Origin="http://elsewhere.example") == 403
+            for token in (access.derive_token(SECRET, "viewer"), access.derive_token(SECRET, "worker"), SECRET):
+                browser.cookie_jar.clear()
+                assert await sign_in(token) == 204
+                async with browser.get(queue.url + access.PAGE_DATA) as response:
+                    assert response.status == 200
+                    text = await response.text()
+                assert SECRET not in text
+                assert "slv-" not in text
+                async with browser.get(queue.url + access.EVALUATIONS) as response:
+                    assert response.status == 403
+                for path in (access.POLICY, access.FINISH, access.TICKETS):
+                    async with browser.post(queue.url + path, json={}) as response:
+                        assert response.status == 401, "a cookie is sent by any page's form"

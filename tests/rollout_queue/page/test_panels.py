@@ -1,0 +1,195 @@
+"""Every panel of the page against the JSON that it draws."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.rollout_queue.page.page_data import GROUPS_PER_STEP, make_page
+from tests.rollout_queue.page.page_server import PageServer, serving
+
+if TYPE_CHECKING:
+    from tests.rollout_queue.page.browser import Browser
+
+# Chart, line, part of PageData, column, and the factor from the one to the other.
+LINES: list[tuple[str, str, str, str, float]] = [
+    ("reward", "reward", "steps", "reward", 1),
+    ("reward", "format", "steps", "rewards/format/mean", 1),
+    ("depth", "depth", "time", "depth", 1),
+    ("depth", "target", "time", "depth_target", 1),
+    ("depth", "limit", "time", "limit", 1 / GROUPS_PER_STEP),
+    ("staleness", "mean", "steps", "staleness_mean", 1),
+    ("staleness", "in the queue", "steps", "staleness_in_queue", 1),
+    ("step_time", "waits for groups", "steps", "wait_s", 1),
+    ("step_time", "hands weights over", "steps", "publish_blocked_ms", 0.001),
+    ("tokens", "sampled", "time", "rate_tokens_sampled", 1),
+    ("tokens", "trained", "time", "rate_tokens_trained", 1),
+    ("waits", "learner, for groups", "time", "learner_wait_share", 1),
+    ("groups", "ready", "time", "ready", 1),
+    ("drops", "zero variance", "time", "drop/zero_variance", 1),
+    ("activity", "in tools", "time", "workers_in_tools", 1),
+    ("entropy", "entropy", "steps", "entropy", 1),
+    ("kl", "to the sampling policy", "steps", "kl", 1),
+    ("clip", "high", "steps", "clip_ratio/high_mean", 1),
+    ("ratio", "99th percentile", "steps", "sampler/ratio_p99", 1),
+    ("turns", "mean", "steps", "rollout/turns_mean", 1),
+    ("tool_failures", "all", "steps", "tools/failure_frequency", 1),
+    ("finish", "stop", "steps", "finish/stop", 1),
+    ("servers", "serving", "time", "servers_serving", 1),
+    ("metric:house_metric", "house_metric", "steps", "house_metric", 1),
+]
+
+OPEN_ALL = "document.querySelectorAll('details.section').forEach((node) => { node.open = true; })"
+
+
+def drawn(browser: Browser, chart: str) -> list[dict[str, Any]]:
+    """Bring a chart into view, and return the lines that plotly has drawn."""
+    selector = f'.view-charts [data-chart="{chart}"]'
+    browser.run("document.querySelector(arguments[0]).scrollIntoView({ block: 'center' })", selector)
+    lines = "document.querySelector(arguments[0] + ' .plot').data"
+    browser.wait(lines, selector)
+    return list(browser.run(f"{lines}.map(({{ name, x, y, line }}) => ({{ name, x, y, dash: line.dash }}))", selector))
+
+
+@pytest.mark.parametrize("axis", ["time", "step"])
+def test_every_chart_draws_its_columns(browser: Browser, served: PageServer, axis: str) -> None:
+    page = served.page
+    browser.show(served.url, f"view=charts&x={axis}")
+    browser.run(OPEN_ALL)
+    assert not {line[0] for line in LINES} - set(browser.run("[...slipstream.page.charts.byId.keys()]"))
+    for chart, name, part, column, factor in LINES:
+        line = next(line for line in drawn(browser, chart) if line["name"] == name)
+        assert line["y"] == pytest.approx([value * factor for value in page[part][column]]), (chart, name)
+        at = page[part]["at"]
+        if axis == "time":
+            assert [x - line["x"][0] for x in line["x"]] == pytest.approx([1000 * (t - at[0]) for t in at]), chart
+        elif part == "steps":
+            assert line["x"] == page["steps"]["step"], chart
+        else:
+            assert sorted(line["x"]) == line["x"]
+            assert line["x"][-1] == page["steps"]["step"][-1]
+    assert browser.log() == []
+
+
+def test_charts_without_data_are_hidden_and_phases_add_up(browser: Browser, served: PageServer) -> None:
+    steps = served.page["steps"]
+    steps["entropy"] = [None] * len(steps["at"])
+    del steps["loss"]
+    browser.show(served.url, "view=charts&x=step")
+    charts = browser.run("[...slipstream.page.charts.byId.keys()]")
+    assert "kl" in charts
+    assert not {"entropy", "loss", "evaluation"} & set(charts)
+    phases = drawn(browser, "step_time")
+    sums = [sum(values) for values in zip(*(line["y"] for line in phases), strict=True)]
+    assert sums == pytest.approx(steps["step_time"])
+
+
+def test_another_run_is_drawn_dashed_from_the_same_start(browser: Browser) -> None:
+    other = make_page(steps=20)
+    part = {name: {**other[name], "at": [at - 9000 for at in other[name]["at"]]} for name in ("time", "steps")}
+    with serving({**make_page(), "compare": {"run": "before", **part}}) as served:
+        browser.show(served.url, "view=charts")
+        lines = {line["name"]: line for line in drawn(browser, "reward")}
+        assert lines["reward (before)"]["y"] == part["steps"]["reward"]
+        assert {name: line["dash"] for name, line in lines.items()} == {
+            **dict.fromkeys(("reward", "accuracy", "format"), "solid"),
+            **dict.fromkeys(("reward (before)", "accuracy (before)", "format (before)"), "dash"),
+        }
+        start = {name: line["x"][0] - line["x"][0] % 1000 for name, line in lines.items()}
+        assert abs(start["reward (before)"] - start["reward"]) < 5000
+
+
+def test_one_cursor_and_one_zoom_for_all_charts(browser: Browser, served: PageServer) -> None:
+    steps = served.page["steps"]
+    browser.show(served.url, "view=charts&x=step", size=(1280, 1400))
+    drawn(browser, "depth")
+    drawn(browser, "reward")
+    browser.point('[data-chart="reward"] .plot', 0.5, 0.5)
+    label = browser.wait("document.querySelector('[data-chart=\"reward\"] .cursor span').textContent")
+    step = int(label.removeprefix("step "))
+    cursors = "['reward', 'depth'].map((id) => document.querySelector(`[data-chart='${id}'] .cursor`))"
+    assert browser.run(f"{cursors}.every((node) => !node.hidden)")
+    shown = browser.text('[data-chart="reward"] .series b')
+    assert float(shown) == pytest.approx(steps["reward"][steps["step"].index(step)], abs=0.002)
+
+    browser.drag('[data-chart="reward"] .plot', 0.4, 0.7)
+    browser.wait("slipstream.state.get('from') && slipstream.state.get('to')")
+    zoomed = [float(browser.run("slipstream.state.get(arguments[0])", name)) for name in ("from", "to")]
+    assert 10 < zoomed[0] < zoomed[1] < 35
+    ranges = "['reward', 'depth'].map((id) => document.querySelector(`[data-chart='${id}'] .plot`).layout.xaxis.range)"
+    together = f"{ranges}.every((range) => range.every((x, i) => Math.abs(x - arguments[0][i]) < 0.01))"
+    browser.wait(together, zoomed)
+
+    served.push("step", {"step": 41, "at": steps["at"][-1] + 2, "reward": 0.95})
+    browser.wait("document.querySelector('[data-chart=\"reward\"] .plot').data[0].x.at(-1) === 41")
+    assert browser.run(together, zoomed)
+    browser.click(".view-charts .tools > button")
+    browser.wait("document.querySelector('[data-chart=\"depth\"] .plot').layout.xaxis.range[1] > 41")
+
+
+def test_the_loop_says_rates_waits_and_versions(browser: Browser, served: PageServer) -> None:
+    status = served.page["status"]
+    for size in ((1280, 800), (390, 844)):
+        browser.show(served.url, size=size)
+        text = " ".join(browser.texts("svg.loop text"))
+        groups = status["groups"]
+        for said in (
+            f"{groups['outstanding']} of {groups['limit']} groups",
+            f"step {status['step']} of {status['total_steps']}",
+            "1 of 2 serving",
+            "versions 39 to 40",
+            "1,930",
+            "826",
+            "12 generating",
+            "learner has waited 3.2 s",
+            "for 12 more groups",
+            "worker-1 has waited 1.4 s",
+            "new weights: version 40",
+        ):
+            assert said in text, (said, size)
+        assert browser.text(".limit") == served.page["diagnosis"][0]["text"]
+        assert "12 more groups" in browser.text("ul.waits")
+        assert browser.run("document.documentElement.scrollWidth <= innerWidth")
+    assert "Queue: 40 of 48 groups" in browser.run("document.querySelector('svg.loop').getAttribute('aria-label')")
+
+
+def test_a_stall_is_said_within_a_second_of_its_status(browser: Browser, served: PageServer) -> None:
+    browser.show(served.url)
+    served.opened.acquire(timeout=60)
+    why = "no vLLM server is serving: vllm-0 is down (connection refused)"
+    stall = {"stalled": True, "since_s": 130.0, "why": why, "after_s": 120.0}
+    served.push("status", {**served.page["status"], "stall": stall})
+    browser.wait("document.querySelector('.pill').textContent === 'stalled'")
+    assert browser.text(".limit") == f"No optimiser step for 2 min 10 s: {why}."
+    assert browser.run("document.querySelector('svg.loop .alarm') !== null")
+
+
+def test_tables_sort_filter_and_page(browser: Browser) -> None:
+    page = make_page()
+    worker = page["status"]["workers"][0]
+    page["status"]["workers"] = [
+        {**worker, "worker_id": f"worker-{i}", "tokens_sampled": (i * 7919) % 1000} for i in range(1000)
+    ]
+    with serving(page) as served:
+        browser.show(served.url, "view=fleet")
+        cells = "[...document.querySelectorAll(`table[data-table='workers'] td:nth-child(${arguments[0]})`)]"
+        texts = f"{cells}.map((node) => node.textContent)"
+        assert browser.run(texts, 1) == [f"worker-{i}" for i in range(50)]
+        browser.run("[...document.querySelectorAll('th button')].find((b) => b.textContent === 'Tokens').click()")
+        assert browser.run(texts, 9) == [str(i) for i in range(50)]
+        assert browser.run("slipstream.state.get('sort.workers')") == "tokens"
+        browser.type("input[aria-label='Filter: Workers']", "worker-99")
+        assert sorted(browser.run(texts, 1)) == sorted(["worker-99", *(f"worker-{i}" for i in range(990, 1000))])
+        servers = browser.texts("table[data-table='servers'] tr:last-child td")
+        assert servers[:6] == ["vllm-1", "syncing", "39", "1", "0.6 s", "version 40, which is on its way"]
+        assert browser.text("table[data-table='evaluations'] td:nth-child(2)") == "0.61"
+
+
+def test_events_stand_in_the_log_and_on_the_charts(browser: Browser, served: PageServer) -> None:
+    browser.show(served.url, "view=charts")
+    drawn(browser, "reward")
+    texts = browser.texts("table[data-table='events'] td:last-child")
+    assert texts == [event["text"] for event in reversed(served.page["events"])]
+    marks = browser.run("document.querySelector('[data-chart=\"reward\"] .plot').layout.shapes.length")
+    assert marks == len([event for event in served.page["events"] if event["at"] >= served.page["time"]["at"][0] - 1])

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import typer
 
+from deploy.commands.ended import causes_at_end
 from protocol import history
 from protocol.config import ConfigError, load
 from protocol.history import Columns, Event, PageData, Row, step_row, time_row
@@ -109,7 +110,7 @@ def read_run(run_dir: Path) -> PageData:
         group_size=settings.get("rollout", {}).get("group_size", 8),
         groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
         status=newest[1] if newest is not None else None,
-        diagnosis=newest[1].diagnosis if newest is not None else [],
+        diagnosis=causes_at_end(run_dir, newest[1] if newest is not None else None),
         statuses=statuses.kept,
         time=times.json(),
         steps=_steps(run_dir / METRICS, steps.json()),

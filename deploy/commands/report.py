@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import typer
 
+from deploy.commands.ended import causes_at_end
 from protocol import history
 from protocol.config import ConfigError, load
 from protocol.history import Columns, Event, PageData, Row, step_row, time_row
@@ -98,6 +99,11 @@ def read_run(run_dir: Path) -> PageData:
         if entry.event is not None:
             events.append(entry.event)
             del events[: -2 * MAX_EVENTS]
+    if newest is not None:
+        at, status = newest
+        newest = at, msgspec.structs.replace(status, diagnosis=causes_at_end(run_dir, status))
+        if statuses.kept and statuses.kept[-1][0] == at:
+            statuses.kept[-1] = newest
     rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
     for view in _lines(run_dir / ROLLOUTS, lambda line: msgspec.json.decode(line, type=RolloutView)):
         rollouts.add(view)

@@ -6,7 +6,14 @@
   const HEIGHT = 168;
   const MARGIN = { l: 48, r: 10, t: 8, b: 22 };
 
-  const mode = () => (state.get("x") === "step" ? "step" : "time");
+  let untimed = false; // a run of which only the steps are known
+
+  /** Notes whether the run's times are known: of one without them, charts are over steps. */
+  function checkTimes(page) {
+    untimed = !page.time.at.length && !page.steps.at.some(isNumber);
+  }
+
+  const mode = () => (state.get("x") === "step" || (untimed && state.get("x") !== "time") ? "step" : "time");
 
   /** Returns the index of the last value that is at most `x`, -1 if none. Values rise. */
   function before(values, x) {
@@ -204,7 +211,7 @@
     /** Returns how the axis is labelled: upright words, as many as there is room for. */
     ticks() {
       const [low, high] = this.owner.range();
-      const nticks = Math.max(2, Math.floor((this.plot.clientWidth - MARGIN.l) / 90));
+      const nticks = Math.max(2, Math.floor((this.plot.clientWidth - MARGIN.l) / 70));
       if (mode() === "step") return { nticks, tickangle: 0 };
       const span = high - low;
       return { nticks, tickangle: 0, tickformat: span < 300 ? "%H:%M:%S" : span < 86400 ? "%H:%M" : "%b %d %H:%M" };
@@ -274,5 +281,5 @@
     }
   }
 
-  slipstream.chart = { Chart, MARGIN, mode, nearest, stepAt, fromPlot };
+  slipstream.chart = { Chart, MARGIN, checkTimes, mode, nearest, stepAt, fromPlot };
 })();

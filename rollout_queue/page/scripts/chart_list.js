@@ -73,7 +73,7 @@
     {
       id: "staleness",
       section: "Flow",
-      title: "Staleness of the trained tokens",
+      title: "Staleness of trained tokens",
       unit: "versions",
       bound: true,
       lines: [

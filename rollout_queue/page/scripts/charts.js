@@ -3,7 +3,7 @@
 (() => {
   "use strict";
   const { el, button, select, state, theme, format, isNumber, chartList } = slipstream;
-  const { Chart, MARGIN, mode, stepAt, fromPlot } = slipstream.chart;
+  const { Chart, MARGIN, checkTimes, mode, stepAt, fromPlot } = slipstream.chart;
 
   const MAX_MARKS = 60; // events that are drawn as marks
   const SLICE_MS = 50; // of drawing, before the page may answer again
@@ -79,6 +79,7 @@
     update(page, at = null) {
       this.page = page;
       this.at = at;
+      checkTimes(page);
       const wanted = (state.get("chart") || "").toLowerCase();
       let found = chartList.chartsOf(page);
       if (this.only) found = this.only.map((id) => found.find((chart) => chart.id === id)).filter(Boolean);

@@ -4,13 +4,11 @@
   const { el, svg, set, visible, format, loop, charts, last, isNumber } = slipstream;
   const { count, number, percent, seconds, plural } = format;
 
-  /** Returns the queue's diagnosis: of the moment that is shown, where it is known. */
-  function causesOf(page, status) {
-    return status ? status.diagnosis || [] : page.diagnosis;
-  }
+  /** Returns what keeps the run from learning, the likeliest cause first. */
+  const causesOf = (status) => (status && status.diagnosis) || [];
 
   /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
-  function limitOf(page, status) {
+  function limitOf(status) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
     if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
     if (status.stall.stalled) {
@@ -19,7 +17,7 @@
         severity: "bad",
       };
     }
-    const causes = causesOf(page, status);
+    const causes = causesOf(status);
     if (causes.length) return causes[0];
     if (status.finished)
       return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
@@ -64,12 +62,12 @@
     /** Draws a moment of the run. `at`: the slider's time, null for the newest. */
     draw(page, status, at) {
       const staleness = this.loop.draw(page, status);
-      const limit = limitOf(page, status);
+      const limit = limitOf(status);
       set(this.limit, { text: visible(limit.text), class: `limit ${limit.severity}` });
       this.staleness.textContent = staleness ? `${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status);
-      const diagnosis = causesOf(page, status).map((each) => [each.text, each.since_s, each.severity]);
+      const diagnosis = causesOf(status).map((each) => [each.text, each.since_s, each.severity]);
       if (!diagnosis.length) diagnosis.push([limit.text, null, limit.severity]);
       list(this.more, diagnosis, "");
       list(

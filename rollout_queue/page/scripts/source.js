@@ -36,7 +36,6 @@
       events: [],
       rollouts: [],
       evaluations: [],
-      diagnosis: [],
       compare: null,
       ...page,
       time: { at: [], ...(page.time || {}) },

@@ -109,7 +109,6 @@ def read_run(run_dir: Path) -> PageData:
         group_size=settings.get("rollout", {}).get("group_size", 8),
         groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
         status=newest[1] if newest is not None else None,
-        diagnosis=newest[1].diagnosis if newest is not None else [],
         statuses=statuses.kept,
         time=times.json(),
         steps=_steps(run_dir / METRICS, steps.json()),

@@ -289,14 +289,17 @@
     return text;
   }
 
+  /** Returns what keeps the run from learning, the likeliest cause first. */
+  const causesOf = (status) => (status && status.diagnosis) || [];
+
   /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
-  function limitOf(page, status, live) {
+  function limitOf(status) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
     if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
     if (status.stall.stalled) {
       return { text: `No optimiser step for ${seconds(status.stall.since_s)}: ${status.stall.why || "the cause is not known"}.`, severity: "bad" };
     }
-    if (live && page.diagnosis.length) return page.diagnosis[0];
+    if (causesOf(status).length) return causesOf(status)[0];
     if (status.finished) return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
     const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
     if (!isNumber(learner) || !isNumber(worker)) return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
@@ -342,10 +345,10 @@
       const text = drawRuler(this.drawing, layout.ruler, page, status);
       this.drawing.finish();
       const said = Object.keys(NAMES).map((name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`);
-      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(page, status, false).text}`) });
+      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(status).text}`) });
       return text;
     }
   }
 
-  slipstream.loop = { Loop, limitOf, nodeOf };
+  slipstream.loop = { Loop, causesOf, limitOf, nodeOf };
 })();

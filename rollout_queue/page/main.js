@@ -166,12 +166,12 @@
 
     drawOverview(page, status, at) {
       const staleness = this.loop.draw(page, status);
-      const limit = loop.limitOf(page, status, at === null);
+      const limit = loop.limitOf(status);
       set(this.limit, { text: visible(limit.text), class: `limit ${limit.severity}` });
       this.staleness.textContent = staleness ? `${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status);
-      const diagnosis = at === null ? page.diagnosis.map((each) => [each.text, each.since_s, each.severity]) : [];
+      const diagnosis = loop.causesOf(status).map((each) => [each.text, each.since_s, each.severity]);
       if (!diagnosis.length) diagnosis.push([limit.text, null, limit.severity]);
       list(this.more, diagnosis, "");
       list(this.waits, (status ? status.waits : []).map((wait) => [`${wait.who} waits for ${wait.what}`, wait.since_s, ""]), "Nobody waits.");

@@ -8,7 +8,7 @@
   const POLL_MS = 5000;
   const SILENT_MS = 30000; // a stream that says nothing for so long is taken for broken
 
-  const EVENTS = ["status", "time", "step", "event", "rollouts", "evaluations", "diagnosis"];
+  const EVENTS = ["status", "time", "step", "event", "rollouts", "evaluations"];
 
   const sizes = new WeakMap(); // characters of each rollout that came live
 
@@ -24,7 +24,7 @@
   function complete(page) {
     return {
       run: "", live: false, now: Date.now() / 1000, max_staleness: null, group_size: null, groups_per_step: null,
-      status: null, statuses: [], time: {}, steps: {}, events: [], rollouts: [], evaluations: [], diagnosis: [],
+      status: null, statuses: [], time: {}, steps: {}, events: [], rollouts: [], evaluations: [],
       compare: null, ...page,
       time: { at: [], ...(page.time || {}) },
       steps: { step: [], at: [], ...(page.steps || {}) },

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 
 from protocol.rollouts import RolloutView
-from protocol.status import Cause, Evaluation, Status, WorkerActivity, episodes_at
+from protocol.status import Evaluation, Status, WorkerActivity, episodes_at
 
 FOLDER = "history"
 
@@ -225,7 +225,6 @@ class PageData(msgspec.Struct):
         now: Wall clock as of which it is, seconds.
         statuses: The state at some seconds, for the time slider; empty for a run under way.
         time, steps: Columns over wall time and over optimiser steps.
-        diagnosis: Causes, the likeliest first.
         compare: `run`, `time` and `steps` of another run.
     """
 
@@ -242,5 +241,4 @@ class PageData(msgspec.Struct):
     events: list[Event] = []
     rollouts: list[RolloutView] = []
     evaluations: list[Evaluation] = []
-    diagnosis: list[Cause] = []
     compare: Mapping[str, Any] | None = None

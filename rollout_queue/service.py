@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -24,6 +25,9 @@ from rollout_queue.store.base import StoreError, Superseded
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
 _GRACE_S = 5
 _BACKLOG = 4096  # a fleet that starts at once connects at once
+# Of garbage: after so many middle ones comes a full one. With Python's 10 a fleet's waiting requests, none of which is
+# garbage, cause one every few seconds, for which the loop stands still: a third of a second with 2,000 workers.
+_MIDDLE_COLLECTIONS = 100
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +122,13 @@ class _Server(uvicorn.Server):
                 timeout_graceful_shutdown=_GRACE_S,
             )
         )
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start, and take what lives as long as the process out of the garbage collector's work."""
+        await super().startup(sockets)
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(*gc.get_threshold()[:2], _MIDDLE_COLLECTIONS)
 
     def stop(self) -> None:
         self.should_exit = True

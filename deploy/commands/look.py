@@ -81,16 +81,22 @@ def rollouts(
     best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
     evals: Annotated[bool, typer.Option("--eval", help="of evaluations; only those that the queue still has")] = False,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
+    follow: Annotated[bool, typer.Option("--follow", help="show new ones until the run ends or Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
     queue: QueueUrl = None,
 ) -> None:
     """Read what the policy says, with rewards and staleness."""
     from deploy.commands.ended import find as find_ended
-    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_json, print_text
+    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_json, print_text
 
+    if follow and (step is not None or worst or best or evals or queue is not None):
+        raise ConfigError("--follow shows new rollouts of the run directory as they come: give it without the others")
     if worst and best:
         raise ConfigError("--worst and --best: choose one of the two")
     config = load(run_file, context.args)
+    if follow:
+        print_followed(config.run_dir, as_json)
+        return
     wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
     client = _client(config, queue, patience_s=0.0)
     ended = find_ended(config, time.time()) if queue is None else None

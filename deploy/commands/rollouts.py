@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
+import os
+import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -25,8 +27,14 @@ FILE_NAME = "rollouts.jsonl"
 
 EVALUATIONS = "evaluations.jsonl"
 
+# The learner writes it at the run's end.
+SUMMARY = "summary.json"
+
 # Rollouts to ask the queue for if the choice among them is made here.
 WINDOW = 100
+
+# `follow` looks so often for more, seconds.
+_LOOK_S = 0.25
 
 ROLE_WIDTH = 11
 
@@ -90,10 +98,64 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
     return found
 
 
+def follow(run_dir: Path, has_ended: Callable[[], bool]) -> Iterator[RolloutView]:
+    """Yield the rollouts that the learner writes from now on, until the run has ended.
+
+    Args:
+        has_ended: Tells whether it has; asked while nothing comes.
+    """
+    path = run_dir / FILE_NAME
+    file, seen = None, None
+    try:
+        while True:
+            if file is None and path.exists():
+                file = path.open("rb")
+                if seen is None:
+                    file.seek(0, os.SEEK_END)
+            line = file.readline() if file is not None else b""
+            if file is not None and line.endswith(b"\n"):
+                if (view := _decoded(line)) is not None and (key := (view.step, view.ticket_id, view.number)) != seen:
+                    seen = key
+                    yield view
+                continue
+            if has_ended():
+                return
+            if file is not None:
+                file.seek(-len(line), os.SEEK_CUR)  # the rest of it is still to be written
+                if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
+                    # The file got too long, and its newer half has taken its place.
+                    file.close()
+                    file = path.open("rb") if path.exists() else None
+                    _skip_to(file, seen)
+                elif file.tell() > path.stat().st_size:  # a resume has taken steps back
+                    file.seek(0, os.SEEK_END)
+            time.sleep(_LOOK_S)
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _skip_to(file: BinaryIO | None, seen: tuple[int | None, str, int] | None) -> None:
+    """Read on to behind the rollout that was seen last; not at all if it is not there any more."""
+    if file is None or seen is None:
+        return
+    for line in file:
+        if (view := _decoded(line)) is not None and (view.step, view.ticket_id, view.number) == seen:
+            return
+    file.seek(0)
+
+
+def _decoded(line: bytes) -> RolloutView | None:
+    try:
+        return msgspec.json.decode(line, type=RolloutView)
+    except msgspec.DecodeError:
+        return None
+
+
 def print_json(rollouts: Sequence[RolloutView]) -> None:
     """Print one JSON object a line."""
     for rollout in rollouts:
-        print(msgspec.json.encode(rollout).decode())
+        print(msgspec.json.encode(rollout).decode(), flush=True)
 
 
 def print_text(rollouts: Sequence[RolloutView]) -> None:
@@ -102,6 +164,16 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
         console.print(render(rollout), "")
     if not rollouts:
         console.print("no rollout has been kept yet")
+
+
+def print_followed(run_dir: Path, as_json: bool) -> None:
+    """Print rollouts as the learner writes them, until the run ends. Raises `ConfigError` without a run directory."""
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir.absolute()}: there is no such run; start it, or give the command where it started")
+    summary = run_dir / SUMMARY
+    before = summary.stat().st_mtime_ns if summary.exists() else None
+    for rollout in follow(run_dir, lambda: summary.exists() and summary.stat().st_mtime_ns != before):
+        (print_json if as_json else print_text)([rollout])
 
 
 def render(rollout: RolloutView) -> RenderableType:

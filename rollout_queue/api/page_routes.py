@@ -69,7 +69,6 @@ def page_data(broker: Broker) -> PageData:
         events=list(broker.history.events),
         rollouts=cast(list[RolloutView], [*seen.recent.newer(0)[1], *seen.recent_evals.newer(0)[1]]),  # in JSON
         evaluations=now.evaluations,
-        diagnosis=now.diagnosis,
     )
 
 

@@ -12,7 +12,9 @@
     step: [["", "whole run"], ["50", "last 50 steps"], ["500", "last 500 steps"], ["5000", "last 5,000 steps"]],
   };
 
-  const mode = () => (state.get("x") === "step" ? "step" : "time");
+  let untimed = false; // a run of which only the steps are known
+
+  const mode = () => (state.get("x") === "step" || (untimed && state.get("x") !== "time") ? "step" : "time");
 
   /** Returns the index of the last value that is at most `x`, -1 if none. Values rise. */
   function before(values, x) {
@@ -246,6 +248,7 @@
     update(page, at = null) {
       this.page = page;
       this.at = at;
+      untimed = !page.time.at.length && !page.steps.at.some(isNumber);
       const wanted = (state.get("chart") || "").toLowerCase();
       let found = chartList.chartsOf(page);
       if (this.only) found = this.only.map((id) => found.find((chart) => chart.id === id)).filter(Boolean);

@@ -3,7 +3,7 @@
 (() => {
   "use strict";
   const { svg, set, format, visible, isNumber } = slipstream;
-  const { count, number, percent, seconds, bytes, plural } = format;
+  const { count, number, percent, seconds, plural } = format;
 
   const NAMES = { servers: "vLLM servers", workers: "Rollout workers", queue: "Queue", learner: "Learner" };
   const ROLES = {
@@ -118,7 +118,7 @@
     const open = here.reduce((sum, worker) => sum + worker.episodes_in_flight, 0);
     const places = PLACES.map(([key, name, colour]) => [name, here.reduce((sum, worker) => sum + (worker[key] || 0), 0), colour]);
     const over = open - places.reduce((sum, place) => sum + place[1], 0);
-    if (over > 0) places.push(["over", over, "--series-3"]);
+    if (over > 0) places.push(["ended", over, "--series-3"]);
     const failed = here.reduce((sum, worker) => sum + worker.episodes_failed, 0);
     return {
       servers: {
@@ -148,7 +148,7 @@
         total: Math.max(groups.limit, groups.outstanding, 1),
         lines: [
           `${count(groups.tickets)} at workers, ${count(groups.ready)} ready, ${count(groups.leased)} leased`,
-          `${number(status.depth)} steps deep, aim ${number(status.depth_target)}; ${bytes(groups.bytes)}`,
+          `${number(status.depth)} steps ahead, aims at ${number(status.depth_target)}`,
         ],
       },
       learner: {
@@ -203,7 +203,7 @@
       return;
     }
     const longest = waits.reduce((a, b) => (a.since_s >= b.since_s ? a : b));
-    const others = waits.length > 1 ? ` (and ${waits.length - 1} more)` : "";
+    const others = waits.length > 1 ? ` (+${waits.length - 1})` : "";
     drawing.text(key("wait0"), x + 14, y + h - 49, `${longest.who} has waited ${seconds(longest.since_s)}${others}`, "small wait", inner);
     drawing.twoLines(key("wait1"), x + 14, y + h - 32, `for ${longest.what}`, "small wait", inner);
   }
@@ -289,14 +289,17 @@
     return text;
   }
 
+  /** Returns what keeps the run from learning, the likeliest cause first. */
+  const causesOf = (status) => (status && status.diagnosis) || [];
+
   /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
-  function limitOf(page, status, live) {
+  function limitOf(status) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
     if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
     if (status.stall.stalled) {
       return { text: `No optimiser step for ${seconds(status.stall.since_s)}: ${status.stall.why || "the cause is not known"}.`, severity: "bad" };
     }
-    if (live && page.diagnosis.length) return page.diagnosis[0];
+    if (causesOf(status).length) return causesOf(status)[0];
     if (status.finished) return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
     const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
     if (!isNumber(learner) || !isNumber(worker)) return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
@@ -342,10 +345,10 @@
       const text = drawRuler(this.drawing, layout.ruler, page, status);
       this.drawing.finish();
       const said = Object.keys(NAMES).map((name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`);
-      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(page, status, false).text}`) });
+      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(status).text}`) });
       return text;
     }
   }
 
-  slipstream.loop = { Loop, limitOf, nodeOf };
+  slipstream.loop = { Loop, causesOf, limitOf, nodeOf };
 })();

@@ -151,7 +151,7 @@
       const { state: connection, heardAt, why } = this.source.connection;
       const silent = seconds((Date.now() - heardAt) / 1000);
       const texts = {
-        live: "live", opening: "opening the live stream", starting: "loading", file: "report", ended: "the run is over", polling: "reading every 5 s", lost: "no connection",
+        live: "live", starting: "loading", file: "report", ended: "the run is over", polling: "reading every 5 s", lost: "no connection",
       };
       set(this.link, { text: texts[connection] || "", class: `connection ${connection === "live" ? "good" : "dim"}` });
       this.sign.hidden = connection !== "signed out";
@@ -166,12 +166,12 @@
 
     drawOverview(page, status, at) {
       const staleness = this.loop.draw(page, status);
-      const limit = loop.limitOf(page, status, at === null);
+      const limit = loop.limitOf(status);
       set(this.limit, { text: visible(limit.text), class: `limit ${limit.severity}` });
       this.staleness.textContent = staleness ? `${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status);
-      const diagnosis = at === null ? page.diagnosis.map((each) => [each.text, each.since_s, each.severity]) : [];
+      const diagnosis = loop.causesOf(status).map((each) => [each.text, each.since_s, each.severity]);
       if (!diagnosis.length) diagnosis.push([limit.text, null, limit.severity]);
       list(this.more, diagnosis, "");
       list(this.waits, (status ? status.waits : []).map((wait) => [`${wait.who} waits for ${wait.what}`, wait.since_s, ""]), "Nobody waits.");
@@ -189,7 +189,7 @@
         ["Steps", `${number(status.rates.steps * 60)} / min`, `${seconds(status.learner.step_s)} each`, time.rate_steps],
         ["Sampled", `${number(status.rates.tokens_sampled)} tok/s`, `${number(status.tokens_sampled)} in all`, time.rate_tokens_sampled],
         ["Trained", `${number(status.rates.tokens_trained)} tok/s`, `${percent(status.rates.tokens_sampled ? status.rates.tokens_trained / status.rates.tokens_sampled : null)} of sampled`, time.rate_tokens_trained],
-        ["Staleness", number(status.staleness.mean, 2), `highest ${status.staleness.max}, bound ${page.max_staleness ?? status.max_staleness}`, steps.staleness_mean],
+        ["Staleness", number(status.staleness.mean, 2), `highest ${status.staleness.max}, bound ${page.max_staleness ?? status.max_staleness}`, steps.staleness_mean || time.staleness_mean],
         ["Learner waits", percent(status.learner_wait_share), "of its time, for groups", time.learner_wait_share],
         ["Dropped", count(Object.values(status.drops).reduce((a, b) => a + b, 0)), Object.entries(status.drops).sort((a, b) => b[1] - a[1]).map(([why]) => why.replaceAll("_", " "))[0] || "no group", time.drops_total],
       ].filter((tile) => tile[4] !== false) : [];

@@ -8,6 +8,8 @@
   const POLL_MS = 5000;
   const SILENT_MS = 30000; // a stream that says nothing for so long is taken for broken
 
+  const EVENTS = ["status", "time", "step", "event", "rollouts", "evaluations"];
+
   const sizes = new WeakMap(); // characters of each rollout that came live
 
   /** Returns the text of a report's data: JSON, or packed by gzip and in base64. */
@@ -22,7 +24,7 @@
   function complete(page) {
     return {
       run: "", live: false, now: Date.now() / 1000, max_staleness: null, group_size: null, groups_per_step: null,
-      status: null, statuses: [], time: {}, steps: {}, events: [], rollouts: [], evaluations: [], diagnosis: [],
+      status: null, statuses: [], time: {}, steps: {}, events: [], rollouts: [], evaluations: [],
       compare: null, ...page,
       time: { at: [], ...(page.time || {}) },
       steps: { step: [], at: [], ...(page.steps || {}) },
@@ -50,6 +52,13 @@
     const again = steps.step.findIndex((step) => step >= row.step);
     if (isNumber(row.step) && again >= 0) for (const values of Object.values(steps)) values.length = again;
     appendRow(steps, "step", row, LIMITS.steps);
+  }
+
+  /** Adds an event, unless the page held it already. */
+  function appendEvent(page, event) {
+    const text = JSON.stringify([event.at, event.who, event.text]);
+    const known = page.events.slice(-50).some((each) => JSON.stringify([each.at, each.who, each.text]) === text);
+    if (!known) page.events = page.events.concat([event]).slice(-LIMITS.events);
   }
 
   /** Adds new rollouts; what stands for the same one (by ticket and number) is replaced. Old ones go. */
@@ -94,56 +103,54 @@
       setInterval(() => this.watch(), 1000);
     }
 
-    /** Reads the whole page, then listens. While nothing answers it tries again every 5 s. */
-    async load() {
+    /**
+     * Opens the stream of events, and then reads the whole page: what comes meanwhile is held until the page is there.
+     * Without a stream the page is read all the same, and both are tried again in 5 s.
+     */
+    load() {
       clearTimeout(this.timer);
-      let why;
+      this.close();
+      this.held = [];
+      const stream = (this.stream = new EventSource("v1/live"));
+      for (const name of EVENTS) stream.addEventListener(name, (event) => this.take(name, event.data));
+      stream.onopen = () => this.read(true);
+      stream.onerror = () => {
+        const was = this.connection.state === "live" ? "the live stream broke off" : "the live stream does not open";
+        this.close();
+        this.read(false, was);
+      };
+    }
+
+    /** Reads the page's data. `why`: why there is no stream beside it. */
+    async read(streaming, why = "") {
+      const { stream } = this;
       try {
         const answer = await fetch("v1/page", { credentials: "same-origin", signal: AbortSignal.timeout(4 * POLL_MS) });
         if (answer.status === 401) return this.connect("signed out", "");
-        if (answer.ok) {
-          this.page = complete(await answer.json());
-          this.connection.heardAt = Date.now();
-          this.listener("page");
-          if (!this.page.live) return this.connect("ended", "");
-          return this.listen();
-        }
-        why = `the queue answered ${answer.status}`;
+        if (!answer.ok) throw new Error(`the queue answered ${answer.status}`);
+        this.page = complete(await answer.json());
+        this.connection.heardAt = Date.now();
+        this.listener("page");
+        if (!this.page.live) return this.connect("ended", "");
+        if (streaming && stream !== this.stream) return; // it broke meanwhile, and was answered by another reading
+        this.connect(streaming ? "live" : "polling", why);
+        const held = this.held || [];
+        this.held = null;
+        for (const [name, text] of held) this.take(name, text);
+        if (streaming) return;
       } catch (error) {
-        why = error.name === "SyntaxError" ? "the queue's answer could not be read" : "the queue does not answer";
+        const silent = ["TypeError", "TimeoutError", "AbortError"].includes(error.name);
+        this.close();
+        const text = error.name === "Error" ? error.message : "the queue's answer could not be read";
+        this.connect("lost", silent ? "the queue does not answer" : text);
       }
-      this.connect("lost", why);
-      this.again();
-    }
-
-    again() {
       clearTimeout(this.timer);
       this.timer = setTimeout(() => this.load(), POLL_MS);
-    }
-
-    /** Opens the stream of events. Once it breaks, the page is polled, and the stream tried again each time. */
-    listen() {
-      this.close();
-      const stream = (this.stream = new EventSource("v1/live"));
-      if (this.connection.state !== "polling") this.connect("opening", "");
-      const names = ["status", "time", "step", "event", "rollouts", "evaluations", "diagnosis"];
-      for (const name of names) stream.addEventListener(name, (event) => this.take(name, event.data));
-      stream.onopen = () => this.heard();
-      stream.onerror = () => {
-        this.close();
-        this.connect("polling", "the live stream broke off");
-        this.again();
-      };
     }
 
     close() {
       if (this.stream) this.stream.close();
       this.stream = null;
-    }
-
-    heard() {
-      this.connection.heardAt = Date.now();
-      if (this.connection.state !== "live") this.connect("live", "");
     }
 
     connect(state, why) {
@@ -158,15 +165,16 @@
       if (this.stream && this.connection.state === "live" && silent > SILENT_MS) {
         this.close();
         this.connect("polling", "the live stream has fallen silent");
-        this.load();
+        this.read(false, "the live stream has fallen silent");
       }
       if (this.connection.state !== "live") this.listener("connection");
     }
 
     /** Applies one event of the stream. One that cannot be read is passed over, and named in the banner. */
     take(name, text) {
-      this.heard();
-      const page = this.page;
+      this.connection.heardAt = Date.now();
+      if (this.held) return void this.held.push([name, text]);
+      const { page } = this;
       let value;
       try {
         value = JSON.parse(text);
@@ -175,9 +183,10 @@
         return;
       }
       if (name === "status") page.status = value;
+      else if (name === "time" && value.at <= page.time.at.at(-1)) return; // the page held it already
       else if (name === "time") appendRow(page.time, "at", value, LIMITS.time);
       else if (name === "step") appendStep(page.steps, value);
-      else if (name === "event") page.events = page.events.concat([value]).slice(-LIMITS.events);
+      else if (name === "event") appendEvent(page, value);
       else if (name === "rollouts") appendRollouts(page, value, text.length);
       else page[name] = value;
       if (isNumber(value.at)) page.now = Math.max(page.now, value.at);
@@ -193,7 +202,7 @@
         });
         if (answer.ok) {
           this.connect("starting", "");
-          await this.load();
+          this.load();
           return null;
         }
         const body = await answer.json().catch(() => ({}));

@@ -122,6 +122,7 @@
     return { key, title, value, text: (row) => show(value(row)), ...options };
   }
   const numeric = { numeric: true };
+  const prose = { class: () => "prose" }; // a text that may take several lines
 
   const SERVER_COLUMNS = [
     column("name", "Server", (s) => s.name),
@@ -129,8 +130,8 @@
     column("version", "Version", (s) => s.version, (v) => v ?? "–", numeric),
     column("lag", "Behind", (s) => s.lag, (v) => v ?? "–", { numeric: true, help: "Versions behind the learner" }),
     column("since", "Since", (s) => s.since_s, seconds, numeric),
-    column("waits", "Waits for", (s) => s.waits_for, (v) => v ?? "nothing"),
-    column("reason", "Reason", (s) => s.reason, (v) => v ?? "–"),
+    column("waits", "Waits for", (s) => s.waits_for, (v) => v ?? "nothing", prose),
+    column("reason", "Reason", (s) => s.reason, (v) => v ?? "–", prose),
     column("transport", "Weights by", (s) => s.transport, (v) => v ?? "–"),
     column("url", "URL", (s) => s.url),
   ];
@@ -149,7 +150,7 @@
     column("call_failures", "Failed calls", (w) => (w.tool_calls ? w.tool_failures / w.tool_calls : 0), percent, numeric),
     column("waits", "Idle", (w) => w.wait_share, percent, { numeric: true, help: "Share of its slots' time without a ticket" }),
     column("seen", "Seen", (w) => w.seen_s_ago, (v) => `${seconds(v)} ago`, numeric),
-    column("why", "Failures", (w) => Object.entries(w.failures || {}).map(([why, times]) => `${why} ${times}`).join(", "), (v) => v || "–"),
+    column("why", "Failures", (w) => Object.entries(w.failures || {}).map(([why, times]) => `${why} ${times}`).join(", "), (v) => v || "–", prose),
     column("host", "Host", (w) => `${w.host}:${w.pid}`),
   ];
 
@@ -157,7 +158,7 @@
     column("at", "Time", (e) => e.at, (at) => clock(at, true)),
     column("kind", "About", (e) => e.kind, undefined, { class: (e) => `badge event-${e.kind}` }),
     column("who", "Who", (e) => e.who, (v) => v ?? "–"),
-    column("text", "What happened", (e) => e.text),
+    column("text", "What happened", (e) => e.text, undefined, prose),
   ];
 
   const EVALUATION_COLUMNS = [
@@ -170,7 +171,7 @@
     column("seconds", "Took", (e) => e.seconds, seconds, numeric),
     column("versions", "Versions", (e) => (e.versions ? e.versions[0] : null), (v) => v ?? "–", numeric),
     column("ended", "State", (e) => e.ended, (v) => (v ? v.replaceAll("_", " ") : "open")),
-    column("waits", "Waits for", (e) => e.waits_for, (v) => v ?? "–"),
+    column("waits", "Waits for", (e) => e.waits_for, (v) => v ?? "–", prose),
   ];
 
   /** The tables of servers, workers and evaluations. */

@@ -197,7 +197,7 @@ class SqliteReader:
     def run_state(self) -> RunState:
         if not self.exists():
             return RunState()
-        with self._opened("cannot be read as a run's store", "; move it away") as db:
+        with self._opened("cannot be read as a run's store", "; move it away, or mend its disk or its rights") as db:
             return sql.run_state(db.execute) if layout_of(db) else RunState()
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:

@@ -70,12 +70,17 @@ def damaged(path: Path, error: Exception) -> StoreError:
 
 @contextlib.contextmanager
 def only_queue(path: Path) -> Iterator[None]:
-    """Hold the lock file beside the file. Raises `ConfigError` if a queue does."""
+    """Hold the lock file beside the file. Raises `ConfigError` if a queue does, or if it cannot be written."""
+    file = path.with_suffix(".lock")
     with contextlib.ExitStack() as lock:
         try:
-            lock.enter_context(hold_lock_file(path.with_suffix(".lock")))
+            lock.enter_context(hold_lock_file(file))
         except BlockingIOError:
             raise ConfigError(f"{path} is in use by another queue: stop that one, or choose another run.name") from None
+        except OSError as error:
+            raise ConfigError(
+                f"{file}: cannot be written: {error.strerror}; give this user the right to, or choose another run.dir"
+            ) from error
         yield
 
 
@@ -89,21 +94,20 @@ def folder_of_links(path: Path) -> Iterator[Path]:
         ConfigError: Another backup is under way, or what is done in it fails for the disk.
     """
     folder = path.with_name(f".{path.stem}-backup")
-    with contextlib.ExitStack() as lock:
-        try:
-            lock.enter_context(hold_lock_file(path.with_suffix(".backup-lock")))
-        except BlockingIOError:
-            raise ConfigError(f"{path}: another backup of it is under way: wait for its end") from None
-        try:
+    try:
+        with hold_lock_file(path.with_suffix(".backup-lock")):
             shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            yield folder
-        except OSError as error:
-            raise ConfigError(
-                f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder beside it"
-            ) from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+            try:
+                folder.mkdir()
+                yield folder
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        raise ConfigError(f"{path}: another backup of it is under way: wait for its end") from None
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be backed up: {error}; a backup makes hard links to the groups, in a folder beside it"
+        ) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""A real queue process, killed and restarted under its clients."""
+"""A real queue process, killed and restarted under its clients, or with a fleet that waits."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from protocol import codec
 from protocol.client import QueueClient, QueueRefused, RunFinished
 from protocol.config import ConfigError, RunConfig, load
 from protocol.messages import BeginSession, Group, LeaseAck, LeaseRequest, Server, ServerState, TicketRequest
+from rollout_queue.api.connection_pool import raise_descriptors
 from rollout_queue.broker.lifecycle import ALIVE_S
 from rollout_queue.service import listen, serve
 from rollout_queue.store import open_for_reading
@@ -29,11 +30,19 @@ from tests.kit.messages import SERVER
 from tests.kit.queue import serve_version
 
 B, STEPS = 4, 30
+FLEET = 2000
 SERVE = """
 import sys
 from protocol.config import load
 from rollout_queue.service import serve
 serve(load(sys.argv[1]))
+"""
+# Writes a line into the run directory for each full collection of garbage.
+COLLECTIONS = "full_collections"
+COUNT_COLLECTIONS = f"""
+import gc, pathlib, sys
+file = pathlib.Path(sys.argv[1]).with_name({COLLECTIONS!r}).open("a", buffering=1)
+gc.callbacks.append(lambda phase, info: info["generation"] == 2 and phase == "stop" and print("full", file=file))
 """
 
 
@@ -45,8 +54,8 @@ class Process:
     config: RunConfig
     running: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self) -> None:
-        self.running.append(subprocess.Popen([sys.executable, "-c", SERVE, str(self.run_file)]))
+    def start(self, program: str = SERVE) -> None:
+        self.running.append(subprocess.Popen([sys.executable, "-c", program, str(self.run_file)]))
 
     def end(self, number: signal.Signals) -> int:
         self.running[-1].send_signal(number)
@@ -203,6 +212,26 @@ async def test_a_signal_ends_a_queue_that_finds_another_in_its_place(process: Pr
     await asyncio.sleep(2 * ALIVE_S)  # its next commit is due
     queue.send_signal(signal.SIGTERM)
     assert process.end(signal.SIGCONT) == 0
+
+
+async def test_a_fleet_that_waits_causes_no_full_collection(process: Process) -> None:
+    """The loop stands still for each: for a third of a second with 2,000 workers, every few seconds."""
+    raise_descriptors()
+    process.start(COUNT_COLLECTIONS + SERVE)
+    counted = process.run_file.with_name(COLLECTIONS)
+    async with QueueClient(process.config.queue.address, patience_s=30.0) as client, asyncio.timeout(120.0):
+        await client.position()
+        before = counted.read_text()
+        polls = [
+            asyncio.create_task(client.tickets(TicketRequest(f"w-{number}", 1, wait_s=120.0)))
+            for number in range(FLEET)
+        ]
+        while len((await client.status()).workers) < FLEET:  # noqa: ASYNC110 - another process's state
+            await asyncio.sleep(0.2)
+        assert counted.read_text() == before
+        for poll in polls:
+            poll.cancel()
+        await asyncio.gather(*polls, return_exceptions=True)
 
 
 def test_bad_input_a_taken_port_is_named(process: Process) -> None:

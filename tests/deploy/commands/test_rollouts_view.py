@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI, Response
 from rich.console import Console
 
-from deploy.commands.rollouts import FILE_NAME, Wanted, find, render
+from deploy.commands.rollouts import FILE_NAME, Wanted, find, follow, print_followed, render
 from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError
@@ -229,3 +229,46 @@ def test_rollouts_of_evaluations_without_a_queue_say_where_their_figures_are(tmp
     client = QueueClient(f"http://127.0.0.1:{free_port()}", patience_s=0.1)
     with pytest.raises(QueueError, match=r"gone when the run has ended: their metrics are in .*evaluations\.jsonl"):
         find(written(tmp_path, view(9)), Wanted(1, evals=True), client)
+
+
+def test_new_rollouts_are_followed_through_half_lines_a_new_file_and_a_resume_to_the_run_s_end(tmp_path: Path) -> None:
+    path, found = tmp_path / FILE_NAME, list[int]()
+
+    def line(number: int) -> bytes:
+        return msgspec.json.encode(view(number, step=number)) + b"\n"
+
+    path.write_bytes(line(0) + line(1))  # before anyone looked
+    half = line(4)
+
+    def append(data: bytes) -> None:
+        with path.open("ab") as file:
+            file.write(data)
+
+    def replace() -> None:
+        (tmp_path / "new").write_bytes(line(3) + line(4) + line(5))
+        (tmp_path / "new").replace(path)
+
+    acts = iter(
+        [
+            lambda: append(line(2) + line(3)),
+            lambda: append(half[:20]),
+            lambda: append(half[20:]),
+            replace,
+            lambda: path.write_bytes(line(3)),
+            lambda: append(line(6)),
+        ]
+    )
+
+    def has_ended() -> bool:
+        act = next(acts, None)
+        if act is not None:
+            act()
+        return act is None
+
+    found = [rollout.index for rollout in follow(tmp_path, has_ended)]
+    assert found == [2, 3, 4, 5, 6]
+
+
+def test_bad_input_follow_goes_alone_and_needs_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere: there is no such run; start it"):
+        print_followed(tmp_path / "nowhere", as_json=False)

@@ -23,8 +23,8 @@ def test_sign_in_with_a_viewers_token(browser: Browser, served: PageServer) -> N
     browser.driver.find_element("css selector", ".sign-in input").clear()
     browser.type(".sign-in input", "the viewer's\n")
     browser.wait("document.querySelector('.sign-in[hidden]') !== null && !document.querySelector('main').hidden")
-    browser.wait("slipstream.page.source.connection.state === 'live'")
-    assert browser.text("h1") == "multiply"
+    browser.wait("document.querySelector('h1').textContent === 'multiply'")
+    assert browser.run("slipstream.page.source.connection.state") == "live"
     assert "the viewer" not in browser.run("location.href + JSON.stringify(localStorage)")
 
 

@@ -45,7 +45,7 @@ OPEN_ALL = "document.querySelectorAll('details.section').forEach((node) => { nod
 
 def drawn(browser: Browser, chart: str) -> list[dict[str, Any]]:
     """Bring a chart into view, and return the lines that plotly has drawn."""
-    selector = f'[data-chart="{chart}"]'
+    selector = f'.view-charts [data-chart="{chart}"]'
     browser.run("document.querySelector(arguments[0]).scrollIntoView({ block: 'center' })", selector)
     lines = "document.querySelector(arguments[0] + ' .plot').data"
     browser.wait(lines, selector)
@@ -148,7 +148,7 @@ def test_the_loop_says_rates_waits_and_versions(browser: Browser, served: PageSe
             "new weights: version 40",
         ):
             assert said in text, (said, size)
-        assert browser.text(".limit") == served.page["diagnosis"][0]["text"]
+        assert browser.text(".limit") == served.page["status"]["diagnosis"][0]["text"]
         assert "12 more groups" in browser.text("ul.waits")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     assert "Queue: 40 of 48 groups" in browser.run("document.querySelector('svg.loop').getAttribute('aria-label')")

@@ -236,6 +236,13 @@ def test_one_run_directory_has_one_queue(tmp_path: Path) -> None:
     SqliteStore(tmp_path / FILE_NAME).close()
 
 
+@pytest.mark.parametrize("use", [SqliteStore, lambda path: SqliteReader(path).set_aside(path.parent)])
+def test_bad_input_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path, use: Callable[[Path], Any]) -> None:
+    (tmp_path / "queue.lock").mkdir()
+    with pytest.raises(ConfigError, match=r"queue\.lock: cannot be written: .*; give this user the right to"):
+        use(tmp_path / FILE_NAME)
+
+
 def test_bad_input_a_file_that_is_not_a_store_is_named(tmp_path: Path) -> None:
     path = tmp_path / FILE_NAME
     path.write_bytes(b"this is no database, but long enough to look like a file")

@@ -125,8 +125,10 @@ def causes_at_end(run_dir: Path, status: Status | None) -> list[Cause]:
     summary, _ = _summary(run_dir / SUMMARY)
     if summary is None or summary.steps < _newest_step(run_dir / METRICS):
         return status.diagnosis if status is not None else []
-    nothing = [Cause("run", summary.nothing_learnt, "bad")] if summary.nothing_learnt is not None else []
-    return [*nothing, *summary.diagnosis]
+    if summary.nothing_learnt is None:
+        return summary.diagnosis
+    # It names the first cause.
+    return [Cause("run", summary.nothing_learnt, "bad"), *summary.diagnosis[1:]]
 
 
 def render_ended(ended: EndedRun, now: float) -> RenderableType:

@@ -82,8 +82,8 @@ def render_causes(causes: Sequence[Cause]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for cause in causes:
         style = "bold red" if cause.severity == "bad" else "yellow"
-        seen = f"for {ago(cause.since_s).removesuffix(' ago')}"
-        table.add_row(Text(f"{printable(cause.about)}, {seen}", style=style), _text(cause.text))
+        seen = f", for {ago(cause.since_s).removesuffix(' ago')}" if cause.since_s else ""
+        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text))
     return table
 
 

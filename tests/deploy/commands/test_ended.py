@@ -76,13 +76,13 @@ def shown(found: EndedRun) -> str:
 def test_a_run_that_finished_says_so_with_its_rewards_and_what_kept_it_from_learning(config: RunConfig) -> None:
     stepped(config, 9)
     looked(config, step=9, total_steps=9, finished=True)
-    causes = msgspec.to_builtins([TOOL])
+    causes = msgspec.to_builtins([Cause("rewards", "all are 0", "bad"), TOOL])
     summed_up(config, 9, nothing_learnt="nothing was learnt: the gradient was 0", diagnosis=causes)
     lines = shown(ended(config)).splitlines()
     assert lines[0].rstrip() == (
         "run small  ended 3 h ago: 9 of 9 steps made, reward 0.250 at its first steps and 0.750 at its last"
     )
-    assert lines[1].split("  ")[0].startswith("run, for")
+    assert [line.split("  ")[0] for line in lines[1:3]] == ["run", "tool search, for 60 s"]
     assert "nothing was learnt: the gradient was 0" in lines[1]
     assert "tool search fails in 9 of its newest 9 calls" in lines[2]
     assert any("step 9/9" in line for line in lines[3:])

@@ -32,6 +32,13 @@ _HEADERS = {
 _COOKIE_S = 30 * 24 * 3600
 
 
+class _Key(msgspec.Struct):
+    """Says which rollout a view is of."""
+
+    ticket_id: str
+    number: int
+
+
 class SignIn(msgspec.Struct):
     """Lets a browser look: a viewer's token, or any other of the run."""
 
@@ -67,9 +74,23 @@ def page_data(broker: Broker) -> PageData:
         time=broker.history.time.json(),
         steps=broker.history.steps.json(),
         events=list(broker.history.events),
-        rollouts=cast(list[RolloutView], [*seen.recent.newer(0)[1], *seen.recent_evals.newer(0)[1]]),  # in JSON
+        rollouts=_rollouts(broker),
         evaluations=now.evaluations,
     )
+
+
+def _rollouts(broker: Broker) -> list[RolloutView]:
+    """Return the newest rollouts: of trained groups as the learner wrote them, others as they came to the queue."""
+    seen, trained = broker.observations, list(broker.trained.newest)
+    known = {(view.ticket_id, view.number) for view in trained}
+    came = [*seen.recent.newer(0)[1], *seen.recent_evals.newer(0)[1]]
+    others = [raw for raw in came if _key(raw) not in known]
+    return [*trained, *cast(list[RolloutView], others)]  # the others are in JSON
+
+
+def _key(raw: msgspec.Raw) -> tuple[str, int]:
+    key = msgspec.json.decode(raw, type=_Key)
+    return key.ticket_id, key.number
 
 
 @handles(router, access.FOLLOW_LIVE, answers={200: bytes})

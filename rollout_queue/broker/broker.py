@@ -19,6 +19,7 @@ from protocol import reasons
 from protocol.config import ConfigError, RunConfig
 from protocol.history import FOLDER
 from protocol.messages import RunPosition
+from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from rollout_queue.broker.clock import Clock
@@ -36,6 +37,7 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
+from rollout_queue.observe.windows import TrainedRollouts
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
 
@@ -85,6 +87,7 @@ class Broker:
         record = config.run_dir / RECORD_FOLDER
         self.recorder = Recorder(record, config.queue.record_bytes) if config.queue.record else None
         self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None, config.queue.history_bytes)
+        self.trained = TrainedRollouts(config.run_dir / ROLLOUTS)
         self.viewers = Viewers()
         self.on_failure: Callable[[], None] = lambda: None
         self.writer = Writer(store, self.fail, self.observations.histograms.commit_s)

@@ -163,8 +163,9 @@ async def _expire_when_due(broker: Broker) -> None:
 
 async def _keep_history(broker: Broker) -> None:
     """Add the status to the run's history, and tell the pages that are open."""
-    history, viewers, recent = broker.history, broker.viewers, broker.observations.recent
+    history, viewers, recent, trained = broker.history, broker.viewers, broker.observations.recent, broker.trained
     await asyncio.to_thread(history.load)
+    await asyncio.to_thread(trained.look)
     shown, _ = recent.newer(0)
     failure = None
     while broker.failure is None:
@@ -178,8 +179,10 @@ async def _keep_history(broker: Broker) -> None:
         for event in change.events:
             viewers.tell("event", event)
         shown, rollouts = recent.newer(shown)
-        if rollouts:
-            viewers.tell("rollouts", rollouts)
+        # Those that have trained replace on the page what it had of them.
+        for new in (rollouts, await asyncio.to_thread(trained.look)):
+            if new:
+                viewers.tell("rollouts", new)
         if history.failure != failure and (failure := history.failure) is not None:
             logger.error("%s", failure)
         spent = time.perf_counter() - began

@@ -333,11 +333,9 @@ def _why_equal(symptoms: Symptoms, config: RunConfig) -> str:
 
 def _why_flat(symptoms: Symptoms, config: RunConfig) -> str:
     """Say why no weight moves although rewards differ."""
-    keeps = ' (learner.zero_variance = "keep")' if config.learner.zero_variance == "keep" else ""
     return (
-        f"the gradient of the newest {symptoms.flat_steps} steps was 0, and the rewards of their groups are not all "
-        f"equal{keeps}: nearly every token is masked or clipped. See masked/* and clip_ratio/* in "
-        f"{config.run_dir / 'metrics.jsonl'}"
+        f"the gradient of the newest {symptoms.flat_steps} steps was 0 although rewards differ: nearly every token is "
+        f"masked or clipped. See masked/* and clip_ratio/* in {config.run_dir / 'metrics.jsonl'}"
     )
 
 

@@ -239,6 +239,7 @@ def test_each_command_is_one_line_of_the_help(
         "up",
         "status",
         "rollouts",
+        "report",
         "ledger",
         "replay",
         "token",

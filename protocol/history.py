@@ -10,6 +10,7 @@ import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
@@ -88,19 +89,43 @@ def read_part(path: Path, every: int = 1) -> Iterator[Entry]:
         every: Of how many statuses one is yielded; events all are.
     """
     statuses = 0
-    decoder, decode = zlib.decompressobj(wbits=47), msgspec.json.Decoder(Entry)
-    rest = b""
+    decode = msgspec.json.Decoder(Entry)
+    try:
+        for line in _lines(path):
+            is_status = _is_status(line)
+            statuses += is_status
+            if not is_status or not statuses % every:
+                yield decode.decode(line)
+    except msgspec.DecodeError:
+        return
+
+
+def newest_status(folder: Path) -> tuple[float, Status] | None:
+    """Return the newest status of a history and its time; None if it has none. Decodes nothing else."""
+    for part in reversed(parts(folder)):
+        newest = None
+        for line in _lines(part.path):
+            newest = line if _is_status(line) else newest
+        with suppress(msgspec.DecodeError):
+            if newest is not None and (entry := msgspec.json.decode(newest, type=Entry)).status is not None:
+                return entry.at, entry.status
+    return None
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Yield the whole lines of a part, as far as it can be read."""
+    decoder, rest = zlib.decompressobj(wbits=47), b""
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             try:
                 *lines, rest = (rest + decoder.decompress(chunk)).split(b"\n")
-                for line in lines:
-                    is_status = b'"status":' in line[:_HEAD]
-                    statuses += is_status
-                    if not is_status or not statuses % every:
-                        yield decode.decode(line)
-            except (zlib.error, msgspec.DecodeError):
+            except zlib.error:
                 return
+            yield from lines
+
+
+def _is_status(line: bytes) -> bool:
+    return b'"status":' in line[:_HEAD]
 
 
 class Columns:
@@ -142,7 +167,7 @@ class Columns:
 
 
 _DOES: tuple[WorkerActivity, ...] = ("generating", "waiting", "in_tools", "in_judgement", "idle")
-_GONE: tuple[WorkerActivity, ...] = ("silent", "left")
+_GONE: tuple[WorkerActivity, ...] = ("silent", "refused", "left")
 
 
 def time_row(at: float, status: Status) -> Row:

@@ -137,6 +137,9 @@ WHY_FAILED = (
     reasons.TIMEOUT,
 )
 
+# Stands for the tool in the counts of calls that name none.
+UNKNOWN_TOOL = "unknown"
+
 TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|failures(/({'|'.join(WHY_FAILED)}))?)")
 
 

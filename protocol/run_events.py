@@ -70,7 +70,7 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
         if was is None and not gone:
             yield "worker", f"worker {name} joined from {worker.host or 'somewhere'}", name
         elif was is not None and gone and was.does != worker.does:
-            yield "worker", f"worker {name} {'left' if worker.does == 'left' else 'has been silent for a minute'}", name
+            yield "worker", f"worker {name} {_how_gone(worker)}", name
         elif was is not None and _is_gone(was) and not gone:
             yield "worker", f"worker {name} came back", name
         first = sorted(set(worker.failures) - set(was.failures if was is not None else ()))
@@ -82,7 +82,13 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
 
 
 def _is_gone(worker: WorkerStatus) -> bool:
-    return worker.does in ("silent", "left")
+    return worker.does in ("silent", "refused", "left")
+
+
+def _how_gone(worker: WorkerStatus) -> str:
+    if worker.does == "refused":
+        return f"was refused: {worker.reason}"
+    return "left" if worker.does == "left" else "has been silent for a minute"
 
 
 def _told(before: Status | None, after: Status) -> Iterator[_Said]:
@@ -92,6 +98,10 @@ def _told(before: Status | None, after: Status) -> Iterator[_Said]:
     for notice in after.notices:
         if notice.id > known:
             yield "notice", notice.text, notice.who
+    seen = set() if before is None else {cause.about for cause in before.diagnosis}
+    for cause in after.diagnosis:
+        if cause.about not in seen:
+            yield "notice", cause.text, None
     ended = set() if before is None else {result.step for result in before.evaluations if result.ended}
     for result in after.evaluations:
         if result.ended and result.step not in ended:

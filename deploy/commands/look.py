@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -11,9 +12,10 @@ import typer
 
 from deploy.servers import servers
 from protocol import access
-from protocol.client import QueueClient, QueueError
+from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError, RunConfig, load
 from protocol.queue_urls import split_urls
+from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.status import Status
 from rollout_queue import store
 
@@ -51,7 +53,9 @@ def status(
     watch: Annotated[bool, typer.Option("--watch", help="redraw every second until Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
 ) -> None:
-    """Show depth, staleness and every wait."""
+    """Show depth, staleness and every wait; of a run that is over, how it ended."""
+    from deploy.commands.ended import find as find_ended
+    from deploy.commands.ended import show as show_ended
     from deploy.commands.status import show
 
     config = load(run_file, context.args)
@@ -63,7 +67,10 @@ def status(
         else:
             asyncio.run(show(client, watch))
     except QueueError as error:
-        raise ConfigError(f"{error}{_of_the_end(config) if queue is None else ''}") from None
+        if isinstance(error, Unreachable) and queue is None and (ended := find_ended(config, time.time())) is not None:
+            show_ended(ended, as_json)
+            return
+        raise ConfigError(f"{error}{_of_the_folder(config) if queue is None else ''}") from None
 
 
 def rollouts(
@@ -79,7 +86,8 @@ def rollouts(
     queue: QueueUrl = None,
 ) -> None:
     """Read what the policy says, with rewards and staleness."""
-    from deploy.commands.rollouts import Wanted, find, print_followed, print_json, print_text
+    from deploy.commands.ended import find as find_ended
+    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_json, print_text
 
     if follow and (step is not None or worst or best or evals or queue is not None):
         raise ConfigError("--follow shows new rollouts of the run directory as they come: give it without the others")
@@ -91,10 +99,17 @@ def rollouts(
         return
     wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
     client = _client(config, queue, patience_s=0.0)
+    ended = find_ended(config, time.time()) if queue is None else None
+    how = "" if ended is None else f"run {config.run.name} {ended.describe(time.time())}"
     try:
         found = find(config.run_dir, wanted, client, ask=queue is not None)
     except QueueError as error:
+        if how and isinstance(error, Unreachable):
+            left = f"rollouts of evaluations were in its queue alone; {EVALUATIONS} has their metrics"
+            raise ConfigError(f"{how}; {left if evals else f'it left no rollout in {ROLLOUTS}'}") from None
         raise ConfigError(f"{error}{_of_the_folder(config) if queue is None else ''}") from None
+    if how and not as_json:
+        typer.echo(f"{how}\n")
     (print_json if as_json else print_text)(found)
 
 
@@ -120,15 +135,6 @@ def _of_the_folder(config: RunConfig) -> str:
     return (
         f"; there is no folder {config.run_dir.absolute()}: run.dir is taken from the working directory, so give the "
         f"command where the run was started, or add --run.dir"
-    )
-
-
-def _of_the_end(config: RunConfig) -> str:
-    """Return where to read about a run whose queue has ended with it, to stand behind an error; "" if nothing is
-    here."""
-    summary = config.run_dir / "summary.json"
-    return (
-        f"; the queue ends with its run: if this one has ended, read {summary.absolute()}" if summary.exists() else ""
     )
 
 

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import typer
 
+from deploy.commands.ended import causes_at_end
 from protocol import history
 from protocol.config import ConfigError, load
 from protocol.history import Columns, Event, PageData, Row, step_row, time_row
@@ -98,6 +99,10 @@ def read_run(run_dir: Path) -> PageData:
         if entry.event is not None:
             events.append(entry.event)
             del events[: -2 * MAX_EVENTS]
+    if newest is not None:
+        newest = newest[0], _as_it_ended(run_dir, newest[1])
+        last_at, last = statuses.kept[-1]
+        statuses.kept[-1] = last_at, _as_it_ended(run_dir, last)
     rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
     for view in _lines(run_dir / ROLLOUTS, lambda line: msgspec.json.decode(line, type=RolloutView)):
         rollouts.add(view)
@@ -116,6 +121,11 @@ def read_run(run_dir: Path) -> PageData:
         rollouts=rollouts.kept,
         evaluations=list(_lines(run_dir / EVALUATIONS, lambda line: msgspec.json.decode(line, type=Evaluation))),
     )
+
+
+def _as_it_ended(run_dir: Path, status: Status) -> Status:
+    """Return the status with what kept the run from learning by its end, which the queue did not live to see."""
+    return msgspec.structs.replace(status, diagnosis=causes_at_end(run_dir, status))
 
 
 def as_one_file(data: PageData) -> str:

@@ -19,7 +19,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from learner.report.rollouts import printable
-from protocol.client import QueueClient, QueueError
+from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError
 from protocol.rollouts import RolloutView
 
@@ -86,12 +86,13 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
         try:
             found, where = wanted.choose(asyncio.run(_ask(client, wanted))), client.url
         except QueueError as error:
+            kind = Unreachable if isinstance(error, Unreachable) else QueueError
             if wanted.evals:
-                raise QueueError(
+                raise kind(
                     f"{error}; rollouts of evaluations are kept by the queue alone, and gone when the run has ended: "
                     f"their metrics are in {run_dir / EVALUATIONS}"
                 ) from None
-            raise QueueError(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
+            raise kind(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
     return found

@@ -82,8 +82,8 @@ def render_causes(causes: Sequence[Cause]) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     for cause in causes:
         style = "bold red" if cause.severity == "bad" else "yellow"
-        seen = f"for {_ago(cause.since_s).removesuffix(' ago')}"
-        table.add_row(Text(f"{printable(cause.about)}, {seen}", style=style), _text(cause.text))
+        seen = f", for {ago(cause.since_s).removesuffix(' ago')}" if cause.since_s else ""
+        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text))
     return table
 
 
@@ -92,7 +92,7 @@ def _notices(status: Status) -> Table:
     for notice in status.notices[-_NOTICES_SHOWN:]:
         others = f" and {notice.count - 1:,} others" if notice.count > 1 else ""
         who = f" at {notice.who}{others}" if notice.who else ""
-        table.add_row(Text(f"! {_ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
+        table.add_row(Text(f"! {ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
     return table
 
 
@@ -173,7 +173,7 @@ def _workers(status: Status) -> Table:
             _short(w.tokens_sampled),
             f"{w.tool_calls}/{w.tool_failures}",
             _percent(w.wait_share),
-            _ago(w.seen_s_ago) if w.does not in ("refused", "left") else w.does,
+            ago(w.seen_s_ago) if w.does not in ("refused", "left") else w.does,
         )
     return table
 
@@ -185,7 +185,7 @@ def _all_workers(status: Status) -> str:
 
 
 def _refused(connections: ConnectionStatus) -> str:
-    since, newest = _ago(connections.refused_since_s or 0.0), _ago(connections.refused_s_ago or 0.0)
+    since, newest = ago(connections.refused_since_s or 0.0), ago(connections.refused_s_ago or 0.0)
     return (
         f"busy: {connections.refused:,} requests of workers were refused, the first {since}, the newest {newest}: the "
         f"queue takes {connections.max_workers:,} workers (queue.max_workers)"
@@ -218,7 +218,7 @@ def _server_table(servers: Sequence[ServerStatus]) -> Table:
             str(server.state),
             _or_dash(server.version),
             _or_dash(server.lag),
-            _ago(server.since_s).removesuffix(" ago"),
+            ago(server.since_s).removesuffix(" ago"),
             _text(server.transport or "-"),
             _text(what or server.url),
         )
@@ -237,7 +237,8 @@ def _short(count: int) -> str:
     return str(count)
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
+    """Say how long ago something was, in its largest unit."""
     for unit, name in ((86_400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name} ago"

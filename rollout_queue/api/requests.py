@@ -288,10 +288,11 @@ HTTP_STATUS: Mapping[str, int] = {
 async def refusal_response(broker: Broker, refusal: Refusal) -> Response:
     """Answer a request that an operation refused, once the store has what the refusal tells and is still this queue's.
 
-    Another queue may have begun the session, or issued the tickets, that this one does not know.
+    Another queue may have begun the session, or issued the tickets, that this one does not know. NOT_READY tells of
+    this process alone, and that its store is silent may be why.
     """
     try:
-        if broker.ready:
+        if broker.ready and refusal.reason != reasons.NOT_READY:
             await broker.writer.newest
     except Refusal as failed:
         return error_response(failed)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from types import TracebackType
 from typing import Self
 
@@ -49,12 +48,16 @@ class Place:
         has_waited: Whether it stood in the line.
     """
 
-    def __init__(self, line: TicketLine, worker_id: str, serving: Collection[str]) -> None:
+    def __init__(
+        self, line: TicketLine, worker_id: str, serving: Collection[str], has_left: Callable[[], Awaitable[bool]]
+    ) -> None:
         self.worker_id = worker_id
         self.serving = serving
+        self.has_left = has_left
         self.has_waited = False
         self._line = line
         self._called = asyncio.Event()
+        self._is_over = False
 
     @property
     def is_called(self) -> bool:
@@ -65,24 +68,28 @@ class Place:
         self._called.set()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Wait until it is called. Returns whether it was, within `timeout_s` seconds."""
+        """Wait until it is called. Returns whether it was, within `timeout_s` seconds and before it was ended."""
+        if self._is_over:
+            return False
         self.has_waited = True
         self._line.stand(self)
-        return await wait(self._called, timeout_s)
+        return await wait(self._called, timeout_s) and not self._is_over
+
+    def end(self) -> None:
+        """Let it wait no longer, since nobody is there to be answered."""
+        self._is_over = True
+        self._called.set()
 
     def stand_again(self) -> None:
         self._called.clear()
 
     def __enter__(self) -> Self:
-        self._line.polls[self.worker_id] += 1
+        self._line.polls.setdefault(self.worker_id, set()).add(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._line.polls.subtract([self.worker_id])
-        if not self._line.polls[self.worker_id]:
-            del self._line.polls[self.worker_id]
         self._line.leave(self)
 
 
@@ -96,11 +103,11 @@ class TicketLine:
         permits: Returns how many tickets may be issued now.
 
     Attributes:
-        polls: Number of requests that are being answered, by worker.
+        polls: Requests that are being answered, by worker.
     """
 
     def __init__(self, permits: Callable[[], int]) -> None:
-        self.polls: Counter[str] = Counter()
+        self.polls: dict[str, set[Place]] = {}
         self._permits = permits
         self._places: dict[Place, None] = {}
         self._called: set[Place] = set()
@@ -108,14 +115,24 @@ class TicketLine:
     def __len__(self) -> int:
         return len(self._places)
 
-    def place(self, worker_id: str, serving: Collection[str]) -> Place:
+    def place(self, worker_id: str, serving: Collection[str], has_left: Callable[[], Awaitable[bool]]) -> Place:
         """Return a place for a request; it stands in the line once it waits.
 
         Args:
             worker_id: Who asks.
             serving: Names of the servers that the worker uses.
+            has_left: Tells whether it has hung up.
         """
-        return Place(self, worker_id, serving)
+        return Place(self, worker_id, serving, has_left)
+
+    async def has_room_for(self, worker_id: str) -> bool:
+        """Tell whether a worker may have one request more. Those that have hung up make room."""
+        polls = self.polls.get(worker_id, set())
+        if len(polls) >= MAX_POLLS:
+            for place in [place for place in list(polls) if await place.has_left()]:
+                place.end()
+                self.leave(place)
+        return len(polls) < MAX_POLLS
 
     @property
     def spoken_for(self) -> int:
@@ -130,6 +147,10 @@ class TicketLine:
 
     def leave(self, place: Place) -> None:
         """Take a request out of the line, and pass on what it leaves."""
+        if (polls := self.polls.get(place.worker_id)) is not None:
+            polls.discard(place)
+            if not polls:
+                del self.polls[place.worker_id]
         self._called.discard(place)
         if place in self._places:
             del self._places[place]

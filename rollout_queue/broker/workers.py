@@ -58,7 +58,7 @@ async def draw_tickets(
             reply = _ticket_reply(broker, request, delivered)
             await broker.writer.newest
             return reply
-    if broker.line.polls[worker] >= MAX_POLLS:
+    if not await broker.line.has_room_for(worker):
         broker.observations.connections.refuse(broker.now)
         raise Refusal(
             reasons.BUSY,
@@ -67,7 +67,7 @@ async def draw_tickets(
         )
     began = broker.now
     deadline = began + min(request.wait_s, MAX_WAIT_S)
-    with broker.line.place(worker, request.serving) as place:
+    with broker.line.place(worker, request.serving, has_left) as place:
         while True:
             broker.observations.workers.seen(worker, broker.now)
             async with broker.lock:

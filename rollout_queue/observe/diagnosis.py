@@ -15,6 +15,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
+from protocol.rollouts import UNKNOWN_TOOL
 from protocol.status import Cause, Notice, Severity, WorkerStatus
 from rollout_queue.observe.notices import printable
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow
@@ -156,7 +157,7 @@ def diagnose(
     if explains is not None and flat:
         follows.append(f"the gradient of the newest {symptoms.flat_steps} steps was 0")
     if explains is not None and follows:
-        joined = msgspec.structs.replace(explains, text=f"{explains.text}. Meanwhile {' and '.join(follows)}")
+        joined = msgspec.structs.replace(explains, text=f"{explains.text}. Meanwhile {', and '.join(follows)}")
         causes[causes.index(explains)] = joined
     elif equal is not None:
         steps = f"; the gradient of the newest {symptoms.flat_steps} steps was 0" if flat else ""
@@ -220,15 +221,22 @@ def _tools(symptoms: Symptoms, notices: Sequence[Notice]) -> Iterator[Cause]:
 
 
 def _wrong_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
-    """Name the tools that the policy does not call as it must."""
-    for name, counts in symptoms.newest.tools.items():
-        share = counts.wrong_calls / max(1, counts.calls)
-        if counts.calls >= _MIN_SEEN and share >= _MANY:
-            text = (
-                f"{counts.wrong_calls} of the newest {counts.calls} calls of {name} are not as the tool wants them: "
-                f"read them with `{_rollouts(config)}`, and say in the tool's description what it takes"
-            )
-            yield _cause(f"calls of {name}", text, _severity(share))
+    """Say that the policy does not call the tools as it must, and which it gets wrong most often."""
+    tools = symptoms.newest.tools
+    calls, wrong = (sum(getattr(of, what) for of in tools.values()) for what in ("calls", "wrong_calls"))
+    if calls < _MIN_SEEN or wrong < _MANY * calls:
+        return
+    worst = max(tools, key=lambda name: tools[name].wrong_calls)
+    most = f"{tools[worst].wrong_calls} of them " + (
+        "name no tool that there is or cannot be read"
+        if worst == UNKNOWN_TOOL
+        else f"call {worst} with other arguments"
+    )
+    text = (
+        f"{wrong} of the newest {calls} tool calls are not as a tool wants them, {most}: read them with "
+        f"`{_rollouts(config)}`, and say in prompt and descriptions what there is to call, and how"
+    )
+    yield _cause("tool calls", text, _severity(wrong / calls))
 
 
 def _cut_off(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:

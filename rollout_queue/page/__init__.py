@@ -17,9 +17,10 @@ TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 @cache
 def files() -> Mapping[str, bytes]:
     """Return the page's files by name."""
+    folder = resources.files(__name__)
     found = {
         file.name: file.read_bytes()
-        for file in resources.files(__name__).iterdir()
+        for file in (*folder.iterdir(), *(folder / "scripts").iterdir())
         if file.is_file() and f".{file.name.rpartition('.')[2]}" in TYPES
     }
     found[CHARTS] = (resources.files("plotly") / "package_data" / "plotly.min.js").read_bytes()

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from protocol import reasons
+from protocol.rollouts import UNKNOWN_TOOL
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
 
 # Metrics use UNKNOWN for calls that name no tool, and OTHER for tools beyond the first MAX_COUNTED.
-UNKNOWN, OTHER = "unknown", "other"
+UNKNOWN, OTHER = UNKNOWN_TOOL, "other"
 
 # MCP and models write names of tools like this. Other characters could forge the notation of calls.
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")

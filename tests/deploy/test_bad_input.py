@@ -196,12 +196,6 @@ def test_the_rollouts_of_a_run_that_was_started_elsewhere(run_file: Path) -> Non
     )
 
 
-def test_the_status_of_a_run_that_has_ended(run_file: Path) -> None:
-    run_directory(run_file).mkdir(parents=True)
-    (run_directory(run_file) / "summary.json").touch()
-    assert_refused(slipstream("status", run_file), "if this one has ended, read", "summary.json")
-
-
 @pytest.mark.parametrize("setting", ["queue.port", "vllm.port"])
 def test_a_taken_port(run_file: Path, taken_port: int, setting: str) -> None:
     with pytest.raises(ConfigError, match=f"{setting} = {taken_port}: another process listens"):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.history import MAX_POINTS, Columns, step_row, time_row
 from protocol.messages import ServerState
 from protocol.run_events import between
-from protocol.status import Evaluation, LearnerStatus, Notice, ServerStatus, Stall, Status, WorkerStatus
+from protocol.status import Cause, Evaluation, LearnerStatus, Notice, ServerStatus, Stall, Status, WorkerStatus
 from tests.kit.status import status
 
 
@@ -72,6 +72,18 @@ def server(name: str, state: ServerState, reason: str | None = None) -> ServerSt
 
 def said(before: Status | None, after: Status) -> list[tuple[str, str | None, str]]:
     return [(event.kind, event.who, event.text) for event in between(before, after, 9.0)]
+
+
+def test_a_refused_worker_and_a_cause_that_is_new_are_events() -> None:
+    cause = Cause("tool search", "tool search fails in 8 of its newest 8 calls", "bad")
+    first = status(uptime_s=10.0, workers=[worker("a"), worker("b")])
+    second = status(uptime_s=20.0, workers=[worker("a", does="refused", reason="the tokenizer differs"), worker("b")])
+    third = msgspec.structs.replace(second, diagnosis=[cause])
+    later = msgspec.structs.replace(cause, text="tool search fails in 9 of its newest 9 calls", since_s=1.0)
+    assert said(first, second) == [("worker", "a", "worker a was refused: the tokenizer differs")]
+    assert said(second, third) == [("notice", None, cause.text)]
+    assert said(third, msgspec.structs.replace(third, diagnosis=[later])) == []
+    assert time_row(5.0, second)["workers"] == 1
 
 
 def test_what_happened_between_two_looks_is_said_once() -> None:

@@ -79,6 +79,15 @@ def test_a_report_holds_what_the_run_left_behind(run_dir: Path, tmp_path: Path) 
     assert found.events[0].text == "the queue started"
 
 
+def test_a_report_ends_with_what_the_summary_says_kept_the_run_from_learning(run_dir: Path, tmp_path: Path) -> None:
+    (run_dir / "summary.json").write_text('{"steps": 5, "nothing_learnt": "nothing was learnt: the gradient was 0"}')
+    found = report.write(run_dir, tmp_path / "r.html")
+    assert found.status is not None
+    for status_at_end in (found.status, found.statuses[-1][1]):
+        assert [cause.text for cause in status_at_end.diagnosis] == ["nothing was learnt: the gradient was 0"]
+    assert found.statuses[0][1].diagnosis == []
+
+
 def test_a_report_is_one_file_that_runs_no_other_script(run_dir: Path, tmp_path: Path) -> None:
     out = tmp_path / "r.html"
     report.write(run_dir, out)

@@ -184,6 +184,9 @@ def test_the_status_page_s_report_is_a_part_of_the_record() -> None:
             "learning_rate": 1e-3,
             "entropy": 1.5,
             "kl": 0.01,
+            "wait_s": 0.5,
+            "train_s": 0.4,
+            "publish_blocked_ms": 3.0,
         },
     )
 

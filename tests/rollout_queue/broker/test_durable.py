@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol import codec, reasons
+from protocol import access, codec, reasons
 from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.messages import (
     BeginSession,
@@ -28,6 +28,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.status import EvaluationRequest
+from rollout_queue.broker import broker as broker_module
 from rollout_queue.broker import learner, lifecycle, workers
 from rollout_queue.broker import writer as writer_module
 from rollout_queue.broker.broker import Broker
@@ -275,6 +276,26 @@ async def test_nobody_is_refused_for_what_is_not_in_the_store(case: str, tmp_pat
         await deciding
         with pytest.raises(QueueError, match=why):
             await asking
+
+
+async def test_a_queue_whose_store_is_silent_says_at_once_that_it_is_not_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever chooses which queue to ask would wait for the store, too."""
+    store = HeldStore(tmp_path / "queue.db")
+    store.has_standbys = True
+    store.go.release(FREE)
+    async with serving(config(), store) as queue, QueueClient(queue.url, patience_s=0) as client:
+        hold(store)
+        deciding = asyncio.ensure_future(client.begin_session(BeginSession(0, 0, 100, resume=False)))
+        await until(lambda: store.begun.acquire(blocking=False))
+        monkeypatch.setattr(broker_module, "MAX_SILENCE_S", -1.0)
+        async with asyncio.timeout(10):
+            with pytest.raises(Unreachable, match="the store has not answered for"):
+                await client.call("GET", access.READY)
+        assert not deciding.done()
+        store.go.release(FREE)
+        await deciding
 
 
 class Taken(MemoryStore):

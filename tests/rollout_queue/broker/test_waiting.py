@@ -31,7 +31,7 @@ class Line(RuleBasedStateMachine):
 
     @rule()
     def comes(self) -> None:
-        place = self.line.place("w", ())
+        place = self.line.place("w", (), stays)
         if self.permits > self.line.spoken_for:
             self.permits -= 1
             return
@@ -82,7 +82,7 @@ TestLine.settings = settings(max_examples=60, stateful_step_count=40, deadline=N
 def test_the_first_are_called_and_no_more_than_there_are_permits() -> None:
     permits = [0]
     line = TicketLine(lambda: permits[0])
-    places = [line.place(f"w{number}", ()) for number in range(1000)]
+    places = [line.place(f"w{number}", (), stays) for number in range(1000)]
     for place in places:
         line.stand(place)
     permits[0] = 3
@@ -197,6 +197,29 @@ async def test_polls_in_one_workers_name_are_bounded_so_that_others_get_their_tu
         assert await taken([again]) == []
         broker.close_waits()
         await again
+
+
+async def test_polls_whose_connections_broke_do_not_keep_their_worker_from_asking() -> None:
+    """They stood for as long as they had asked to wait, a minute, and it was refused."""
+    async with running(learner={"groups_per_step": 16}) as broker:
+        held = await full(broker)
+        broke = asyncio.Event()
+
+        async def has_left() -> bool:
+            return broke.is_set()
+
+        request = TicketRequest("w", 1, wait_s=30.0)
+        gone = [asyncio.create_task(workers.draw_tickets(broker, request, has_left)) for _ in range(MAX_POLLS)]
+        assert await taken(gone) == []
+        with pytest.raises(Refusal, match="asks for tickets 8 times at once"):
+            await workers.draw_tickets(broker, request, stays)
+        broke.set()
+        again = asyncio.create_task(workers.draw_tickets(broker, request, stays))
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*gone) == [None] * MAX_POLLS
+        await workers.fail_ticket(broker, held[0], TicketFailure("first", "test"))
+        assert await taken([again]) == [0]
+        assert not broker.line.polls
 
 
 @pytest.mark.parametrize("waiting", [2, 200])

@@ -126,8 +126,25 @@ REFUSED = worker("refused", "worker w would make wrong data: the tokenizer diffe
         pytest.param(
             seen((16, outcome(0.0, 0.0, tools=WRONG))),
             *([], [], {}),
-            [("calls of search", "bad", ("64 of the newest 64 calls", "Meanwhile 16 groups"))],
+            [
+                (
+                    "tool calls",
+                    "bad",
+                    ("64 of the newest 64 tool calls", "64 of them call search", "Meanwhile 16 groups"),
+                )
+            ],
             id="calls that the policy gets wrong",
+        ),
+        pytest.param(
+            seen((16, outcome(0.0, 1.0, tools={"unknown": ToolCounts(6, 0, 6), "search": ToolCounts(4)}))),
+            *([], [], {}),
+            [("tool calls", "warn", ("96 of the newest 160 tool calls", "96 of them name no tool"))],
+            id="calls that name no tool",
+        ),
+        pytest.param(
+            seen((16, outcome(0.0, 1.0, tools={"unknown": ToolCounts(3, 0, 3), "search": ToolCounts(4)}))),
+            *([], [], {}, []),
+            id="fewer calls that name no tool than others",
         ),
         pytest.param(
             seen((16, outcome(0.0, 0.0, finished="length"))),
@@ -143,7 +160,7 @@ REFUSED = worker("refused", "worker w would make wrong data: the tokenizer diffe
         pytest.param(
             seen((16, outcome(0.0, 0.0, finished="context")), flat=8),
             *([], [], {}),
-            [("rollouts cut off", "bad", ("vllm.max_model_len", "and the gradient of the newest 8 steps was 0"))],
+            [("rollouts cut off", "bad", ("vllm.max_model_len", ", and the gradient of the newest 8 steps was 0"))],
             id="everything that follows from one cause is told with it",
         ),
         pytest.param(

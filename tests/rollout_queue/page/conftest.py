@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.rollout_queue.page.page_data import make_page
-from tests.rollout_queue.page.page_server import PageServer, plotly_path, serving
+from tests.rollout_queue.page.page_server import PageServer, serving
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +18,6 @@ def browser() -> Iterator[object]:
         pytest.skip("the page was not tried: Python's package selenium is not installed")
     from tests.rollout_queue.page.browser import Browser, find_chromium
 
-    if plotly_path() is None:
-        pytest.skip("the page was not tried: Python's package plotly is not installed")
     if (found := find_chromium()) is None:
         pytest.skip("the page was not tried: install Debian's packages chromium and chromium-driver")
     shown = Browser(*found)

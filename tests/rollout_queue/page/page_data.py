@@ -15,6 +15,7 @@ import msgspec
 from protocol.messages import ServerState
 from protocol.rollouts import RolloutView
 from protocol.status import (
+    Cause,
     Evaluation,
     GroupCounts,
     LearnerStatus,
@@ -207,6 +208,7 @@ def make_status(lines: list[Json], done: int, now_s: float, **changes: Any) -> J
         learner_wait_share=0.67,
         worker_wait_share=0.02,
         drops={"zero_variance": 351},
+        diagnosis=[Cause("generation", "Generation limits the run: the learner waits 67 % of its time.", "warn", 41.0)],
         notices=[Notice(1, "tool", "the tool multiply failed in 2 of 90 calls: bad_arguments", "worker-0", 40.0, 2)],
     )
     return {**msgspec.to_builtins(status), **changes}

@@ -12,32 +12,20 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import rollout_queue
-from tests.rollout_queue.page.page_data import Json, make_page
+import msgspec
 
-PAGE = Path(rollout_queue.__file__).parent / "page"
+from deploy.commands.report import as_one_file
+from protocol.history import PageData
+from rollout_queue import page
+from tests.rollout_queue.page.page_data import Json, make_page
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'"
 )
-TYPES = {
-    ".html": "text/html; charset=utf-8",
-    ".css": "text/css; charset=utf-8",
-    ".js": "text/javascript; charset=utf-8",
-}
-
-
-def plotly_path() -> Path | None:
-    """Return the file plotly.js of the Python package plotly; None where it is not installed."""
-    spec = find_spec("plotly")
-    if spec is None or spec.origin is None:
-        return None
-    return Path(spec.origin).parent / "package_data" / "plotly.min.js"
 
 
 class PageServer:
@@ -49,8 +37,8 @@ class PageServer:
         down: Whether every request about data is answered 503, streams too.
     """
 
-    def __init__(self, page: Json) -> None:
-        self.page = page
+    def __init__(self, data: Json) -> None:
+        self.page = data
         self.token: str | None = None
         self.down = False
         self.opened = threading.Semaphore(0)
@@ -94,13 +82,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]
-        if path == "/":
-            self._file(PAGE / "index.html")
-        elif path == "/page/plotly.js":
-            found = plotly_path()
-            self._answer(404, b"") if found is None else self._file(found)
-        elif path.startswith("/page/") and (PAGE / Path(path).name).is_file():
-            self._file(PAGE / Path(path).name)
+        if path == "/" or path.removeprefix("/page/") in page.files():
+            name = page.INDEX if path == "/" else path.removeprefix("/page/")
+            self._answer(200, page.files()[name], page.TYPES[f".{name.rpartition('.')[2]}"])
         elif path not in ("/v1/page", "/v1/live"):
             self._answer(404, b"")
         elif self.server_state.down:
@@ -119,9 +103,6 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             refusal = {"reason": "access_denied", "message": "This is no viewer's token of this run."}
             self._answer(401, json.dumps(refusal).encode(), "application/json")
-
-    def _file(self, path: Path) -> None:
-        self._answer(200, path.read_bytes(), TYPES[path.suffix])
 
     def _answer(self, code: int, body: bytes, kind: str = "text/plain", cookie: str | None = None) -> None:
         self.send_response(code)
@@ -153,9 +134,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 @contextmanager
-def serving(page: Json, port: int = 0) -> Iterator[PageServer]:
+def serving(data: Json, port: int = 0) -> Iterator[PageServer]:
     """Serve the page while the context is open."""
-    state = PageServer(page)
+    state = PageServer(data)
     handler = type("Handler", (_Handler,), {"server_state": state})
     server = ThreadingHTTPServer(("127.0.0.1", port), handler)
     server.daemon_threads = True
@@ -171,25 +152,9 @@ def serving(page: Json, port: int = 0) -> Iterator[PageServer]:
         thread.join()
 
 
-def write_report(page: Json, path: Path) -> Path:
-    """Write the page of a run that is over as one file, as `slipstream report` does: the files of index.html inline."""
-    text = (PAGE / "index.html").read_text()
-    text = text.replace(
-        '<link rel="stylesheet" href="page/page.css">', f"<style>\n{(PAGE / 'page.css').read_text()}</style>"
-    )
-    data = json.dumps(page).replace("<", "\\u003c")
-    scripts = [f'<script type="application/json" id="data">{data}</script>']
-    lines = []
-    for line in text.splitlines():
-        if line.startswith("<script ") and 'src="page/' in line:
-            name = line.split('src="page/')[1].partition('"')[0]
-            source = plotly_path() if name == "plotly.js" else PAGE / name
-            assert source is not None
-            lines += [*scripts, f"<script>\n{source.read_text()}</script>"]
-            scripts = []
-        else:
-            lines.append(line)
-    path.write_text("\n".join(lines))
+def write_report(data: Json, path: Path) -> Path:
+    """Write the page of a run that is over as one file."""
+    path.write_text(as_one_file(msgspec.convert(data, PageData)))
     return path
 
 

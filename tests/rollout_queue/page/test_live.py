@@ -44,6 +44,30 @@ def test_a_broken_stream_is_said_polled_over_and_opened_again(browser: Browser, 
     browser.wait("document.querySelector('.progress').textContent.includes('step 42 of 42')")
 
 
+def test_a_tab_outlives_a_queue_that_is_started_again(browser: Browser) -> None:
+    page = make_page()
+    with serving(page) as before:
+        browser.show(before.url, "view=fleet")
+        browser.wait("slipstream.page.source.connection.state === 'live'")
+        port = int(before.url.rstrip("/").rpartition(":")[2])
+    browser.wait(f"!{BANNER}.hidden && {BANNER}.textContent.includes('the queue does not answer')")
+    assert browser.texts("table[data-table='servers'] td:first-child") == ["vllm-0", "vllm-1"]
+    with serving({**page, "run": "again"}, port):
+        browser.wait(f"{BANNER}.hidden && document.querySelector('h1').textContent === 'again'")
+        assert browser.run("slipstream.state.get('view')") == "fleet"
+
+
+def test_an_evaluation_of_a_status_stands_beside_the_earlier_ones(browser: Browser, served: PageServer) -> None:
+    browser.show(served.url, "view=fleet")
+    served.opened.acquire(timeout=60)
+    newer = {**served.page["evaluations"][0], "step": 20, "reward": 0.75}
+    served.push("status", {**served.page["status"], "evaluations": [newer]})
+    rewards = (
+        "[...document.querySelectorAll('table[data-table=evaluations] td:nth-child(2)')].map((n) => n.textContent)"
+    )
+    browser.wait(f"{rewards}.join() === '0.75,0.61'")
+
+
 def test_an_event_that_cannot_be_read_ends_nothing(browser: Browser, served: PageServer) -> None:
     browser.show(served.url, "view=charts")
     served.opened.acquire(timeout=60)

@@ -87,3 +87,13 @@ def test_a_run_without_any_history_is_shown_too(browser: Browser, tmp_path: Path
             "slipstream.state.get('view') === arguments[0]", ["", "charts", "fleet", "rollouts"][int(view) - 1]
         )
     assert browser.log() == []
+
+
+def test_a_run_whose_times_are_not_known_is_drawn_over_steps(browser: Browser, tmp_path: Path) -> None:
+    page = make_page(live=False)
+    page["steps"]["at"] = [None] * len(page["steps"]["step"])
+    url = write_report({**page, "time": {}, "statuses": []}, tmp_path / "report.html").as_uri()
+    browser.show(url, "view=charts")
+    line = browser.wait("document.querySelector('.view-charts [data-chart=reward] .plot').data?.[0]")
+    assert (line["x"], line["y"]) == (page["steps"]["step"], page["steps"]["reward"])
+    assert browser.log() == []

@@ -155,9 +155,7 @@ def test_hostile_text_runs_nothing_and_the_page_lives(browser: Browser, view: st
         page["time"][f"drop/{text}"] = list(page["time"]["drops_total"])
         status["drops"][text] = 1
     page["run"] = HARM[0]
-    page["status"]["diagnosis"] = [
-        {"about": "x", "text": text, "since_s": 1.0, "severity": "bad"} for text in HARM[:-1]
-    ]
+    status["diagnosis"] = [{"about": "x", "text": text, "since_s": 1.0, "severity": "bad"} for text in HARM[:-1]]
     with serving(page) as served:
         browser.show(served.url, f"view={view}&as=group")
         for text, of in zip(HARM, page["rollouts"], strict=False):

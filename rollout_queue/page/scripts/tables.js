@@ -1,5 +1,5 @@
-/* Tables that sort, filter and turn pages, so that a thousand rows cost no more than fifty; the fleet's tables and the log of
- * events are made of them. */
+/* Tables that sort, filter and turn pages, so that a thousand rows cost no more than fifty; the fleet's tables and the
+ * log of events are made of them. */
 (() => {
   "use strict";
   const { el, set, button, state, visible, format, isNumber } = slipstream;
@@ -17,16 +17,33 @@
       this.wanted = "";
       this.order = options.order || "";
       this.heading = el("h3", { text: title });
-      this.find = el("input", { type: "search", placeholder: "Filter", "aria-label": `Filter: ${title}`, on: { input: () => this.filter(this.find.value) } });
+      this.find = el("input", {
+        type: "search",
+        placeholder: "Filter",
+        "aria-label": `Filter: ${title}`,
+        on: { input: () => this.filter(this.find.value) },
+      });
       this.body = el("tbody");
-      this.heads = columns.map((column) => el("th", { scope: "col", class: column.numeric ? "numeric" : "" }, button(column.title, () => this.sort(column.key), { title: column.help || "Sort" })));
+      this.heads = columns.map((column) =>
+        el(
+          "th",
+          { scope: "col", class: column.numeric ? "numeric" : "" },
+          button(column.title, () => this.sort(column.key), { title: column.help || "Sort" }),
+        ),
+      );
       this.pager = el("div", { class: "pager" });
       this.back = button("Back", () => this.turn(-1));
       this.forth = button("Next", () => this.turn(1));
       this.place = el("span");
       this.pager.append(this.back, this.place, this.forth);
       this.table = el("table", { "data-table": id }, el("thead", {}, el("tr", {}, this.heads)), this.body);
-      this.box = el("section", { class: "panel table" }, el("header", {}, this.heading, this.find), el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, this.table), this.pager);
+      this.box = el(
+        "section",
+        { class: "panel table" },
+        el("header", {}, this.heading, this.find),
+        el("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": title }, this.table),
+        this.pager,
+      );
       container.append(this.box);
     }
 
@@ -58,7 +75,10 @@
     /** Returns the rows that the filter leaves, in their order. */
     shown() {
       let rows = this.rows;
-      if (this.wanted) rows = rows.filter((row) => this.columns.some((column) => String(column.text(row)).toLowerCase().includes(this.wanted)));
+      if (this.wanted)
+        rows = rows.filter((row) =>
+          this.columns.some((column) => String(column.text(row)).toLowerCase().includes(this.wanted)),
+        );
       const order = state.get(`sort.${this.id}`, this.order);
       const down = order.startsWith("-");
       const column = this.columns.find((each) => each.key === order.replace(/^-/, ""));
@@ -80,8 +100,20 @@
       });
       while (this.body.children.length > here.length) this.body.lastChild.remove();
       here.forEach((row, i) => this.drawRow(row, i));
-      if (!here.length) this.body.append(el("tr", {}, el("td", { colspan: this.columns.length, class: "empty", text: this.rows.length ? "Nothing matches the filter." : this.options.empty || "None." })));
-      this.heading.textContent = `${this.title} (${count(rows.length)}${rows.length === this.rows.length ? "" : ` of ${count(this.rows.length)}`})`;
+      if (!here.length)
+        this.body.append(
+          el(
+            "tr",
+            {},
+            el("td", {
+              colspan: this.columns.length,
+              class: "empty",
+              text: this.rows.length ? "Nothing matches the filter." : this.options.empty || "None.",
+            }),
+          ),
+        );
+      const all = rows.length === this.rows.length ? "" : ` of ${count(this.rows.length)}`;
+      this.heading.textContent = `${this.title} (${count(rows.length)}${all})`;
       this.find.hidden = this.rows.length < 8 && !this.wanted;
       this.pager.hidden = pages === 1;
       this.place.textContent = `${count(first + 1)} to ${count(first + here.length)} of ${count(rows.length)}`;
@@ -93,7 +125,11 @@
     drawRow(row, i) {
       let line = this.body.children[i];
       if (!line || line.children.length !== this.columns.length) {
-        const fresh = el("tr", {}, this.columns.map((column) => el("td", { class: column.numeric ? "numeric" : "" })));
+        const fresh = el(
+          "tr",
+          {},
+          this.columns.map((column) => el("td", { class: column.numeric ? "numeric" : "" })),
+        );
         if (line) line.replaceWith(fresh);
         else this.body.append(fresh);
         line = fresh;
@@ -127,37 +163,109 @@
   const SERVER_COLUMNS = [
     column("name", "Server", (s) => s.name),
     column("state", "State", (s) => s.state, undefined, { class: (s) => `badge state-${s.state}` }),
-    column("version", "Version", (s) => s.version, (v) => v ?? "–", numeric),
-    column("lag", "Behind", (s) => s.lag, (v) => v ?? "–", { numeric: true, help: "Versions behind the learner" }),
+    column(
+      "version",
+      "Version",
+      (s) => s.version,
+      (v) => v ?? "–",
+      numeric,
+    ),
+    column(
+      "lag",
+      "Behind",
+      (s) => s.lag,
+      (v) => v ?? "–",
+      { numeric: true, help: "Versions behind the learner" },
+    ),
     column("since", "Since", (s) => s.since_s, seconds, numeric),
-    column("waits", "Waits for", (s) => s.waits_for, (v) => v ?? "nothing", prose),
-    column("reason", "Reason", (s) => s.reason, (v) => v ?? "–", prose),
-    column("transport", "Weights by", (s) => s.transport, (v) => v ?? "–"),
+    column(
+      "waits",
+      "Waits for",
+      (s) => s.waits_for,
+      (v) => v ?? "nothing",
+      prose,
+    ),
+    column(
+      "reason",
+      "Reason",
+      (s) => s.reason,
+      (v) => v ?? "–",
+      prose,
+    ),
+    column(
+      "transport",
+      "Weights by",
+      (s) => s.transport,
+      (v) => v ?? "–",
+    ),
     column("url", "URL", (s) => s.url),
   ];
 
   const WORKER_COLUMNS = [
     column("worker", "Worker", (w) => w.worker_id),
-    column("does", "Does", (w) => w.does, (v) => String(v).replaceAll("_", " "), { class: (w) => `badge does-${w.does}` }),
+    column(
+      "does",
+      "Does",
+      (w) => w.does,
+      (v) => String(v).replaceAll("_", " "),
+      { class: (w) => `badge does-${w.does}` },
+    ),
     column("open", "Open", (w) => w.episodes_in_flight, count, { numeric: true, help: "Open episodes" }),
     column("generating", "Generating", (w) => w.episodes_generating, count, numeric),
     column("tools_now", "In tools", (w) => w.episodes_in_tools, count, numeric),
     column("judged", "Judged", (w) => w.episodes_in_judgement, count, numeric),
     column("done", "Done", (w) => w.episodes_done, count, numeric),
-    column("failed", "Failed", (w) => w.episodes_failed, count, { numeric: true, class: (w) => (w.episodes_failed ? "warn" : "") }),
+    column("failed", "Failed", (w) => w.episodes_failed, count, {
+      numeric: true,
+      class: (w) => (w.episodes_failed ? "warn" : ""),
+    }),
     column("tokens", "Tokens", (w) => w.tokens_sampled, number, numeric),
     column("calls", "Tool calls", (w) => w.tool_calls, number, numeric),
-    column("call_failures", "Failed calls", (w) => (w.tool_calls ? w.tool_failures / w.tool_calls : 0), percent, numeric),
-    column("waits", "Idle", (w) => w.wait_share, percent, { numeric: true, help: "Share of its slots' time without a ticket" }),
-    column("seen", "Seen", (w) => w.seen_s_ago, (v) => `${seconds(v)} ago`, numeric),
-    column("why", "Failures", (w) => Object.entries(w.failures || {}).map(([why, times]) => `${why} ${times}`).join(", "), (v) => v || "–", prose),
+    column(
+      "call_failures",
+      "Failed calls",
+      (w) => (w.tool_calls ? w.tool_failures / w.tool_calls : 0),
+      percent,
+      numeric,
+    ),
+    column("waits", "Idle", (w) => w.wait_share, percent, {
+      numeric: true,
+      help: "Share of its slots' time without a ticket",
+    }),
+    column(
+      "seen",
+      "Seen",
+      (w) => w.seen_s_ago,
+      (v) => `${seconds(v)} ago`,
+      numeric,
+    ),
+    column(
+      "why",
+      "Failures",
+      (w) =>
+        Object.entries(w.failures || {})
+          .map(([why, times]) => `${why} ${times}`)
+          .join(", "),
+      (v) => v || "–",
+      prose,
+    ),
     column("host", "Host", (w) => `${w.host}:${w.pid}`),
   ];
 
   const EVENT_COLUMNS = [
-    column("at", "Time", (e) => e.at, (at) => clock(at, true)),
+    column(
+      "at",
+      "Time",
+      (e) => e.at,
+      (at) => clock(at, true),
+    ),
     column("kind", "About", (e) => e.kind, undefined, { class: (e) => `badge event-${e.kind}` }),
-    column("who", "Who", (e) => e.who, (v) => v ?? "–"),
+    column(
+      "who",
+      "Who",
+      (e) => e.who,
+      (v) => v ?? "–",
+    ),
     column("text", "What happened", (e) => e.text, undefined, prose),
   ];
 
@@ -165,13 +273,36 @@
     column("step", "Step", (e) => e.step, count, numeric),
     column("reward", "Reward", (e) => e.reward, number, numeric),
     column("best", "Best of group", (e) => e.best, number, numeric),
-    column("rows", "Rows", (e) => e.done, (v) => count(v), numeric),
+    column(
+      "rows",
+      "Rows",
+      (e) => e.done,
+      (v) => count(v),
+      numeric,
+    ),
     column("failed", "Failed", (e) => e.failed, count, numeric),
     column("length", "Tokens", (e) => e.mean_length, number, numeric),
     column("seconds", "Took", (e) => e.seconds, seconds, numeric),
-    column("versions", "Versions", (e) => (e.versions ? e.versions[0] : null), (v) => v ?? "–", numeric),
-    column("ended", "State", (e) => e.ended, (v) => (v ? v.replaceAll("_", " ") : "open")),
-    column("waits", "Waits for", (e) => e.waits_for, (v) => v ?? "–", prose),
+    column(
+      "versions",
+      "Versions",
+      (e) => (e.versions ? e.versions[0] : null),
+      (v) => v ?? "–",
+      numeric,
+    ),
+    column(
+      "ended",
+      "State",
+      (e) => e.ended,
+      (v) => (v ? v.replaceAll("_", " ") : "open"),
+    ),
+    column(
+      "waits",
+      "Waits for",
+      (e) => e.waits_for,
+      (v) => v ?? "–",
+      prose,
+    ),
   ];
 
   /** The tables of servers, workers and evaluations. */
@@ -192,7 +323,11 @@
 
   /** Makes the log of events. `click(event)`: what happens when one is chosen. */
   function eventLog(container, click) {
-    return new Table(container, "events", "Events", EVENT_COLUMNS, { order: "-at", empty: "Nothing has happened yet.", click });
+    return new Table(container, "events", "Events", EVENT_COLUMNS, {
+      order: "-at",
+      empty: "Nothing has happened yet.",
+      click,
+    });
   }
 
   slipstream.tables = { Table, Fleet, eventLog, plural };

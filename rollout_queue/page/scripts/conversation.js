@@ -1,5 +1,5 @@
-/* One rollout, or several side by side: its figures, its conversation with reasoning, tool calls and results, and its tokens,
- * coloured. Everything in it comes from a policy, a tool or a task: it is only ever put in as text. */
+/* One rollout, or several side by side: its figures, its conversation with reasoning, tool calls and results, and its
+ * tokens, coloured. Everything in it comes from a policy, a tool or a task: it is only ever put in as text. */
 (() => {
   "use strict";
   const { el, button, select, state, longText, visible, format, isNumber } = slipstream;
@@ -8,7 +8,16 @@
   const MAX_MESSAGES = 200; // that are shown at once
   const MAX_TOKENS = 3000;
 
-  const KEPT = new Set(["role", "name", "content", "tool_calls", "reasoning_content", "reasoning", "thinking", "tool_call_id"]);
+  const KEPT = new Set([
+    "role",
+    "name",
+    "content",
+    "tool_calls",
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+    "tool_call_id",
+  ]);
 
   /** Returns JSON for people; what cannot be written as such, as text. */
   function json(value) {
@@ -42,9 +51,12 @@
         // A call that could not be read is shown as it was written.
       }
     }
-    const fields = given && typeof given === "object" && !Array.isArray(given)
-      ? Object.entries(given).map(([name, value]) => el("div", { class: "argument" }, el("b", { text: visible(name) }), longText(json(value), "span")))
-      : [longText(json(given ?? ""))];
+    const fields =
+      given && typeof given === "object" && !Array.isArray(given)
+        ? Object.entries(given).map(([name, value]) =>
+            el("div", { class: "argument" }, el("b", { text: visible(name) }), longText(json(value), "span")),
+          )
+        : [longText(json(given ?? ""))];
     return fold(`calls ${made.name || "a tool"}`.slice(0, 200), "call", true, ...fields);
   }
 
@@ -63,7 +75,12 @@
       rest.length ? fold("other fields", "rest", false, longText(json(Object.fromEntries(rest)))) : null,
     ].filter(Boolean);
     if (known === "tool") return fold(`${title} answers`, "message tool", true, ...parts);
-    return el("div", { class: `message ${known}` }, el("header", { text: visible(title) }), ...(parts.length ? parts : [el("div", { class: "dim", text: "(empty)" })]));
+    return el(
+      "div",
+      { class: `message ${known}` },
+      el("header", { text: visible(title) }),
+      ...(parts.length ? parts : [el("div", { class: "dim", text: "(empty)" })]),
+    );
   }
 
   /** Makes an element that shows `limit` of the items, and a button for the next ones. */
@@ -83,7 +100,14 @@
     return box;
   }
 
-  const COLOURS = [["", "plain"], ["version", "version"], ["logprob", "log-prob"], ["learner", "learner's log-prob"], ["ratio", "ratio"], ["mask", "mask"]];
+  const COLOURS = [
+    ["", "plain"],
+    ["version", "version"],
+    ["logprob", "log-prob"],
+    ["learner", "learner's log-prob"],
+    ["ratio", "ratio"],
+    ["mask", "mask"],
+  ];
   const EXPLAINED = {
     version: "Each colour is a policy version.",
     logprob: "The redder, the less likely it was for the policy that sampled it.",
@@ -94,7 +118,8 @@
 
   /** Returns the background of a token. `versions`: those of the rollout, rising. */
   function shade([, version, logprob, learner, trained], by, versions) {
-    const tint = (name, share) => `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
+    const tint = (name, share) =>
+      `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
     if (by === "version") return tint(`--series-${(versions.indexOf(version) % 10) + 1}`, 0.45);
     if (by === "mask") return trained ? tint("--good", 0.35) : tint("--dim", 0.3);
     if (by === "ratio") {
@@ -108,7 +133,15 @@
   /** Says a token's figures. */
   function figuresOf([text, version, logprob, learner, trained]) {
     const ratio = isNumber(logprob) && isNumber(learner) ? Math.exp(learner - logprob) : null;
-    return visible(`"${String(text).slice(0, 80)}"  version ${version ?? "–"}  log-prob ${number(logprob)}  learner's ${number(learner)}  ratio ${number(ratio)}  ${trained ? "trains" : "does not train"}`);
+    const said = [
+      `"${String(text).slice(0, 80)}"`,
+      `version ${version ?? "–"}`,
+      `log-prob ${number(logprob)}`,
+      `learner's ${number(learner)}`,
+      `ratio ${number(ratio)}`,
+      trained ? "trains" : "does not train",
+    ];
+    return visible(said.join("  "));
   }
 
   /** Shows a rollout's tokens in colour, with their figures on hover. */
@@ -119,43 +152,102 @@
     const figures = el("div", { class: "figures", role: "status", text: EXPLAINED[by] || "Point at a token." });
     const show = (event) => {
       const token = event.target.closest("[data-token]");
-      figures.textContent = token ? figuresOf(tokens[Number(token.dataset.token)]) : EXPLAINED[by] || "Point at a token.";
+      figures.textContent = token
+        ? figuresOf(tokens[Number(token.dataset.token)])
+        : EXPLAINED[by] || "Point at a token.";
     };
-    const box = some(tokens, MAX_TOKENS, (token, i) => el("span", {
-      "data-token": i, style: by ? { background: shade(token, by, versions) } : {},
-      text: visible(String(token[0]).slice(0, 500)).replaceAll("\n", "↵\n"),
-    }), "tokens", "tokens");
+    const box = some(
+      tokens,
+      MAX_TOKENS,
+      (token, i) =>
+        el("span", {
+          "data-token": i,
+          style: by ? { background: shade(token, by, versions) } : {},
+          text: visible(String(token[0]).slice(0, 500)).replaceAll("\n", "↵\n"),
+        }),
+      "tokens",
+      "tokens",
+    );
     box.addEventListener("pointerover", show);
     box.addEventListener("pointerleave", () => (figures.textContent = EXPLAINED[by] || "Point at a token."));
-    return fold(`tokens (${count(tokens.length)})`, "tokenbox", true,
-      el("label", { class: "tools" }, "Colour by ", select("Colour tokens by", COLOURS, by, (value) => state.set({ colour: value }))), figures, box);
+    return fold(
+      `tokens (${count(tokens.length)})`,
+      "tokenbox",
+      true,
+      el(
+        "label",
+        { class: "tools" },
+        "Colour by ",
+        select("Colour tokens by", COLOURS, by, (value) => state.set({ colour: value })),
+      ),
+      figures,
+      box,
+    );
   }
 
   /** Returns the figures of a rollout: [name, value, class]. */
   function factsOf(view) {
     const rewards = Object.entries(view.reward_components || {});
-    const versions = view.versions ? (view.versions[0] === view.versions[1] ? view.versions[0] : `${view.versions[0]} to ${view.versions[1]}`) : "–";
+    const versions = view.versions
+      ? view.versions[0] === view.versions[1]
+        ? view.versions[0]
+        : `${view.versions[0]} to ${view.versions[1]}`
+      : "–";
     return [
       ["reward", number(view.reward), "reward"],
       ...(rewards.length > 1 ? rewards.map(([name, value]) => [`reward ${name}`, number(value)]) : []),
       ["advantage", number(view.advantage), "advantage"],
-      view.evaluation === null || view.evaluation === undefined ? ["step", view.step ?? "not trained yet"] : ["evaluation of step", view.evaluation],
-      ["version", versions], ["staleness", view.staleness ?? "–"], ["ends by", String(view.finish_reason).replaceAll("_", " ")],
-      ["turns", view.turns], ["tool calls", view.tool_failures ? `${view.tool_calls} (${view.tool_failures} failed)` : view.tool_calls],
-      ["tokens", count(view.sampled_tokens)], ["row", view.index], ["epoch", view.epoch], ["worker", view.worker_id], ["ticket", view.ticket_id],
+      view.evaluation === null || view.evaluation === undefined
+        ? ["step", view.step ?? "not trained yet"]
+        : ["evaluation of step", view.evaluation],
+      ["version", versions],
+      ["staleness", view.staleness ?? "–"],
+      ["ends by", String(view.finish_reason).replaceAll("_", " ")],
+      ["turns", view.turns],
+      ["tool calls", view.tool_failures ? `${view.tool_calls} (${view.tool_failures} failed)` : view.tool_calls],
+      ["tokens", count(view.sampled_tokens)],
+      ["row", view.index],
+      ["epoch", view.epoch],
+      ["worker", view.worker_id],
+      ["ticket", view.ticket_id],
     ];
   }
 
   /** Shows one rollout. `note`: what sets it apart from those beside it. */
   function episode(view, note) {
-    const facts = el("dl", { class: "facts" }, factsOf(view).map(([name, value, kind]) => el("div", { "data-fact": name }, el("dt", { text: visible(name) }), el("dd", { class: kind || "", text: visible(value) }))));
+    const facts = el(
+      "dl",
+      { class: "facts" },
+      factsOf(view).map(([name, value, kind]) =>
+        el(
+          "div",
+          { "data-fact": name },
+          el("dt", { text: visible(name) }),
+          el("dd", { class: kind || "", text: visible(value) }),
+        ),
+      ),
+    );
     const messages = Array.isArray(view.messages) ? view.messages : null;
     const extra = Object.entries(view.extra || {});
-    return el("article", { class: "episode", "data-episode": `${view.ticket_id}/${view.number}` },
-      el("h3", { text: visible(note) }), facts,
+    return el(
+      "article",
+      { class: "episode", "data-episode": `${view.ticket_id}/${view.number}` },
+      el("h3", { text: visible(note) }),
+      facts,
       Array.isArray(view.tokens) && view.tokens.length ? tokensOf(view) : null,
-      messages ? some(messages, MAX_MESSAGES, messageOf, "messages", "messages") : el("p", { class: "empty", text: "Its conversation was not kept." }),
-      extra.length ? fold("notes of the reward functions", "rest", true, ...extra.map(([name, text]) => el("div", { class: "argument" }, el("b", { text: visible(name) }), longText(text)))) : null,
+      messages
+        ? some(messages, MAX_MESSAGES, messageOf, "messages", "messages")
+        : el("p", { class: "empty", text: "Its conversation was not kept." }),
+      extra.length
+        ? fold(
+            "notes of the reward functions",
+            "rest",
+            true,
+            ...extra.map(([name, text]) =>
+              el("div", { class: "argument" }, el("b", { text: visible(name) }), longText(text)),
+            ),
+          )
+        : null,
     );
   }
 

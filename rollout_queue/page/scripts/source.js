@@ -4,11 +4,11 @@
   "use strict";
   const { isNumber } = slipstream;
 
-  const LIMITS = { time: 2000, steps: 4000, events: 1000, rollouts: 1000, rolloutBytes: 32e6 };
+  const LIMITS = { time: 2000, steps: 4000, events: 1000, evaluations: 500, rollouts: 1000, rolloutBytes: 32e6 };
   const POLL_MS = 5000;
   const SILENT_MS = 30000; // a stream that says nothing for so long is taken for broken
 
-  const EVENTS = ["status", "time", "step", "event", "rollouts", "evaluations"];
+  const EVENTS = ["status", "time", "step", "event", "rollouts"];
 
   const sizes = new WeakMap(); // characters of each rollout that came live
 
@@ -23,9 +23,21 @@
   /** Returns PageData with every part that the page reads. */
   function complete(page) {
     return {
-      run: "", live: false, now: Date.now() / 1000, max_staleness: null, group_size: null, groups_per_step: null,
-      status: null, statuses: [], time: {}, steps: {}, events: [], rollouts: [], evaluations: [],
-      compare: null, ...page,
+      run: "",
+      live: false,
+      now: Date.now() / 1000,
+      max_staleness: null,
+      group_size: null,
+      groups_per_step: null,
+      status: null,
+      statuses: [],
+      time: {},
+      steps: {},
+      events: [],
+      rollouts: [],
+      evaluations: [],
+      compare: null,
+      ...page,
       time: { at: [], ...(page.time || {}) },
       steps: { step: [], at: [], ...(page.steps || {}) },
     };
@@ -52,6 +64,13 @@
     const again = steps.step.findIndex((step) => step >= row.step);
     if (isNumber(row.step) && again >= 0) for (const values of Object.values(steps)) values.length = again;
     appendRow(steps, "step", row, LIMITS.steps);
+  }
+
+  /** Puts a status in, and its evaluations beside the earlier ones. */
+  function takeStatus(page, status) {
+    page.status = status;
+    const evaluations = new Map([...page.evaluations, ...status.evaluations].map((each) => [each.step, each]));
+    page.evaluations = [...evaluations.values()].slice(-LIMITS.evaluations);
   }
 
   /** Adds an event, unless the page held it already. */
@@ -182,13 +201,13 @@
         this.connection.why = `an event "${name}" could not be read`;
         return;
       }
-      if (name === "status") page.status = value;
-      else if (name === "time" && value.at <= page.time.at.at(-1)) return; // the page held it already
+      if (name === "status") takeStatus(page, value);
+      else if (name === "time" && value.at <= page.time.at.at(-1))
+        return; // the page held it already
       else if (name === "time") appendRow(page.time, "at", value, LIMITS.time);
       else if (name === "step") appendStep(page.steps, value);
       else if (name === "event") appendEvent(page, value);
-      else if (name === "rollouts") appendRollouts(page, value, text.length);
-      else page[name] = value;
+      else appendRollouts(page, value, text.length);
       if (isNumber(value.at)) page.now = Math.max(page.now, value.at);
       this.listener(name);
     }
@@ -197,8 +216,11 @@
     async signIn(token) {
       try {
         const answer = await fetch("v1/sign-in", {
-          method: "POST", credentials: "same-origin", headers: { "content-type": "application/json" },
-          body: JSON.stringify({ token }), signal: AbortSignal.timeout(4 * POLL_MS),
+          method: "POST",
+          credentials: "same-origin",
+          headers: { "content-type": "application/json" },
+          body: JSON.stringify({ token }),
+          signal: AbortSignal.timeout(4 * POLL_MS),
         });
         if (answer.ok) {
           this.connect("starting", "");

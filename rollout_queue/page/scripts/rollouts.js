@@ -30,15 +30,23 @@
   /** Returns the rollouts that the filters in the view's state leave, in their order. */
   function filtered(rollouts) {
     const get = (name) => state.get(`f.${name}`);
-    const bounds = (name) => [get(`${name}0`) === "" ? -Infinity : Number(get(`${name}0`)), get(`${name}1`) === "" ? Infinity : Number(get(`${name}1`))];
+    const bounds = (name) => [
+      get(`${name}0`) === "" ? -Infinity : Number(get(`${name}0`)),
+      get(`${name}1`) === "" ? Infinity : Number(get(`${name}1`)),
+    ];
     const [step, reward, text] = [bounds("step"), bounds("reward"), get("text").toLowerCase()];
-    const within = (value, [low, high]) => (low === -Infinity && high === Infinity) || (isNumber(value) && value >= low && value <= high);
+    const within = (value, [low, high]) =>
+      (low === -Infinity && high === Infinity) || (isNumber(value) && value >= low && value <= high);
     const found = rollouts.filter((view) => {
       const evaluation = view.evaluation !== null && view.evaluation !== undefined;
-      return within(evaluation ? view.evaluation : view.step, step) && within(view.reward, reward)
-        && (!get("finish") || view.finish_reason === get("finish")) && (!get("worker") || view.worker_id === get("worker"))
-        && (!get("kind") || (get("kind") === "evaluation") === evaluation)
-        && (!text || [view.messages, view.extra, view.ticket_id].some((value) => contains(value, text)));
+      return (
+        within(evaluation ? view.evaluation : view.step, step) &&
+        within(view.reward, reward) &&
+        (!get("finish") || view.finish_reason === get("finish")) &&
+        (!get("worker") || view.worker_id === get("worker")) &&
+        (!get("kind") || (get("kind") === "evaluation") === evaluation) &&
+        (!text || [view.messages, view.extra, view.ticket_id].some((value) => contains(value, text)))
+      );
     });
     const order = ORDERS[get("order")] || ORDERS[""];
     if (get("order") !== "oldest") found.reverse();
@@ -60,11 +68,18 @@
       this.page = 0;
       this.list = el("ul", { class: "rollouts", role: "listbox", "aria-label": "Rollouts", tabindex: 0 });
       this.amount = el("p", { class: "dim", role: "status" });
-      this.pager = el("div", { class: "pager" }, button("Back", () => this.turn(-1)), button("Next", () => this.turn(1)));
+      this.pager = el(
+        "div",
+        { class: "pager" },
+        button("Back", () => this.turn(-1)),
+        button("Next", () => this.turn(1)),
+      );
       this.detail = el("div", { class: "detail" });
       this.form = el("form", { class: "filters", on: { submit: (event) => event.preventDefault() } });
       this.choices = "";
-      container.append(el("div", { class: "viewer" }, el("aside", {}, this.form, this.amount, this.list, this.pager), this.detail));
+      container.append(
+        el("div", { class: "viewer" }, el("aside", {}, this.form, this.amount, this.list, this.pager), this.detail),
+      );
       this.list.addEventListener("click", (event) => {
         const item = event.target.closest("[data-key]");
         if (item) this.choose(item.dataset.key, true);
@@ -96,25 +111,61 @@
       if (choices !== this.choices && !active) {
         this.choices = choices;
         const pick = (name) => (value) => this.filter({ [name]: value });
-        const field = (name, label, type) => el("input", {
-          type, name, placeholder: label, "aria-label": label, step: "any",
-          on: { input: (event) => this.filter({ [name]: event.target.value }) },
-        });
+        const field = (name, label, type) =>
+          el("input", {
+            type,
+            name,
+            placeholder: label,
+            "aria-label": label,
+            step: "any",
+            on: { input: (event) => this.filter({ [name]: event.target.value }) },
+          });
         this.search = field("text", "Search in texts ( / )", "search");
         this.form.replaceChildren(
           this.search,
           el("div", {}, field("step0", "step from", "number"), field("step1", "step to", "number")),
           el("div", {}, field("reward0", "reward from", "number"), field("reward1", "reward to", "number")),
-          el("div", {},
-            select("Finish reason", [["", "any end"], ...finish.map((each) => [each, visible(each)])], state.get("f.finish"), pick("finish")),
-            select("Worker", [["", "any worker"], ...workers.map((each) => [each, visible(each)])], state.get("f.worker"), pick("worker"))),
-          el("div", {},
-            select("Kind", [["", "all kinds"], ["training", "training"], ["evaluation", "evaluation"]], state.get("f.kind"), pick("kind")),
-            select("Order", Object.entries(ORDERS).map(([value, [text]]) => [value, text]), state.get("f.order"), pick("order"))),
+          el(
+            "div",
+            {},
+            select(
+              "Finish reason",
+              [["", "any end"], ...finish.map((each) => [each, visible(each)])],
+              state.get("f.finish"),
+              pick("finish"),
+            ),
+            select(
+              "Worker",
+              [["", "any worker"], ...workers.map((each) => [each, visible(each)])],
+              state.get("f.worker"),
+              pick("worker"),
+            ),
+          ),
+          el(
+            "div",
+            {},
+            select(
+              "Kind",
+              [
+                ["", "all kinds"],
+                ["training", "training"],
+                ["evaluation", "evaluation"],
+              ],
+              state.get("f.kind"),
+              pick("kind"),
+            ),
+            select(
+              "Order",
+              Object.entries(ORDERS).map(([value, [text]]) => [value, text]),
+              state.get("f.order"),
+              pick("order"),
+            ),
+          ),
           button("Clear filters", () => this.clear(), { class: "clear" }),
         );
       }
-      for (const input of this.form.querySelectorAll("input")) if (input !== active) input.value = state.get(`f.${input.name}`);
+      for (const input of this.form.querySelectorAll("input"))
+        if (input !== active) input.value = state.get(`f.${input.name}`);
       this.form.querySelector(".clear").hidden = !FILTERS.some((name) => state.get(`f.${name}`));
     }
 
@@ -138,7 +189,9 @@
       this.page = Math.max(0, Math.min(this.page, pages - 1));
       const here = this.shown.slice(this.page * PAGE_ROWS, (this.page + 1) * PAGE_ROWS);
       const chosen = state.get("rollout");
-      this.amount.textContent = this.rollouts.length ? `${count(this.shown.length)} of ${count(this.rollouts.length)} rollouts` : "No rollout has arrived yet.";
+      this.amount.textContent = this.rollouts.length
+        ? `${count(this.shown.length)} of ${count(this.rollouts.length)} rollouts`
+        : "No rollout has arrived yet.";
       while (this.list.children.length > here.length) this.list.lastChild.remove();
       here.forEach((view, i) => {
         let item = this.list.children[i];
@@ -146,7 +199,10 @@
           item = el("li", { role: "option" }, el("b"), el("span", { class: "where" }), el("span", { class: "gist" }));
           this.list.append(item);
         }
-        const when = view.evaluation === null || view.evaluation === undefined ? `step ${view.step ?? "–"}` : `evaluation ${view.evaluation}`;
+        const when =
+          view.evaluation === null || view.evaluation === undefined
+            ? `step ${view.step ?? "–"}`
+            : `evaluation ${view.evaluation}`;
         slipstream.set(item, { "data-key": keyOf(view), "aria-selected": String(keyOf(view) === chosen) });
         slipstream.set(item.children[0], { text: number(view.reward), class: view.reward > 0 ? "good" : "bad" });
         slipstream.set(item.children[1], { text: visible(`${when} · row ${view.index} · ${view.finish_reason}`) });
@@ -183,21 +239,49 @@
         this.detail.replaceChildren(el("p", { class: "empty", text }));
         return;
       }
-      const group = this.rollouts.filter((each) => each.ticket_id === view.ticket_id).sort((a, b) => a.number - b.number);
+      const group = this.rollouts
+        .filter((each) => each.ticket_id === view.ticket_id)
+        .sort((a, b) => a.number - b.number);
       const evaluated = (each) => each.evaluation !== null && each.evaluation !== undefined;
-      const row = this.rollouts.filter((each) => each.index === view.index && evaluated(each) === evaluated(view))
+      const row = this.rollouts
+        .filter((each) => each.index === view.index && evaluated(each) === evaluated(view))
         .sort((a, b) => (a.versions ? a.versions[0] : 0) - (b.versions ? b.versions[0] : 0));
       const as = { group, row }[state.get("as")] ? state.get("as") : "";
       const views = (as ? { group, row }[as] : [view]).slice(-MAX_BESIDE);
       const same = this.views && this.views.length === views.length && views.every((each, i) => each === this.views[i]);
-      if (same && this.as === as && this.colour === state.get("colour") && this.amounts === `${group.length} ${row.length}`) return;
+      if (
+        same &&
+        this.as === as &&
+        this.colour === state.get("colour") &&
+        this.amounts === `${group.length} ${row.length}`
+      )
+        return;
       Object.assign(this, { views, as, colour: state.get("colour"), amounts: `${group.length} ${row.length}` });
-      const choice = (value, text) => button(text, () => state.set({ as: value }), { "aria-pressed": String(as === value) });
-      const note = (each) => `${each.versions ? `version ${each.versions[0]}` : "no version"} · ${each.step === null || each.step === undefined ? "" : `step ${each.step} · `}episode ${each.number}`;
+      const choice = (value, text) =>
+        button(text, () => state.set({ as: value }), { "aria-pressed": String(as === value) });
+      const note = (each) => {
+        const version = each.versions ? `version ${each.versions[0]}` : "no version";
+        return [version, isNumber(each.step) ? `step ${each.step}` : null, `episode ${each.number}`]
+          .filter(Boolean)
+          .join(" · ");
+      };
       this.detail.replaceChildren(
-        el("div", { class: "tools" }, el("span", { class: "choice", role: "group", "aria-label": "What is shown" },
-          choice("", "Episode"), choice("group", `Its group (${group.length})`), choice("row", `Same row (${row.length})`))),
-        el("div", { class: views.length > 1 ? "beside" : "alone" }, views.map((each) => conversation.episode(each, note(each)))),
+        el(
+          "div",
+          { class: "tools" },
+          el(
+            "span",
+            { class: "choice", role: "group", "aria-label": "What is shown" },
+            choice("", "Episode"),
+            choice("group", `Its group (${group.length})`),
+            choice("row", `Same row (${row.length})`),
+          ),
+        ),
+        el(
+          "div",
+          { class: views.length > 1 ? "beside" : "alone" },
+          views.map((each) => conversation.episode(each, note(each))),
+        ),
       );
     }
   }

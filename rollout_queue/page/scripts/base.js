@@ -1,5 +1,5 @@
-/* What every part of the page uses: elements that only ever hold text, numbers and times for people, the view's state in
- * the location's hash, and the theme. All parts hang on `window.slipstream`. */
+/* What every part of the page uses: elements that only ever hold text, numbers and times for people, the view's state
+ * in the location's hash, and the theme. All parts hang on `window.slipstream`. */
 (() => {
   "use strict";
   const slipstream = (window.slipstream = window.slipstream || {});
@@ -74,12 +74,16 @@
     const box = el(tag, { class: className }, body);
     let shown = Math.min(MAX_CUT, text.length);
     if (text.length <= shown) return box;
-    const more = button("", () => {
-      const end = Math.min(text.length, Math.max(shown, 0) + MAX_SHOWN);
-      body.append(visible(text.slice(shown, end)));
-      shown = end;
-      label();
-    }, { class: "more" });
+    const more = button(
+      "",
+      () => {
+        const end = Math.min(text.length, Math.max(shown, 0) + MAX_SHOWN);
+        body.append(visible(text.slice(shown, end)));
+        shown = end;
+        label();
+      },
+      { class: "more" },
+    );
     const label = () => {
       const left = text.length - shown;
       if (left <= 0) more.remove();
@@ -203,7 +207,9 @@
   function reread() {
     const before = values;
     values = read();
-    const names = [...new Set([...before.keys(), ...values.keys()])].filter((name) => before.get(name) !== values.get(name));
+    const names = [...new Set([...before.keys(), ...values.keys()])].filter(
+      (name) => before.get(name) !== values.get(name),
+    );
     if (names.length) for (const listener of listeners) listener(names);
   }
   window.addEventListener("hashchange", reread);
@@ -256,7 +262,18 @@
   }
 
   Object.assign(slipstream, {
-    el, svg, set, button, select, visible, longText, isNumber, state, theme, colour, last,
+    el,
+    svg,
+    set,
+    button,
+    select,
+    visible,
+    longText,
+    isNumber,
+    state,
+    theme,
+    colour,
+    last,
     format: { count, number, percent, bytes, seconds, clock, plural },
   });
 })();

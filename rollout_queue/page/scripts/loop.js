@@ -1,8 +1,8 @@
-/* The loop as a picture: servers, workers, queue and learner, rates on the arrows between them, who waits for whom at the
- * one that waits, and a ruler of policy versions. */
+/* The loop as a picture: servers, workers, queue and learner, rates on the arrows between them, who waits for whom at
+ * the one that waits, and a ruler of policy versions. */
 (() => {
   "use strict";
-  const { svg, set, format, visible, isNumber } = slipstream;
+  const { svg, set, format, visible, isNumber, Drawing } = slipstream;
   const { count, number, percent, seconds, plural } = format;
 
   const NAMES = { servers: "vLLM servers", workers: "Rollout workers", queue: "Queue", learner: "Learner" };
@@ -34,72 +34,6 @@
       : { wide, w: 360, h: 1100, nodes, ruler: { x: 84, y: 1074, w: 220 } };
   }
 
-  /** Draws with nodes that it keeps, so that a change moves no running animation. */
-  class Drawing {
-    constructor(root) {
-      this.root = root;
-      this.kept = new Map();
-      this.used = new Set();
-    }
-
-    /** Puts one shape or text; `key` names it over time. */
-    put(key, tag, attributes, text) {
-      this.used.add(key);
-      let node = this.kept.get(key);
-      if (!node) {
-        node = svg(tag);
-        this.kept.set(key, node);
-        this.root.append(node);
-      }
-      set(node, attributes);
-      if (text !== undefined) {
-        text = visible(text);
-        if (node.textContent !== text) node.textContent = text;
-      }
-      return node;
-    }
-
-    /** Puts a text of at most `width` units; a longer one is cut, and whole on hover. */
-    text(key, x, y, text, className, width = 190, anchor = "start") {
-      const cut = fit(text, className, width);
-      const node = this.put(key, "text", { x, y, class: className, "text-anchor": anchor }, cut);
-      if (cut !== text) node.append(svg("title", { text: visible(text) }));
-    }
-
-    /** Puts a text in two lines, 16 units apart, broken between words. */
-    twoLines(key, x, y, text, className, width) {
-      const words = text.split(" ");
-      let taken = words.length;
-      while (taken > 1 && fit(words.slice(0, taken).join(" "), className, width).endsWith("…")) taken -= 1;
-      this.text(`${key}a`, x, y, words.slice(0, taken).join(" "), className, width);
-      this.text(`${key}b`, x, y + 16, words.slice(taken).join(" "), className, width);
-    }
-
-    /** Takes away what was not put since the last call. */
-    finish() {
-      for (const [key, node] of this.kept) {
-        if (this.used.has(key)) continue;
-        node.remove();
-        this.kept.delete(key);
-      }
-      this.used.clear();
-    }
-  }
-
-  const ruled = document.createElement("canvas").getContext("2d");
-  const FONTS = { small: "11.5px", big: "600 19px", name: "600 14px", rate: "600 13px" };
-
-  /** Returns as much of a text as `width` units hold, with an ellipsis where it is cut. */
-  function fit(text, className, width) {
-    const kind = Object.keys(FONTS).find((name) => className.includes(name));
-    ruled.font = `${FONTS[kind] || "13px"} ${getComputedStyle(document.body).fontFamily}`;
-    text = text.slice(0, 300);
-    if (ruled.measureText(text).width <= width) return text;
-    let length = text.length;
-    while (length > 1 && ruled.measureText(`${text.slice(0, length)}…`).width > width) length -= 1;
-    return `${text.slice(0, length)}…`;
-  }
-
   /** Tells at which node someone stands who waits. */
   function nodeOf(who) {
     if (who.startsWith("learner")) return "learner";
@@ -113,19 +47,25 @@
     const { groups, learner, servers, workers, rates } = status;
     const serving = servers.filter((server) => server.state === "serving").length;
     const proven = servers.map((server) => server.version).filter(isNumber);
-    const span = proven.length ? [Math.min(...proven), Math.max(...proven)] : null;
+    const [oldest, newest] = [Math.min(...proven), Math.max(...proven)];
+    const versions = oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`;
     const here = workers.filter((worker) => worker.does !== "left");
     const open = here.reduce((sum, worker) => sum + worker.episodes_in_flight, 0);
-    const places = PLACES.map(([key, name, colour]) => [name, here.reduce((sum, worker) => sum + (worker[key] || 0), 0), colour]);
+    const places = PLACES.map(([key, name, colour]) => [
+      name,
+      here.reduce((sum, worker) => sum + (worker[key] || 0), 0),
+      colour,
+    ]);
     const over = open - places.reduce((sum, place) => sum + place[1], 0);
     if (over > 0) places.push(["ended", over, "--series-3"]);
     const failed = here.reduce((sum, worker) => sum + worker.episodes_failed, 0);
+    const failures = failed ? `; ${plural(failed, "failure")}` : "";
     return {
       servers: {
         big: servers.length ? `${count(serving)} of ${count(servers.length)} serving` : "none is registered",
         squares: servers.slice(0, MAX_SQUARES).map((server) => [server.name, server.state]),
         lines: [
-          span ? `version${span[0] === span[1] ? ` ${span[0]}` : `s ${span[0]} to ${span[1]}`}; learner at ${status.version}` : "no version proven yet",
+          proven.length ? `${versions}; learner at ${status.version}` : "no version proven yet",
           `${count(rates.tokens_sampled)} tokens sampled a second`,
         ],
       },
@@ -134,8 +74,11 @@
         parts: places,
         total: Math.max(open, 1),
         lines: [
-          places.filter((place) => place[1]).map((place) => `${count(place[1])} ${place[0]}`).join(", ") || "no episode is open",
-          `${plural(here.length, "worker")}, idle ${percent(status.worker_wait_share)}${failed ? `; ${plural(failed, "failure")}` : ""}`,
+          places
+            .filter((place) => place[1])
+            .map((place) => `${count(place[1])} ${place[0]}`)
+            .join(", ") || "no episode is open",
+          `${plural(here.length, "worker")}, idle ${percent(status.worker_wait_share)}${failures}`,
         ],
       },
       queue: {
@@ -156,7 +99,9 @@
         parts: [["done", status.step, "--series-3"]],
         total: Math.max(status.total_steps, 1),
         lines: [
-          learner.reward_mean === null ? "no step yet" : `reward ${number(learner.reward_mean)}, ${seconds(learner.step_s)} a step`,
+          learner.reward_mean === null
+            ? "no step yet"
+            : `reward ${number(learner.reward_mean)}, ${seconds(learner.step_s)} a step`,
           `waits ${percent(status.learner_wait_share)} of its time for groups`,
         ],
       },
@@ -178,8 +123,12 @@
       content.squares.forEach(([server, state], i) => {
         const perRow = Math.floor(inner / (size + 2));
         const node = drawing.put(key(`square${i}`), "rect", {
-          x: x + 14 + (i % perRow) * (size + 2), y: y + 78 + Math.floor(i / perRow) * (size + 2),
-          width: size, height: size, rx: 3, class: `state-${state}`,
+          x: x + 14 + (i % perRow) * (size + 2),
+          y: y + 78 + Math.floor(i / perRow) * (size + 2),
+          width: size,
+          height: size,
+          rx: 3,
+          class: `state-${state}`,
         });
         node.replaceChildren(svg("title", { text: visible(`${server}: ${state}`) }));
       });
@@ -189,7 +138,11 @@
       content.parts.forEach(([part, amount, colour], i) => {
         const width = Math.max(0, Math.min(x + 14 + inner - from, (inner * amount) / content.total));
         const node = drawing.put(key(`part${i}`), "rect", {
-          x: from, y: y + 80, width, height: 10, style: { fill: `var(${colour})` },
+          x: from,
+          y: y + 80,
+          width,
+          height: 10,
+          style: { fill: `var(${colour})` },
         });
         node.replaceChildren(svg("title", { text: `${part}: ${count(amount)}` }));
         from += width;
@@ -204,7 +157,14 @@
     }
     const longest = waits.reduce((a, b) => (a.since_s >= b.since_s ? a : b));
     const others = waits.length > 1 ? ` (+${waits.length - 1})` : "";
-    drawing.text(key("wait0"), x + 14, y + h - 49, `${longest.who} has waited ${seconds(longest.since_s)}${others}`, "small wait", inner);
+    drawing.text(
+      key("wait0"),
+      x + 14,
+      y + h - 49,
+      `${longest.who} has waited ${seconds(longest.since_s)}${others}`,
+      "small wait",
+      inner,
+    );
     drawing.twoLines(key("wait1"), x + 14, y + h - 32, `for ${longest.what}`, "small wait", inner);
   }
 
@@ -212,7 +172,9 @@
   function drawArrow(drawing, key, path, words, at, speed, anchor = "middle") {
     drawing.put(`${key}.line`, "path", { d: path, class: "arrow", "marker-end": "url(#arrowhead)" });
     drawing.put(`${key}.flow`, "path", { d: path, class: `flow flow-${speed}` });
-    words.forEach((word, i) => drawing.text(`${key}.word${i}`, at.x, at.y + 14 * i, word, i ? "small dim" : "rate", 92, anchor));
+    words.forEach((word, i) =>
+      drawing.text(`${key}.word${i}`, at.x, at.y + 14 * i, word, i ? "small dim" : "rate", 92, anchor),
+    );
   }
 
   /** Returns how fast an arrow's dashes move: by the rate, in four speeds. */
@@ -225,9 +187,30 @@
     const { nodes, wide } = layout;
     const { rates, groups } = status;
     const pairs = [
-      ["servers", "workers", [count(rates.tokens_sampled), "tokens/s"], speedOf(rates.tokens_sampled, 1000), ["prompts", ""], speedOf(rates.tokens_sampled, 1000)],
-      ["workers", "queue", [number(rates.groups, 2), "groups/s"], speedOf(rates.groups, 10), [count(groups.tickets), "tickets out"], speedOf(groups.tickets, 100)],
-      ["queue", "learner", [count(rates.tokens_trained), "tokens/s"], speedOf(rates.tokens_trained, 1000), [number(rates.steps, 2), "steps/s"], speedOf(rates.steps, 1)],
+      [
+        "servers",
+        "workers",
+        [count(rates.tokens_sampled), "tokens/s"],
+        speedOf(rates.tokens_sampled, 1000),
+        ["prompts", ""],
+        speedOf(rates.tokens_sampled, 1000),
+      ],
+      [
+        "workers",
+        "queue",
+        [number(rates.groups, 2), "groups/s"],
+        speedOf(rates.groups, 10),
+        [count(groups.tickets), "tickets out"],
+        speedOf(groups.tickets, 100),
+      ],
+      [
+        "queue",
+        "learner",
+        [count(rates.tokens_trained), "tokens/s"],
+        speedOf(rates.tokens_trained, 1000),
+        [number(rates.steps, 2), "steps/s"],
+        speedOf(rates.steps, 1),
+      ],
     ];
     for (const [from, to, there, speedThere, back, speedBack] of pairs) {
       const [a, b] = [nodes[from], nodes[to]];
@@ -239,13 +222,30 @@
       } else {
         const [top, bottom] = [a.y + a.h + 5, b.y - 5];
         const middle = (top + bottom) / 2;
-        drawArrow(drawing, `${from}>${to}`, `M180 ${top}V${bottom - 4}`, there, { x: 168, y: middle }, speedThere, "end");
-        drawArrow(drawing, `${to}>${from}`, `M204 ${bottom}V${top + 4}`, back, { x: 216, y: middle }, speedBack, "start");
+        drawArrow(
+          drawing,
+          `${from}>${to}`,
+          `M180 ${top}V${bottom - 4}`,
+          there,
+          { x: 168, y: middle },
+          speedThere,
+          "end",
+        );
+        drawArrow(
+          drawing,
+          `${to}>${from}`,
+          `M204 ${bottom}V${top + 4}`,
+          back,
+          { x: 216, y: middle },
+          speedBack,
+          "start",
+        );
       }
     }
     const [from, to] = [nodes.learner, nodes.servers];
+    const middle = (box) => box.x + box.w / 2;
     const path = wide
-      ? `M${from.x + from.w / 2} ${from.y + from.h + 5}v34q0 12 -12 12H${to.x + to.w / 2 + 12}q-12 0 -12 -12V${to.y + to.h + 9}`
+      ? `M${middle(from)} ${from.y + from.h + 5}v34q0 12 -12 12H${middle(to) + 12}q-12 0 -12 -12V${to.y + to.h + 9}`
       : `M${from.x - 5} ${from.y + 89}H44q-14 0 -14 -14V${to.y + 103}q0 -14 14 -14H${to.x - 9}`;
     drawArrow(drawing, "weights", path, [], { x: 0, y: 0 }, publishing ? 3 : speedOf(rates.steps, 1));
     const label = `new weights: version ${count(status.version)}`;
@@ -253,7 +253,12 @@
       drawing.put("weights.label", "rect", { x: 455, y: 257, width: 200, height: 26, rx: 13, class: "pill" });
       drawing.text("weights.text", 555, 274, label, "rate", 190, "middle");
     } else {
-      drawing.put("weights.text", "text", { transform: "translate(20 530) rotate(-90)", class: "rate", "text-anchor": "middle" }, label);
+      drawing.put(
+        "weights.text",
+        "text",
+        { transform: "translate(20 530) rotate(-90)", class: "rate", "text-anchor": "middle" },
+        label,
+      );
     }
   }
 
@@ -268,7 +273,15 @@
       const version = status.version - age;
       if (version < 0) break;
       drawing.put(`ruler.tick${age}`, "path", { d: `M${place(version)} ${y - 4}v8`, class: "axis" });
-      drawing.text(`ruler.version${age}`, place(version), y + 18, age ? String(version) : `version ${version}`, "small dim", 70, "middle");
+      drawing.text(
+        `ruler.version${age}`,
+        place(version),
+        y + 18,
+        age ? String(version) : `version ${version}`,
+        "small dim",
+        70,
+        "middle",
+      );
     }
     const heights = new Map();
     status.servers.slice(0, MAX_SQUARES).forEach((server, i) => {
@@ -277,36 +290,20 @@
       const height = heights.get(at) || 0;
       heights.set(at, height + 1);
       const mark = drawing.put(`ruler.server${i}`, "circle", {
-        cx: at, cy: y - 10 - 8 * Math.min(height, 3), r: 3.6, class: `state-${server.state}`,
+        cx: at,
+        cy: y - 10 - 8 * Math.min(height, 3),
+        r: 3.6,
+        class: `state-${server.state}`,
       });
       mark.replaceChildren(svg("title", { text: visible(`${server.name} has version ${server.version}`) }));
     });
     const mean = status.staleness.mean;
     const at = place(status.version - mean);
     drawing.put("ruler.mean", "path", { d: `M${at} ${y + 1}l5 7h-10z`, class: "mean" });
-    const text = `Versions: the dots are servers; the trained tokens (▲) are ${number(mean, 2)} versions old on average, ${status.staleness.max} at most, and never more than ${bound}`;
+    const ages = `${number(mean, 2)} versions old on average, ${status.staleness.max} at most`;
+    const text = `Versions: the dots are servers; the trained tokens (▲) are ${ages}, and never more than ${bound}`;
     drawing.put("ruler.text", "title", {}, text);
     return text;
-  }
-
-  /** Returns what keeps the run from learning, the likeliest cause first. */
-  const causesOf = (status) => (status && status.diagnosis) || [];
-
-  /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
-  function limitOf(status) {
-    if (!status) return { text: "No state of the run is known.", severity: "info" };
-    if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
-    if (status.stall.stalled) {
-      return { text: `No optimiser step for ${seconds(status.stall.since_s)}: ${status.stall.why || "the cause is not known"}.`, severity: "bad" };
-    }
-    if (causesOf(status).length) return causesOf(status)[0];
-    if (status.finished) return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
-    const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
-    if (!isNumber(learner) || !isNumber(worker)) return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
-    const shares = `the learner waits ${percent(learner)} of its time for groups, the workers ${percent(worker)} of theirs for tickets`;
-    if (learner > 2 * worker && learner > 0.1) return { text: `Making episodes limits the run: ${shares}.`, severity: "warn" };
-    if (worker > 2 * learner && worker > 0.1) return { text: `The learner limits the run: ${shares}.`, severity: "warn" };
-    return { text: `Nothing limits the run alone: ${shares}.`, severity: "good" };
   }
 
   /** Keeps the picture in `container`. */
@@ -322,9 +319,25 @@
       const wide = (this.root.parentNode.clientWidth || 1000) >= WIDE;
       if (wide !== this.wide) {
         this.wide = wide;
-        this.root.replaceChildren(svg("defs", {}, svg("marker", {
-          id: "arrowhead", viewBox: "0 0 8 8", refX: 6, refY: 4, markerWidth: 5, markerHeight: 5, orient: "auto-start-reverse",
-        }, svg("path", { d: "M0 0L8 4L0 8z", class: "arrowhead" }))));
+        this.root.replaceChildren(
+          svg(
+            "defs",
+            {},
+            svg(
+              "marker",
+              {
+                id: "arrowhead",
+                viewBox: "0 0 8 8",
+                refX: 6,
+                refY: 4,
+                markerWidth: 5,
+                markerHeight: 5,
+                orient: "auto-start-reverse",
+              },
+              svg("path", { d: "M0 0L8 4L0 8z", class: "arrowhead" }),
+            ),
+          ),
+        );
         this.drawing = new Drawing(this.root);
       }
       const layout = layoutFor(wide);
@@ -344,11 +357,13 @@
       }
       const text = drawRuler(this.drawing, layout.ruler, page, status);
       this.drawing.finish();
-      const said = Object.keys(NAMES).map((name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`);
-      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}. ${limitOf(status).text}`) });
+      const said = Object.keys(NAMES).map(
+        (name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`,
+      );
+      set(this.root, { "aria-label": visible(`The training loop. ${said.join(". ")}.`) });
       return text;
     }
   }
 
-  slipstream.loop = { Loop, causesOf, limitOf, nodeOf };
+  slipstream.loop = { Loop };
 })();

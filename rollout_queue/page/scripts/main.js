@@ -1,0 +1,298 @@
+/* Puts the page together: header, views, banner, sign-in, time slider and keyboard. */
+(() => {
+  "use strict";
+  const { el, set, button, state, theme, visible, format, charts, tables, rollouts, source, chart, isNumber } =
+    slipstream;
+  const { count, seconds, clock } = format;
+
+  const VIEWS = [
+    ["", "Overview"],
+    ["charts", "Charts"],
+    ["fleet", "Fleet"],
+    ["rollouts", "Rollouts"],
+  ];
+  const KEYS = [
+    ["1 to 4", "the four views"],
+    ["j and k", "next rollout, and the one before"],
+    ["/", "search"],
+    ["t", "dark or light"],
+    ["[ and ]", "the time slider, one second back or forth"],
+    ["?", "this help"],
+    ["Esc", "closes it"],
+  ];
+
+  /** The page. It draws the view that is open, from the data and the view's state. */
+  class Page {
+    constructor(root) {
+      this.root = root;
+      this.views = {};
+      this.source = new source.Source((what) => this.changed(what));
+      this.build();
+      state.listen(() => this.draw());
+      document.addEventListener("keydown", (event) => this.key(event));
+      document.addEventListener("visibilitychange", () => this.draw());
+      window.addEventListener("resize", () => this.draw());
+      theme.listen(() => this.draw());
+      this.source.start();
+    }
+
+    build() {
+      this.name = el("h1");
+      this.pill = el("span", { class: "pill", role: "status" });
+      this.progress = el("span", { class: "progress" });
+      this.link = el("span", { class: "dim connection" });
+      this.tabs = el(
+        "nav",
+        { "aria-label": "Views" },
+        VIEWS.map(([view, text]) => button(text, () => state.set({ view }, true), { "data-view": view })),
+      );
+      this.themeButton = button("", () => theme.toggle(), { "aria-label": "Dark or light" });
+      this.banner = el("div", { class: "banner", role: "alert", hidden: true });
+      this.slider = this.buildSlider();
+      this.help = el(
+        "dialog",
+        { "aria-label": "Help" },
+        el("h2", { text: "Keys" }),
+        el(
+          "dl",
+          {},
+          KEYS.map(([key, text]) => [el("dt", {}, el("kbd", { text: key })), el("dd", { text })]),
+        ),
+        button("Close", () => this.help.close()),
+      );
+      this.sign = this.buildSignIn();
+      this.main = el(
+        "main",
+        {},
+        VIEWS.map(
+          ([view]) => (this.views[view] = el("section", { class: `view view-${view || "overview"}`, hidden: true })),
+        ),
+      );
+      this.overview = new slipstream.Overview(this.views[""]);
+      const chartBox = el("div");
+      const log = el("aside", { class: "log" });
+      this.views.charts.append(chartBox, log);
+      this.charts = new charts.Charts(chartBox);
+      this.log = tables.eventLog(log, (event) => this.charts.moveCursor(this.charts.toX(event.at), null));
+      this.fleet = new tables.Fleet(this.views.fleet);
+      this.rollouts = new rollouts.Rollouts(this.views.rollouts);
+      this.root.append(
+        el(
+          "header",
+          { class: "top" },
+          el("div", { class: "brand" }, el("b", { text: "Slipstream" }), this.name, this.pill, this.progress),
+          this.link,
+          el(
+            "div",
+            { class: "buttons" },
+            this.themeButton,
+            button("?", () => this.help.showModal(), { "aria-label": "Help" }),
+          ),
+          this.tabs,
+        ),
+        this.banner,
+        this.slider,
+        this.sign,
+        this.main,
+        this.help,
+      );
+    }
+
+    buildSlider() {
+      this.range = el("input", {
+        type: "range",
+        min: 0,
+        step: 1,
+        "aria-label": "Time",
+        on: { input: () => this.slide(Number(this.range.value)) },
+      });
+      this.rangeText = el("output");
+      this.play = button("Play", () => (this.playing ? this.stop() : this.start()));
+      return el("div", { class: "slider", hidden: true }, this.play, this.range, this.rangeText);
+    }
+
+    buildSignIn() {
+      const field = el("input", {
+        type: "password",
+        name: "token",
+        autocomplete: "off",
+        required: true,
+        "aria-label": "Viewer's token",
+      });
+      const answer = el("p", { class: "bad", role: "alert" });
+      const submit = async (event) => {
+        event.preventDefault();
+        answer.textContent = "";
+        const refused = await this.source.signIn(field.value.trim());
+        if (refused === null) field.value = "";
+        else answer.textContent = visible(refused);
+      };
+      return el(
+        "form",
+        { class: "panel sign-in", hidden: true, on: { submit } },
+        el("h2", { text: "Sign in" }),
+        el("p", { text: "This queue shows its run to those who have a viewer's token." }),
+        field,
+        el("button", { text: "Sign in" }),
+        answer,
+      );
+    }
+
+    /** Draws once for all changes of a moment; nothing while the tab is not looked at. */
+    changed(what) {
+      if (what === "connection") return this.drawConnection();
+      if (this.waiting) return;
+      this.waiting = true;
+      requestAnimationFrame(() => {
+        this.waiting = false;
+        this.draw();
+      });
+    }
+
+    /** Returns [time, status]: of the slider's moment in a report, else the newest. */
+    moment() {
+      const { statuses, status, now } = this.source.page;
+      const at = Number(state.get("at"));
+      if (!statuses.length || !state.get("at") || !isNumber(at))
+        return [null, status || (statuses.length ? statuses.at(-1)[1] : null), now];
+      const i = Math.max(
+        0,
+        chart.nearest(
+          statuses.map((each) => each[0]),
+          at,
+        ),
+      );
+      return [statuses[i][0], statuses[i][1], statuses[i][0]];
+    }
+
+    draw() {
+      const page = this.source.page;
+      this.drawConnection();
+      this.themeButton.textContent = theme.dark() ? "Light" : "Dark";
+      if (!page || document.hidden) return;
+      const view = this.views[state.get("view")] ? state.get("view") : "";
+      for (const [name, section] of Object.entries(this.views)) section.hidden = name !== view;
+      for (const tab of this.tabs.children) set(tab, { "aria-current": tab.dataset.view === view ? "page" : null });
+      const [at, status] = this.moment();
+      this.drawHeader(page, status);
+      this.drawSlider(page, at);
+      if (view === "") this.overview.draw(page, status, at);
+      else if (view === "charts") this.drawCharts(page, at);
+      else if (view === "fleet") this.fleet.update(page, status);
+      else this.rollouts.update(page.rollouts);
+    }
+
+    drawCharts(page, at) {
+      this.charts.update(page, at);
+      this.log.update(page.events);
+    }
+
+    drawHeader(page, status) {
+      document.title = page.run ? `${page.run} · Slipstream` : "Slipstream";
+      this.name.textContent = visible(page.run);
+      let [text, kind] = page.live ? ["running", "good"] : ["over", ""];
+      if (status && status.gave_up) [text, kind] = ["given up", "bad"];
+      else if (status && status.stall.stalled) [text, kind] = ["stalled", "bad"];
+      else if (status && status.finished) [text, kind] = ["finished", ""];
+      set(this.pill, { text, class: `pill ${kind}` });
+      const position = status && `step ${count(status.step)} of ${count(status.total_steps)}`;
+      this.progress.textContent = status
+        ? `${position} · version ${count(status.version)} · ${seconds(status.uptime_s)}`
+        : "";
+    }
+
+    drawConnection() {
+      const { state: connection, heardAt, why } = this.source.connection;
+      const silent = seconds((Date.now() - heardAt) / 1000);
+      const texts = {
+        live: "live",
+        starting: "loading",
+        file: "report",
+        ended: "the run is over",
+        polling: "reading every 5 s",
+        lost: "no connection",
+      };
+      set(this.link, { text: texts[connection] || "", class: `connection ${connection === "live" ? "good" : "dim"}` });
+      this.sign.hidden = connection !== "signed out";
+      this.main.hidden = connection === "signed out";
+      const broken = connection === "lost" || connection === "polling";
+      this.banner.hidden = !broken;
+      if (broken) {
+        const heard = this.source.page
+          ? `Nothing has come since ${clock(heardAt / 1000)}, ${silent} ago`
+          : "Nothing has come yet";
+        set(this.banner, { text: `${heard}: ${why}. What is shown is from then; the page tries again every 5 s.` });
+      }
+    }
+
+    drawSlider(page, at) {
+      const { statuses } = page;
+      this.slider.hidden = statuses.length < 2;
+      if (this.slider.hidden) return;
+      this.range.max = statuses.length - 1;
+      const place =
+        at === null
+          ? statuses.length - 1
+          : chart.nearest(
+              statuses.map((each) => each[0]),
+              at,
+            );
+      if (Number(this.range.value) !== place) this.range.value = place;
+      const after = seconds(statuses[place][0] - statuses[0][0]);
+      const text = `${clock(statuses[place][0], true)} (${after} after the start)`;
+      set(this.rangeText, { text });
+      set(this.range, { "aria-valuetext": text });
+    }
+
+    /** Shows the run as it was at one of its kept states. */
+    slide(place) {
+      const { statuses } = this.source.page;
+      place = Math.max(0, Math.min(statuses.length - 1, place));
+      state.set({ at: place === statuses.length - 1 ? null : statuses[place][0] });
+    }
+
+    start() {
+      const length = this.source.page.statuses.length;
+      if (Number(this.range.value) >= length - 1) this.slide(0);
+      this.play.textContent = "Stop";
+      this.playing = setInterval(() => {
+        this.slide(Number(this.range.value) + Math.max(1, Math.round(length / 300)));
+        if (Number(this.range.value) >= length - 1) this.stop();
+      }, 100);
+    }
+
+    stop() {
+      clearInterval(this.playing);
+      this.playing = null;
+      this.play.textContent = "Play";
+    }
+
+    /** Answers the keyboard, except while someone writes. */
+    key(event) {
+      if (event.ctrlKey || event.metaKey || event.altKey || !this.source.page) return;
+      if (event.target.closest("input, select, textarea, dialog[open]")) {
+        if (event.key === "Escape") event.target.blur();
+        return;
+      }
+      const view = VIEWS[Number(event.key) - 1];
+      if (view) state.set({ view: view[0] }, true);
+      else if (event.key === "?") this.help.showModal();
+      else if (event.key === "t") theme.toggle();
+      else if (event.key === "j" || event.key === "k") {
+        if (state.get("view") !== "rollouts") state.set({ view: "rollouts" }, true);
+        this.rollouts.move(event.key === "j" ? 1 : -1);
+      } else if (event.key === "/") {
+        event.preventDefault();
+        if (state.get("view") === "charts") this.charts.find.focus();
+        else {
+          state.set({ view: "rollouts" }, true);
+          this.rollouts.search.focus();
+        }
+      } else if ((event.key === "[" || event.key === "]") && !this.slider.hidden) {
+        this.slide(Number(this.range.value) + (event.key === "]" ? 1 : -1));
+      }
+    }
+  }
+
+  slipstream.page = new Page(document.getElementById("root"));
+})();

@@ -1,0 +1,189 @@
+/* The overview: the loop with one sentence on what limits the run, figures, the main charts, and who waits for whom. */
+(() => {
+  "use strict";
+  const { el, svg, set, visible, format, loop, charts, last, isNumber } = slipstream;
+  const { count, number, percent, seconds, plural } = format;
+
+  /** Returns what keeps the run from learning, the likeliest cause first. */
+  const causesOf = (status) => (status && status.diagnosis) || [];
+
+  /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
+  function limitOf(status) {
+    if (!status) return { text: "No state of the run is known.", severity: "info" };
+    if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
+    if (status.stall.stalled) {
+      return {
+        text: `No optimiser step for ${seconds(status.stall.since_s)}: ${status.stall.why || "nobody knows why"}.`,
+        severity: "bad",
+      };
+    }
+    const causes = causesOf(status);
+    if (causes.length) return causes[0];
+    if (status.finished)
+      return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
+    const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
+    if (!isNumber(learner) || !isNumber(worker))
+      return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
+    const ours = `the learner waits ${percent(learner)} of its time for groups`;
+    const shares = `${ours}, the workers ${percent(worker)} of theirs for tickets`;
+    if (learner > 2 * worker && learner > 0.1)
+      return { text: `Making episodes limits the run: ${shares}.`, severity: "warn" };
+    if (worker > 2 * learner && worker > 0.1)
+      return { text: `The learner limits the run: ${shares}.`, severity: "warn" };
+    return { text: `Nothing limits the run alone: ${shares}.`, severity: "good" };
+  }
+
+  class Overview {
+    constructor(view) {
+      this.limit = el("p", { class: "limit", role: "status" });
+      const picture = el("div", { class: "picture" });
+      this.staleness = el("p", { class: "dim note" });
+      this.tiles = el("div", { class: "tiles" });
+      this.more = el("ul", { class: "diagnosis" });
+      this.waits = el("ul", { class: "waits" });
+      this.notices = el("ul", { class: "notices" });
+      const headline = el("div");
+      view.append(
+        el("div", { class: "panel" }, this.limit, picture, this.staleness),
+        this.tiles,
+        headline,
+        el(
+          "div",
+          { class: "columns" },
+          el("section", { class: "panel" }, el("h3", { text: "What limits the run" }), this.more),
+          el("section", { class: "panel" }, el("h3", { text: "Who waits for whom" }), this.waits),
+          el("section", { class: "panel" }, el("h3", { text: "Notices" }), this.notices),
+        ),
+      );
+      this.loop = new loop.Loop(picture);
+      this.headline = new charts.Charts(headline, ["reward", "staleness", "step_time", "tokens"]);
+    }
+
+    /** Draws a moment of the run. `at`: the slider's time, null for the newest. */
+    draw(page, status, at) {
+      const staleness = this.loop.draw(page, status);
+      const limit = limitOf(status);
+      set(this.limit, { text: visible(limit.text), class: `limit ${limit.severity}` });
+      this.staleness.textContent = staleness ? `${staleness}.` : "";
+      this.headline.update(page, at);
+      this.drawTiles(page, status);
+      const diagnosis = causesOf(status).map((each) => [each.text, each.since_s, each.severity]);
+      if (!diagnosis.length) diagnosis.push([limit.text, null, limit.severity]);
+      list(this.more, diagnosis, "");
+      list(
+        this.waits,
+        (status ? status.waits : []).map((wait) => [`${wait.who} waits for ${wait.what}`, wait.since_s, ""]),
+        "Nobody waits.",
+      );
+      list(
+        this.notices,
+        (status ? status.notices : [])
+          .slice(-20)
+          .reverse()
+          .map(({ who, text, count: times, since_s: since }) => [
+            `${who ? `${who}: ` : ""}${text}${times > 1 ? ` (${count(times)} times)` : ""}`,
+            since,
+            "warn",
+          ]),
+        "Nothing to fix.",
+      );
+    }
+
+    drawTiles(page, status) {
+      const { steps, time } = page;
+      const evaluation = last(steps["eval/reward"]);
+      const rates = status ? status.rates : {};
+      const trained = rates.tokens_sampled ? rates.tokens_trained / rates.tokens_sampled : null;
+      const tiles = status
+        ? [
+            ["Reward", number(status.learner.reward_mean), "mean of the newest step", steps.reward],
+            [
+              "Evaluation",
+              number(evaluation),
+              "reward",
+              (steps["eval/reward"] || []).filter(isNumber),
+              evaluation !== null,
+            ],
+            [
+              "Steps",
+              `${number(status.rates.steps * 60)} / min`,
+              `${seconds(status.learner.step_s)} each`,
+              time.rate_steps,
+            ],
+            [
+              "Sampled",
+              `${number(status.rates.tokens_sampled)} tok/s`,
+              `${number(status.tokens_sampled)} in all`,
+              time.rate_tokens_sampled,
+            ],
+            [
+              "Trained",
+              `${number(status.rates.tokens_trained)} tok/s`,
+              `${percent(trained)} of sampled`,
+              time.rate_tokens_trained,
+            ],
+            [
+              "Staleness",
+              number(status.staleness.mean, 2),
+              `highest ${status.staleness.max}, bound ${page.max_staleness ?? status.max_staleness}`,
+              steps.staleness_mean || time.staleness_mean,
+            ],
+            ["Learner waits", percent(status.learner_wait_share), "of its time, for groups", time.learner_wait_share],
+            [
+              "Dropped",
+              count(Object.values(status.drops).reduce((a, b) => a + b, 0)),
+              Object.entries(status.drops)
+                .sort((a, b) => b[1] - a[1])
+                .map(([why]) => why.replaceAll("_", " "))[0] || "no group",
+              time.drops_total,
+            ],
+          ].filter((tile) => tile[4] !== false)
+        : [];
+      while (this.tiles.children.length > tiles.length) this.tiles.lastChild.remove();
+      tiles.forEach(([name, value, note, values], i) => {
+        let tile = this.tiles.children[i];
+        if (!tile) {
+          tile = el(
+            "div",
+            { class: "tile" },
+            el("span", { class: "dim" }),
+            el("b"),
+            el("small", { class: "dim" }),
+            svg("svg", { viewBox: "0 0 100 24", preserveAspectRatio: "none", "aria-hidden": "true" }, svg("path")),
+          );
+          this.tiles.append(tile);
+        }
+        set(tile.children[0], { text: name });
+        set(tile.children[1], { text: value });
+        set(tile.children[2], { text: visible(note) });
+        set(tile.children[3].firstChild, { d: sparkline(values || []) });
+      });
+    }
+  }
+
+  /** Writes [text, seconds, class] as a list, into the nodes that are there. */
+  function list(node, rows, empty) {
+    if (!rows.length) rows = [[empty, null, "dim"]];
+    while (node.children.length > rows.length) node.lastChild.remove();
+    rows.forEach(([text, since, kind], i) => {
+      if (!node.children[i]) node.append(el("li", {}, el("span"), el("time")));
+      set(node.children[i], { class: kind });
+      set(node.children[i].children[0], { text: visible(text).slice(0, 2000) });
+      set(node.children[i].children[1], { text: isNumber(since) ? seconds(since) : "" });
+    });
+  }
+
+  /** Returns the path of a small line without axes, in a box of 100 by 24. */
+  function sparkline(values) {
+    const every = Math.max(1, Math.floor(values.length / 100));
+    const shown = values.filter((value, i) => isNumber(value) && i % every === 0);
+    if (shown.length < 2) return "";
+    const [low, high] = [Math.min(...shown), Math.max(...shown)];
+    const y = (value) => (high === low ? 12 : 22 - (20 * (value - low)) / (high - low));
+    return shown
+      .map((value, i) => `${i ? "L" : "M"}${((100 * i) / (shown.length - 1)).toFixed(1)} ${y(value).toFixed(1)}`)
+      .join("");
+  }
+
+  slipstream.Overview = Overview;
+})();

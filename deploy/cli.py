@@ -228,7 +228,7 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print it as one line of JSON")] = False,
 ) -> None:
-    """Predict speed, staleness and waits from a run's record, and say which change helps most."""
+    """Predict speed and waits from a run's record; say which change helps most."""
     from deploy.commands.plan import run
 
     run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json)

@@ -33,14 +33,14 @@ def run(
     console = Console()
     console.print(
         Text.assemble(
-            (f"{found.servers} vLLM servers, {found.workers} workers", "bold"),
+            (f"vLLM servers: {found.servers}, workers: {found.workers}", "bold"),
             f": {found.steps} steps simulated on the rates of {learnt_from or config.run_dir} "
             f"({record.measured.steps} steps)",
         )
     )
     console.print(_facts(found.prediction, record))
     console.print(_changes(found))
-    limit = "no part by itself limits it" if found.limit is None else f"What limits: {found.limit}"
+    limit = "No part by itself limits it" if found.limit is None else f"What limits: {found.limit}"
     console.print(Text(f"{limit}. {found.advice}", style="bold"))
     for note in found.notes:
         console.print(Text(f"Note: {note}", style="dim"))

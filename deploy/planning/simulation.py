@@ -133,10 +133,7 @@ class Simulation:
         self.admission = Admission(config)
         servers = server_count(config)
         self._servers = [SimulatedServer[_Episode](rates.curve, config.vllm.max_num_seqs, 0) for _ in range(servers)]
-        slots = config.worker.episodes
-        max_open = config.worker.open_episodes
-        most = 8 * slots if max_open == "auto" else int(max_open)
-        self._workers = [_Worker(slots, most) for _ in range(config.worker.count)]
+        self._workers = [_Worker(config.worker.episodes, config.max_open) for _ in range(config.worker.count)]
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()

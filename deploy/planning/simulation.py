@@ -16,15 +16,14 @@ from functools import partial
 
 import msgspec
 
-from deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates, server_count
+from deploy.planning.rates import PublicationTimes, Rates, server_count
 from deploy.planning.serving import SimulatedServer
+from deploy.planning.slots import SimulatedEpisode, SimulatedGroup, SimulatedWorker
 from protocol import reasons
 from protocol.config import RunConfig
 from rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
 
-# Episodes of a larger group begin in parts of at least this many; the worker's own number.
-_PART = 16
-
+# Share of the steps that are not measured: the run begins empty.
 _WARM_UP = 0.1
 
 
@@ -60,64 +59,12 @@ class Prediction(msgspec.Struct, frozen=True):
     outstanding: int
 
 
-@dataclass(eq=False)
-class _Group:
-    worker: _Worker
-    left: int
-    flat: bool
-    spans: list[tuple[int, float]] = field(default_factory=list)
-    unproven: dict[int, int] = field(default_factory=dict)  # newest version by server
-
-    @property
-    def tokens(self) -> float:
-        return sum(tokens for _, tokens in self.spans)
-
-
-@dataclass(eq=False)
-class _Episode:
-    group: _Group
-    times: EpisodeTimes
-    turns_left: int
-    server: int | None = None
-
-
 @dataclass
 class _Draft:
     """A batch that is leased: the groups that train, and how many were looked at."""
 
-    standing: list[_Group] = field(default_factory=list)
+    standing: list[SimulatedGroup] = field(default_factory=list)
     judged: int = 0
-
-
-class _Worker:
-    """A worker's slots, as `rollout_worker.episodes.capacity` gives them out."""
-
-    def __init__(self, slots: int, max_open: int) -> None:
-        self.slots = self.free = self.enough_open = slots
-        self.max_open = max(slots, max_open)
-        self.open = 0
-        self.begun: deque[_Episode] = deque()
-        self.new: deque[_Episode] = deque()
-        self.idle_s = self.full_s = 0.0
-        self._asks = False
-        self._at = 0.0
-
-    def has_slots_for(self, group_size: int) -> bool:
-        return not self.begun and not self.new and self.free >= min(group_size, _PART, self.slots)
-
-    def has_room(self, group_size: int) -> bool:
-        return self.has_slots_for(group_size) and (self.open == 0 or self.open + group_size <= self.enough_open)
-
-    def note(self, now: float, asks: bool | None = None, full: bool = False) -> None:
-        """Count the time since the last note. `asks`: whether it waits for a ticket from now on."""
-        idle_s = (now - self._at) * self.free / self.slots
-        if self._asks:
-            self.idle_s += idle_s
-        elif full:
-            self.full_s += idle_s
-        self._at = now
-        if asks is not None:
-            self._asks = asks
 
 
 class Simulation:
@@ -132,15 +79,17 @@ class Simulation:
         self._bound = config.queue.max_staleness
         self.admission = Admission(config)
         servers = server_count(config)
-        self._servers = [SimulatedServer[_Episode](rates.curve, config.vllm.max_num_seqs, 0) for _ in range(servers)]
-        self._workers = [_Worker(config.worker.episodes, config.max_open) for _ in range(config.worker.count)]
+        self._servers = [
+            SimulatedServer[SimulatedEpisode](rates.curve, config.vllm.max_num_seqs, 0) for _ in range(servers)
+        ]
+        self._workers = [SimulatedWorker(config.worker.episodes, config.max_open) for _ in range(config.worker.count)]
         self._now = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._version = 0
         self._published: int | None = None
         # Groups that arrived, those leased for the next steps, and those of the step that is made.
-        self._ready: deque[_Group] = deque()
+        self._ready: deque[SimulatedGroup] = deque()
         self._drafts: deque[_Draft] = deque()
         self._training: _Draft | None = None
         self._waiting_since = self._step_waited = self._last_step = 0.0
@@ -206,37 +155,37 @@ class Simulation:
     def _served(self) -> int:
         return min(server.proven for server in self._servers)
 
-    def _is_crowded(self, worker: _Worker) -> bool:
+    def _is_crowded(self, worker: SimulatedWorker) -> bool:
         """Tell whether only the number of open episodes keeps the next group out."""
         return worker.has_slots_for(self._size) and not worker.has_room(self._size)
 
-    def _begin(self, worker: _Worker) -> None:
+    def _begin(self, worker: SimulatedWorker) -> None:
         self._note(worker)
         self.issued += 1
-        group = _Group(worker, self._size, self._random.random() < self._rates.zero_variance)
+        group = SimulatedGroup(worker, self._size, self._random.random() < self._rates.zero_variance)
         worker.open += self._size
         for _ in range(self._size):
             times = self._random.choice(self._rates.episodes)
-            worker.new.append(_Episode(group, times, times.turns))
+            worker.new.append(SimulatedEpisode(group, times, times.turns))
         self._fill(worker)
 
-    def _note(self, worker: _Worker) -> None:
+    def _note(self, worker: SimulatedWorker) -> None:
         worker.note(self._now, full=self._is_crowded(worker))
 
-    def _fill(self, worker: _Worker) -> None:
+    def _fill(self, worker: SimulatedWorker) -> None:
         """Begin turns on the free slots: those of episodes that have begun come first."""
         while worker.free and (line := worker.begun or worker.new):
             worker.free -= 1
             self._sample(line.popleft())
 
-    def _sample(self, episode: _Episode) -> None:
+    def _sample(self, episode: SimulatedEpisode) -> None:
         if episode.server is None:
             least = min(range(len(self._servers)), key=lambda number: self._servers[number].assigned)
             episode.server = least
             self._servers[least].assigned += 1
         self._servers[episode.server].add(self._now, episode.times.tokens / episode.times.turns, episode)
 
-    def _end_turn(self, episode: _Episode, spans: list[tuple[int, float]]) -> None:
+    def _end_turn(self, episode: SimulatedEpisode, spans: list[tuple[int, float]]) -> None:
         group, worker, server = episode.group, episode.group.worker, episode.server
         assert server is not None
         group.spans += spans
@@ -256,7 +205,7 @@ class Simulation:
         if worker.has_room(self._size):
             self._give_tickets()
 
-    def _next_turn(self, episode: _Episode) -> None:
+    def _next_turn(self, episode: SimulatedEpisode) -> None:
         worker = episode.group.worker
         self._note(worker)
         worker.begun.append(episode)
@@ -264,7 +213,7 @@ class Simulation:
             worker.enough_open = max(worker.slots, worker.enough_open - 1)
         self._fill(worker)
 
-    def _end_episode(self, group: _Group) -> None:
+    def _end_episode(self, group: SimulatedGroup) -> None:
         group.left -= 1
         if group.left:
             return
@@ -287,7 +236,7 @@ class Simulation:
             self._begin_step(self._drafts.popleft())
             self._lease()
 
-    def _is_proven(self, group: _Group) -> bool:
+    def _is_proven(self, group: SimulatedGroup) -> bool:
         return all(self._servers[server].proven >= version for server, version in group.unproven.items())
 
     def _is_full(self, draft: _Draft) -> bool:
@@ -296,7 +245,7 @@ class Simulation:
             return len(draft.standing) == self._batch
         return draft.judged >= self._batch and bool(draft.standing) and draft.judged % self._batch == 0
 
-    def _take(self, group: _Group) -> bool:
+    def _take(self, group: SimulatedGroup) -> bool:
         """Lease a group for the first step that wants one. Returns False if none does."""
         draft = self._drafts[-1] if self._drafts else None
         if draft is None or self._is_full(draft):
@@ -354,7 +303,7 @@ class Simulation:
 
     # Publications.
 
-    def _publish(self, server: SimulatedServer[_Episode]) -> None:
+    def _publish(self, server: SimulatedServer[SimulatedEpisode]) -> None:
         """Bring the newest version to a server, unless another is on its way: then it follows, and skips those
         between."""
         version = self._published
@@ -364,12 +313,12 @@ class Simulation:
         times = self._random.choice(self._rates.publications)
         self._later(times.transfer_s, partial(self._swap, server, version, times))
 
-    def _swap(self, server: SimulatedServer[_Episode], version: int, times: PublicationTimes) -> None:
+    def _swap(self, server: SimulatedServer[SimulatedEpisode], version: int, times: PublicationTimes) -> None:
         server.swap(self._now, version, times.pause_s)
         rest_s = max(times.pause_s, times.total_s - times.transfer_s)
         self._later(rest_s, partial(self._prove, server, version))
 
-    def _prove(self, server: SimulatedServer[_Episode], version: int) -> None:
+    def _prove(self, server: SimulatedServer[SimulatedEpisode], version: int) -> None:
         server.proven = version
         server.updating = False
         self._publish(server)

@@ -211,6 +211,29 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
         raise
 
 
+@app.command(
+    **reading(
+        *("worker.count", "worker.episodes", "vllm.count", "vllm.max_num_seqs", "rollout.group_size"),
+        *("learner.groups_per_step", "queue.max_staleness", "queue.depth", "weight_sync.every", *RUN),
+    )
+)
+def plan(
+    context: typer.Context,
+    run_file: RunFilePath,
+    servers: Annotated[int | None, typer.Option(min=1, help="vLLM servers; default: the run file's")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, help="workers; default: the run file's")] = None,
+    steps: Annotated[int, typer.Option(min=10, max=10_000, help="optimiser steps to simulate")] = 100,
+    learnt_from: Annotated[
+        Path | None, typer.Option("--from", metavar="RUN_DIR", help="run to learn rates from; default: the run's own")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print it as one line of JSON")] = False,
+) -> None:
+    """Predict speed and waits from a run's record; say which change helps most."""
+    from deploy.commands.plan import run
+
+    run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json)
+
+
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.command()(report.report)

@@ -47,6 +47,7 @@ class RolloutView(msgspec.Struct):
         extra: Notes of its reward functions, long texts cut.
         evaluation: Step of the evaluation that it is of; None for training.
         tokens: Its tokens, long rollouts cut; None before it was trained.
+        timings: Seconds by name, as `Rollout.timings`.
     """
 
     ticket_id: str
@@ -69,6 +70,7 @@ class RolloutView(msgspec.Struct):
     extra: dict[str, str] = {}
     evaluation: int | None = None
     tokens: list[TokenView] | None = None
+    timings: dict[str, float] = {}
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
@@ -92,6 +94,7 @@ class RolloutView(msgspec.Struct):
             messages=_readable(rollout.messages),
             extra={name: _cut(text) for name, text in rollout.extra.items()},
             evaluation=evaluation,
+            timings=rollout.timings,
         )
 
 
@@ -119,6 +122,9 @@ SERVER_MOVES = "servers/moves"
 
 # Seconds that an environment took for reset, answers and reward in an episode; TRL's names.
 ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S = "env/reset_s", "env/respond_s", "env/reward_s"
+
+# Seconds that a worker measures for each rollout: in its turns, in its tool calls, and in the reward functions.
+TIMINGS = ("generate", "tools", "reward")
 
 _OURS = (NEW_SEGMENTS, SERVER_MOVES, ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S)
 

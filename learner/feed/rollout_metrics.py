@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from protocol.messages import Group, Rollout
-from protocol.rollouts import NEW_SEGMENTS, TOOL_COUNT, WHY_FAILED
+from protocol.rollouts import NEW_SEGMENTS, TIMINGS, TOOL_COUNT, WHY_FAILED
 
 # The policy was cut off before it ended by itself: TRL's "clipped" completions.
 CUT_OFF = ("length", "context")
@@ -75,6 +75,7 @@ class RolloutMetrics:
         self._new_segments = 0
         self._tools: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._finished: Counter[str] = Counter()
+        self._seconds: defaultdict[str, Running] = defaultdict(Running)
         self._own: defaultdict[str, Running] = defaultdict(Running)
 
     def add(self, group: Group) -> None:
@@ -93,7 +94,11 @@ class RolloutMetrics:
             (self._turns, other._turns),
         ):
             ours.include(theirs)
-        for named, of_other in ((self._components, other._components), (self._own, other._own)):
+        for named, of_other in (
+            (self._components, other._components),
+            (self._seconds, other._seconds),
+            (self._own, other._own),
+        ):
             for name, values in of_other.items():
                 named[name].include(values)
         for what, counts in other._tools.items():
@@ -117,6 +122,9 @@ class RolloutMetrics:
             self._whole.add(length)
         self._finished[rollout.finish_reason] += 1
         self._turns.add(rollout.turns)
+        for name in TIMINGS:
+            if name in rollout.timings:
+                self._seconds[name].add(rollout.timings[name])
         self._calls += rollout.tool_calls
         self._failures += rollout.tool_failures
         for name, value in rollout.metrics.items():
@@ -149,6 +157,7 @@ class RolloutMetrics:
             "completions/max_terminated_length": self._whole.max,
             "rollout/turns_mean": self._turns.mean,
             "rollout/turns_max": self._turns.max,
+            **{f"rollout/{name}_s": values.mean for name, values in self._seconds.items()},
             NEW_SEGMENTS: _ratio(self._new_segments, rollouts) if self._new_segments else None,
             "tools/call_frequency": _ratio(self._calls, rollouts),
             "tools/failure_frequency": _ratio(self._failures, self._calls),

@@ -237,6 +237,7 @@ def test_each_command_is_one_line_of_the_help(
         "learner",
         "vllm",
         "up",
+        "plan",
         "status",
         "rollouts",
         "report",

@@ -1,0 +1,1 @@
+"""Predicts how fast a run goes, from the rates of a run that was measured."""

@@ -1,0 +1,272 @@
+"""The rates that a simulation runs on, and how they are read from what a run left behind.
+
+Of `metrics.jsonl` it takes steps, lengths and times, of `rollouts.jsonl` single episodes, of `publications.jsonl` how
+long a version takes, of `history/` how many episodes generated at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from deploy.planning.serving import Curve
+from protocol import history
+from protocol.config import ConfigError, RunConfig, load
+from protocol.rollouts import FILE_NAME as ROLLOUTS
+from protocol.status import Status
+
+METRICS, PUBLICATIONS, RUN_FILE = "metrics.jsonl", "publications.jsonl", "run.toml"
+
+# The newest steps and rollouts of a run that count.
+MAX_STEPS = 500
+MAX_ROLLOUTS = 5000
+
+# Steps, and how far their loads must lie apart (90th to 10th percentile), to see how a server's speed depends on it.
+_MIN_POINTS = 8
+_MIN_SPREAD = 1.5
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class EpisodeTimes:
+    """One episode. `turns`: of the policy; `tokens`: sampled ones; seconds in all its tool calls and in its judge."""
+
+    turns: int
+    tokens: float
+    tools_s: float = 0.0
+    judge_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class PublicationTimes:
+    """One publication: seconds until the server swaps its weights, of the swap's pause, and until it is proven."""
+
+    transfer_s: float
+    pause_s: float
+    total_s: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a run measured.
+
+    Attributes:
+        episodes, publications: Samples, of which the simulation draws.
+        curve: Speed of one server.
+        zero_variance: Share of groups whose rewards are all equal.
+        step_s, trained_token_s: Seconds of an optimiser step, and of each token in it that trains.
+    """
+
+    episodes: tuple[EpisodeTimes, ...]
+    curve: Curve
+    publications: tuple[PublicationTimes, ...]
+    zero_variance: float
+    step_s: float
+    trained_token_s: float
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """What a run did, under the names of `Prediction`; None where the run kept no record of it."""
+
+    steps: int
+    steps_per_s: float
+    tokens_per_s: float
+    trained_tokens_per_s: float
+    staleness_mean: float
+    staleness_max: int
+    learner_wait: float
+    worker_wait: float | None
+
+
+@dataclass(frozen=True)
+class Record:
+    """A run that was measured: its settings, rates and results, and in words what the rates rest on."""
+
+    config: RunConfig
+    rates: Rates
+    measured: Measured
+    notes: tuple[str, ...]
+
+
+def read_record(run_dir: Path) -> Record:
+    """Read the rates of a run.
+
+    Raises:
+        ConfigError: There is no such run, or it made fewer than two steps: the first one waits for the start.
+    """
+    lines = list(_json_lines(run_dir / METRICS))
+    steps = [line for line in lines if line.get("step_time") and "tokens_sampled" in line][1:][-MAX_STEPS:]
+    if not steps:
+        raise ConfigError(
+            f"{run_dir}: has no run of two steps or more to learn from ({len(lines)} in {METRICS}): make a run of a "
+            f"few steps first, with `slipstream up`, or name another one with --from RUN_DIR"
+        )
+    config = load(str(run_dir / RUN_FILE), [])
+    statuses = [entry.status for entry in history.read(run_dir / history.FOLDER) if entry.status is not None]
+    statuses = [status for status in statuses if status.step and not status.finished]
+    notes: list[str] = []
+    rates = Rates(
+        episodes=_episodes(run_dir, steps, notes),
+        curve=_curve(config, steps, statuses, notes),
+        publications=_publications(run_dir, notes),
+        zero_variance=_zero_variance(steps),
+        **_step_times(steps),
+    )
+    return Record(config, rates, _measured(steps, statuses), tuple(notes))
+
+
+def server_count(config: RunConfig) -> int:
+    return len(config.vllm.servers) or config.vllm.count
+
+
+def _measured(steps: Sequence[Line], statuses: Sequence[Status]) -> Measured:
+    seconds, trained = _sum(steps, "step_time"), _sum(steps, "tokens_trained")
+    stale = sum(line.get("staleness_mean", 0.0) * line.get("tokens_trained", 0) for line in steps)
+    return Measured(
+        steps=len(steps),
+        steps_per_s=len(steps) / seconds,
+        tokens_per_s=_sum(steps, "tokens_sampled") / seconds,
+        trained_tokens_per_s=trained / seconds,
+        staleness_mean=stale / trained if trained else 0.0,
+        staleness_max=max(int(line.get("staleness_max", 0)) for line in steps),
+        learner_wait=_sum(steps, "wait_s") / seconds,
+        worker_wait=statuses[-1].worker_wait_share if statuses else None,
+    )
+
+
+def _episodes(run_dir: Path, steps: Sequence[Line], notes: list[str]) -> tuple[EpisodeTimes, ...]:
+    """Return the rollouts that the run kept, made as long as all of its rollouts were on average."""
+    tokens, turns = _mean(steps, "completions/mean_length") or 1.0, _mean(steps, "rollout/turns_mean") or 1.0
+    tools_s, judge_s = _mean(steps, "rollout/tools_s"), _mean(steps, "rollout/reward_s")
+    if tools_s is None:
+        notes.append("it recorded no times of tools and rewards, as runs of earlier releases: they count as 0 s")
+    views = [view for view in _views(run_dir / ROLLOUTS) if view.turns and view.sampled_tokens][-MAX_ROLLOUTS:]
+    if not views:
+        return (EpisodeTimes(max(1, round(turns)), tokens, tools_s or 0.0, judge_s or 0.0),)
+    longer = tokens / float(np.mean([view.sampled_tokens for view in views]))
+    return tuple(
+        EpisodeTimes(
+            view.turns,
+            view.sampled_tokens * longer,
+            view.timings.get("tools", tools_s or 0.0),
+            view.timings.get("reward", judge_s or 0.0),
+        )
+        for view in views
+    )
+
+
+def _curve(config: RunConfig, steps: Sequence[Line], statuses: Sequence[Status], notes: list[str]) -> Curve:
+    """Fit a server's seconds a token to its number of running requests.
+
+    The number follows from Little's law: tokens a second times seconds a token.
+    """
+    servers = server_count(config)
+    timed = [line for line in steps if line.get("rollout/generate_s") and line.get("completions/mean_length")]
+    if timed:
+        token_s = np.array([line["rollout/generate_s"] / line["completions/mean_length"] for line in timed])
+        running = token_s * [line["tokens_sampled"] / line["step_time"] / servers for line in timed]
+        low, high = np.percentile(running, [10, 90])
+        if len(timed) >= _MIN_POINTS and high > _MIN_SPREAD * low:
+            base_s, each_s = _line_above_zero(running, token_s)
+            return Curve(base_s, each_s)
+        mean = float(running.mean())
+    else:
+        generating = [sum(worker.episodes_generating for worker in status.workers) for status in statuses]
+        mean = float(np.mean(generating)) / servers if any(generating) else _most_running(config) / servers
+    tokens_per_s = _sum(steps, "tokens_sampled") / _sum(steps, "step_time") / servers
+    notes.append(
+        f"its servers ran about {mean:.0f} requests each all the time, so how their speed depends on that number is "
+        f"assumed: half of a token's {mean / tokens_per_s * 1e3:.1f} ms grows with it"
+    )
+    return Curve(mean / tokens_per_s / 2, 0.5 / tokens_per_s)
+
+
+def _most_running(config: RunConfig) -> float:
+    """Return how many requests may run at once."""
+    admitted = (config.queue.max_staleness + 1) * config.learner.groups_per_step * config.rollout.group_size
+    slots = config.worker.count * config.worker.episodes
+    return float(min(admitted, slots, config.vllm.max_num_seqs * server_count(config)))
+
+
+def _publications(run_dir: Path, notes: list[str]) -> tuple[PublicationTimes, ...]:
+    found = []
+    for line in _json_lines(run_dir / PUBLICATIONS):
+        for server in line.get("servers", {}).values():
+            transfer_s, pause_s = server.get("transfer_s"), server.get("pause_s")
+            if transfer_s is not None and pause_s is not None:
+                total_s = server.get("took_s") or transfer_s + pause_s
+                found.append(PublicationTimes(transfer_s, pause_s, max(total_s, transfer_s + pause_s)))
+    # The first publication of a run brings up the servers.
+    found = found[1:] or found
+    if not found:
+        notes.append("it recorded no publications: they count as 0 s")
+    return tuple(found[-MAX_STEPS:]) or (PublicationTimes(0.0, 0.0, 0.0),)
+
+
+def _zero_variance(steps: Sequence[Line]) -> float:
+    return _mean(steps, "frac_reward_zero_std") or 0.0
+
+
+def _step_times(steps: Sequence[Line]) -> Mapping[str, float]:
+    """Split the learner's own time into a fixed part and one for each token that trains."""
+    own_s = np.array([line["step_time"] - line.get("wait_s", 0.0) for line in steps])
+    tokens = np.array([float(line.get("tokens_trained", 0)) for line in steps])
+    step_s, trained_token_s = _line_above_zero(tokens, own_s)
+    return {"step_s": max(1e-6, step_s), "trained_token_s": trained_token_s}
+
+
+def _line_above_zero(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> tuple[float, float]:
+    """Fit y = a + b x by least squares with a, b >= 0. Returns a and b."""
+    spread = float(np.var(x))
+    slope = float(np.mean((x - x.mean()) * (y - y.mean()))) / spread if spread else 0.0
+    if slope <= 0:
+        return float(y.mean()), 0.0
+    start = float(y.mean()) - slope * float(x.mean())
+    if start < 0:
+        return 0.0, float(np.sum(x * y) / np.sum(x * x))
+    return start, slope
+
+
+def _sum(steps: Sequence[Line], name: str) -> float:
+    return float(sum(line.get(name) or 0.0 for line in steps))
+
+
+def _mean(steps: Sequence[Line], name: str) -> float | None:
+    """Return the mean over the steps' rollouts; None if no step has the metric."""
+    known = [line for line in steps if line.get(name) is not None]
+    weights = [line.get("rollouts") or 1 for line in known]
+    return float(np.average([line[name] for line in known], weights=weights)) if known else None
+
+
+def _json_lines(path: Path) -> Iterator[Line]:
+    """Yield the lines that can be read: a kill cuts the last one short."""
+    for raw in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            yield msgspec.json.decode(raw, type=Line)
+        except msgspec.DecodeError:
+            continue
+
+
+class _View(msgspec.Struct):
+    """What counts here of a `RolloutView`."""
+
+    turns: int
+    sampled_tokens: int
+    evaluation: int | None = None
+    timings: dict[str, float] = {}
+
+
+def _views(path: Path) -> Iterator[_View]:
+    for raw in path.read_bytes().splitlines() if path.exists() else ():
+        try:
+            view = msgspec.json.decode(raw, type=_View)
+        except msgspec.DecodeError:
+            continue
+        if view.evaluation is None:
+            yield view

@@ -1,0 +1,133 @@
+"""`slipstream plan`: learns from what a run left behind, and says what would help."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from deploy.cli import app
+from deploy.planning.advice import Plan, plan, with_counts
+from deploy.planning.rates import Record, read_record
+from protocol.config import ConfigError, to_toml
+from tests.kit.config import config
+
+RUN = config(
+    {
+        "rollout": {"group_size": 4},
+        "learner": {"groups_per_step": 4, "steps": 12},
+        "worker": {"episodes": 16},
+        "vllm": {"max_num_seqs": 16},
+    }
+)
+
+
+def step(number: int, **fields: Any) -> dict[str, Any]:
+    """Return a step of 5 s, of which the learner waited 4: 16 rollouts of 20 tokens."""
+    return {
+        "step": number,
+        "rollouts": 16,
+        "tokens_sampled": 320,
+        "tokens_trained": 160,
+        "completions/mean_length": 20.0,
+        "rollout/turns_mean": 2.0,
+        "frac_reward_zero_std": 0.5,
+        "staleness_mean": 1.0,
+        "staleness_max": 2,
+        "step_time": 5.0,
+        "wait_s": 4.0,
+        **fields,
+    }
+
+
+def write(folder: Path, steps: list[dict[str, Any]], views: int = 4, **view: Any) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "run.toml").write_text(to_toml(RUN))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in steps) + '{"step": 99, "rew')
+    views_of = [{"turns": 2, "sampled_tokens": 10 * (1 + n % 2), "evaluation": None, **view} for n in range(views)]
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in views_of))
+    server = {"transfer_s": 0.1, "pause_s": 0.01, "took_s": 0.2}
+    lines = [{"step": n, "servers": {"vllm-0": {**server, "took_s": took_s}}} for n, took_s in enumerate((9.0, 0.2))]
+    (folder / "publications.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    # The first step waits for the servers to start.
+    return write(tmp_path / "run", [step(1, step_time=90.0, wait_s=89.0), *(step(n) for n in range(2, 14))])
+
+
+def asked(*words: str | Path) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, words)])
+
+
+def test_a_run_is_learnt_from_its_files(run_dir: Path) -> None:
+    record: Record = read_record(run_dir)
+    rates = record.rates
+    assert record.measured.steps == 12
+    assert record.measured.steps_per_s == pytest.approx(0.2)
+    assert record.measured.learner_wait == pytest.approx(0.8)
+    assert rates.step_s == pytest.approx(1.0)
+    assert rates.zero_variance == pytest.approx(0.5)
+    # The rollouts that were kept are shorter than the mean; the publication that started the servers does not count.
+    assert sorted({times.tokens for times in rates.episodes}) == pytest.approx([40 / 3, 80 / 3])
+    assert [times.total_s for times in rates.publications] == [0.2]
+    # 16 requests, 64 tokens a second.
+    assert rates.curve.tokens_per_s(16) == pytest.approx(64)
+    assert any("no times of tools" in note for note in record.notes)
+
+
+def test_times_of_tools_rewards_and_turns_are_learnt(tmp_path: Path) -> None:
+    """Steps under different load show how a server's speed depends on it: 10 ms + 5 ms for each request."""
+    steps = []
+    for number in range(20):
+        running = 2.0 + number % 10
+        token_s = 0.01 + 0.005 * running
+        sampled = int(5.0 * running / token_s)
+        times = {"rollout/generate_s": 20 * token_s, "rollout/tools_s": 0.5, "rollout/reward_s": 0.25}
+        steps.append(step(number, tokens_sampled=sampled, **times))
+    run = write(tmp_path / "run", steps, timings={"generate": 1.0, "tools": 0.5, "reward": 0.25})
+    record = read_record(run)
+    assert record.rates.curve.base_s == pytest.approx(0.01, rel=0.05)
+    assert record.rates.curve.each_s == pytest.approx(0.005, rel=0.05)
+    assert {(times.tools_s, times.judge_s) for times in record.rates.episodes} == {(0.5, 0.25)}
+    assert record.notes == ()
+
+
+def test_the_plan_names_what_limits(run_dir: Path) -> None:
+    rates = read_record(run_dir).rates
+    made = plan(RUN, rates, steps=60)
+    assert made.limit == "the vLLM servers"
+    assert made.advice.startswith("What helps most: one more vLLM server")
+    assert [change.gain for change in made.changes] == sorted((change.gain for change in made.changes), reverse=True)
+    slow = plan(RUN, replace(rates, step_s=30.0), steps=60)
+    assert slow.limit == "the learner"
+    assert slow.prediction.steps_per_s == pytest.approx(1 / 30, rel=0.05)
+    assert slow.advice == "None of these changes brings more steps a second: only faster work of the learner would."
+    assert plan(with_counts(RUN, servers=2), rates, steps=60).prediction.steps_per_s > made.prediction.steps_per_s
+
+
+def test_the_command_draws_it_or_prints_json(run_dir: Path) -> None:
+    drawn = asked(run_dir / "run.toml", "--from", run_dir)
+    assert drawn.exit_code == 0, drawn.output
+    assert "one more vLLM server" in drawn.output
+    assert "What limits: the vLLM servers" in drawn.output
+    printed = asked(run_dir / "run.toml", "--from", run_dir, "--json", "--servers", "2", "--workers", "3")
+    found = msgspec.json.decode(printed.output, type=Plan)
+    assert (found.servers, found.workers, found.steps) == (2, 3, 100)
+
+
+@pytest.mark.parametrize("steps", [[], [step(1)]])
+def test_a_run_without_two_steps_teaches_nothing(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
+    run = write(tmp_path / "run", steps)
+    with pytest.raises(ConfigError, match="few steps first"):
+        read_record(run)
+    with pytest.raises(ConfigError, match="few steps first"):
+        read_record(tmp_path / "nothing")
+    assert isinstance(asked(run / "run.toml", "--from", tmp_path / "nothing").exception, ConfigError)

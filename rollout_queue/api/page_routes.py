@@ -62,7 +62,7 @@ async def read_page_data(broker: ReadyBroker) -> Response:
 
 def page_data(broker: Broker) -> PageData:
     """Return what the page shows as of now."""
-    config, seen, now = broker.config, broker.observations, status.assemble(broker)
+    config, now = broker.config, status.assemble(broker)
     return PageData(
         run=config.run.name,
         live=True,

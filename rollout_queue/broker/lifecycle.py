@@ -162,33 +162,53 @@ async def _expire_when_due(broker: Broker) -> None:
 
 
 async def _keep_history(broker: Broker) -> None:
-    """Add the status to the run's history, and tell the pages that are open."""
-    history, viewers, recent, trained = broker.history, broker.viewers, broker.observations.recent, broker.trained
-    await asyncio.to_thread(history.load)
-    await asyncio.to_thread(trained.look)
-    shown, _ = recent.newer(0)
-    failure = None
+    """Add the status to the run's history, and tell the pages that are open. A fault of it does not end the queue."""
+    failed, shown = False, 0
+    for load in (broker.history.load, broker.trained.look):
+        try:
+            await asyncio.to_thread(load)
+        except Exception:
+            logger.exception("the page does not show what was before")
     while broker.failure is None:
         began = time.perf_counter()
-        now = status.assemble(broker)
-        change = history.add(now, broker.clock.wall())
-        viewers.tell("status", now)
-        viewers.tell("time", change.time)
-        if change.step is not None:
-            viewers.tell("step", change.step)
-        for event in change.events:
-            viewers.tell("event", event)
-        shown, rollouts = recent.newer(shown)
-        # Those that have trained replace on the page what it had of them.
-        for new in (rollouts, await asyncio.to_thread(trained.look)):
-            if new:
-                viewers.tell("rollouts", new)
-        if history.failure != failure and (failure := history.failure) is not None:
-            logger.error("%s", failure)
+        try:
+            shown = await _tell_pages(broker, shown)
+        except Exception:
+            if not failed:
+                logger.exception("the page and the run's history miss something from now on")
+            failed = True
         spent = time.perf_counter() - began
-        if history.may_be_full:
-            await asyncio.to_thread(history.make_room)
+        if broker.history.may_be_full:
+            await asyncio.to_thread(broker.history.make_room)
         await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
+
+
+async def _tell_pages(broker: Broker, shown: int) -> int:
+    """Tell the pages what is new.
+
+    Args:
+        shown: Groups of whose rollouts they were told.
+
+    Returns:
+        `shown` from now on.
+    """
+    history, viewers = broker.history, broker.viewers
+    now, failure = status.assemble(broker), history.failure
+    change = history.add(now, broker.clock.wall())
+    if history.failure is not None and failure is None:
+        logger.error("%s", history.failure)
+    viewers.tell("status", now)
+    viewers.tell("time", change.time)
+    if change.step is not None:
+        viewers.tell("step", change.step)
+    for event in change.events:
+        viewers.tell("event", event)
+    shown, rollouts = broker.observations.recent.newer(shown)
+    # Those that have trained replace on the page what it had of them.
+    for new in (rollouts, await asyncio.to_thread(broker.trained.look)):
+        if new:
+            viewers.tell("rollouts", new)
+    return shown
 
 
 async def _show_alive(broker: Broker) -> None:

@@ -15,7 +15,8 @@ from protocol.client import JSON, QueueClient
 from protocol.history import PageData
 from protocol.messages import BeginSession
 from rollout_queue import page
-from rollout_queue.broker import viewers
+from rollout_queue.broker import lifecycle, viewers
+from rollout_queue.observe.history import History
 from tests.kit import config
 from tests.kit.queue import Served, serve_version, serving, until
 
@@ -136,3 +137,19 @@ async def test_i8_who_has_signed_in_can_look_and_nothing_else() -> None:
                 for path in (access.POLICY, access.FINISH, access.TICKETS):
                     async with browser.post(queue.url + path, json={}) as response:
                         assert response.status == 401, "a cookie is sent by any page's form"
+
+
+async def test_a_fault_of_the_history_does_not_end_the_queue(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise ValueError("a fault")
+
+    monkeypatch.setattr(lifecycle, "_LOOK_S", 0.01)
+    monkeypatch.setattr(History, "load", broken)
+    monkeypatch.setattr(History, "add", broken)
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        await until(lambda: "miss something from now on" in caplog.text)
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        assert (await get(queue, access.PAGE_DATA))[0] == 200
+    assert caplog.text.count("miss something from now on") == 1

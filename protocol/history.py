@@ -167,13 +167,12 @@ class Columns:
 
 
 _DOES: tuple[WorkerActivity, ...] = ("generating", "waiting", "in_tools", "in_judgement", "idle")
-_GONE: tuple[WorkerActivity, ...] = ("silent", "refused", "left")
 
 
 def time_row(at: float, status: Status) -> Row:
     """Return a status as a row of the columns over time."""
     groups, staleness, rates = status.groups, status.staleness, status.rates
-    there = [worker for worker in status.workers if worker.does not in _GONE]
+    there = [worker for worker in status.workers if not worker.is_gone]
     does = Counter(worker.does for worker in there)
     row: Row = {
         "at": at,
@@ -216,6 +215,27 @@ def step_row(at: float, status: Status) -> Row | None:
         return None
     waits = None if learner.wait_share is None or learner.step_s is None else learner.wait_share * learner.step_s
     return {"step": learner.step, "at": at, "step_time": learner.step_s, "wait_s": waits, **learner.metrics}
+
+
+class RunColumns:
+    """A run as columns over wall time and over optimiser steps."""
+
+    def __init__(self) -> None:
+        self.time, self.steps = Columns("at"), Columns("step")
+        self._step = 0
+
+    def add(self, at: float, status: Status) -> tuple[Row, Row | None]:
+        """Add the status as of `at`, wall clock, seconds. Returns the new rows; None for a step that is known."""
+        row, step = time_row(at, status), step_row(at, status)
+        self.time.add(row)
+        if step is None or step["step"] == self._step:
+            return row, None
+        number = int(step["step"] or 0)
+        if number < self._step:
+            self.steps.forget_from(number)
+        self._step = number
+        self.steps.add(step)
+        return row, step
 
 
 class PageData(msgspec.Struct):

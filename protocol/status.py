@@ -240,6 +240,11 @@ class WorkerStatus(msgspec.Struct):
     does: WorkerActivity = "idle"
     reason: str | None = None
 
+    @property
+    def is_gone(self) -> bool:
+        """Whether nothing is expected of it any more."""
+        return self.does in ("silent", "refused", "left")
+
 
 class ServerStatus(Server):
     """A server in the status.
@@ -289,7 +294,7 @@ Severity = Literal["bad", "warn"]
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """What keeps a run from learning, as long as it does so, and what to change.
+    """A cause that keeps a run from learning, as long as it does so, and its remedy.
 
     Attributes:
         about: What it is about, such as `tool search` or `rewards`. Of several causes each is about something else.

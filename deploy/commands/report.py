@@ -19,7 +19,7 @@ import typer
 from deploy.commands.ended import causes_at_end
 from protocol import history
 from protocol.config import ConfigError, load
-from protocol.history import Columns, Event, PageData, Row, step_row, time_row
+from protocol.history import Columns, Event, PageData, Row, RunColumns
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status
@@ -86,16 +86,14 @@ def read_run(run_dir: Path) -> PageData:
             f"step, such as runs/NAME"
         )
     settings = _settings(run_dir / RUN_FILE)
-    statuses, times, steps = _Sample[tuple[float, Status]](MAX_STATUSES), Columns("at"), Columns("step")
+    statuses, columns = _Sample[tuple[float, Status]](MAX_STATUSES), RunColumns()
     events: list[Event] = []
     newest: tuple[float, Status] | None = None
     for entry in history.read(run_dir / history.FOLDER):
         if entry.status is not None:
             newest = entry.at, entry.status
             statuses.add(newest)
-            times.add(time_row(*newest))
-            if (row := step_row(*newest)) is not None:
-                steps.add(row)
+            columns.add(*newest)
         if entry.event is not None:
             events.append(entry.event)
             del events[: -2 * MAX_EVENTS]
@@ -115,8 +113,8 @@ def read_run(run_dir: Path) -> PageData:
         groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
         status=newest[1] if newest is not None else None,
         statuses=statuses.kept,
-        time=times.json(),
-        steps=_steps(run_dir / METRICS, steps.json()),
+        time=columns.time.json(),
+        steps=_steps(run_dir / METRICS, columns.steps.json()),
         events=events[-MAX_EVENTS:],
         rollouts=rollouts.kept,
         evaluations=list(_lines(run_dir / EVALUATIONS, lambda line: msgspec.json.decode(line, type=Evaluation))),

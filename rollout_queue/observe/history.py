@@ -1,4 +1,4 @@
-"""Keeps the history of the run: in memory as columns for charts, and on disk within a bound.
+"""Keeps the history of the run: in memory as columns and events for its page, and on disk within a bound.
 
 A part of the history that is too much is thinned out: every second status goes, of the oldest parts first, so that all
 of the run is there and its newest hours are finest.
@@ -9,16 +9,15 @@ from __future__ import annotations
 import os
 import zlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from protocol import history
-from protocol.history import Columns, Entry, Event, Part, Row, step_row, time_row
-from protocol.run_events import between
-from protocol.status import Status
+from protocol.history import Entry, Event, EventKind, Part, Row, RunColumns
+from protocol.status import ServerStatus, Status, WorkerStatus, describe_evaluation
 
 # A status is written so often, seconds; events at once.
 WRITE_S = 5.0
@@ -38,7 +37,7 @@ _MAX_THINNED = 6
 
 
 class Change(msgspec.Struct, frozen=True):
-    """What a status added to the history."""
+    """The rows and events that a status added to the history."""
 
     time: Row
     step: Row | None
@@ -60,12 +59,11 @@ class History:
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
         self.failure: str | None = None
         self.may_be_full = False
-        self.time, self.steps = Columns("at"), Columns("step")
+        self.columns = RunColumns()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._folder = folder
         self._max_bytes = max_bytes
         self._newest: Status | None = None
-        self._step = 0
         self._written_at = float("-inf")
         self._file: _PartFile | None = None
 
@@ -79,7 +77,7 @@ class History:
             for entry in history.read_part(part.path, every=1 + size // _READ_BYTES):
                 if entry.status is not None:
                     self._newest = entry.status
-                    self._show(entry.status, entry.at)
+                    self.columns.add(entry.at, entry.status)
                 if entry.event is not None:
                     self.events.append(entry.event)
 
@@ -93,7 +91,7 @@ class History:
             self._written_at = at
             there = [worker for worker in status.workers if worker.does != "left"][:_MAX_WORKERS]
             self._write([Entry(at, msgspec.structs.replace(status, workers=there))])
-        row, step = self._show(status, at)
+        row, step = self.columns.add(at, status)
         return Change(row, step, events)
 
     def make_room(self) -> None:
@@ -116,18 +114,6 @@ class History:
             file, self._file = self._file, None
             with suppress(OSError):
                 file.close()
-
-    def _show(self, status: Status, at: float) -> tuple[Row, Row | None]:
-        row, step = time_row(at, status), step_row(at, status)
-        self.time.add(row)
-        if step is None or step["step"] == self._step:
-            return row, None
-        number = int(step["step"] or 0)
-        if number < self._step:
-            self.steps.forget_from(number)
-        self._step = number
-        self.steps.add(step)
-        return row, step
 
     def _write(self, entries: Sequence[Entry]) -> None:
         if self._folder is None or self.failure is not None or not entries:
@@ -194,3 +180,100 @@ def _size(path: Path) -> int:
         return path.stat().st_size
     except OSError:
         return 0
+
+
+_Said = tuple[EventKind, str, str | None]
+
+
+def between(before: Status | None, after: Status, at: float) -> list[Event]:
+    """Return what happened, in words.
+
+    Args:
+        before: The earlier status, perhaps of a queue that has ended since; None if there is none.
+        at: Wall clock of the later one, seconds.
+    """
+    found = (*_run(before, after), *_servers(before, after), *_workers(before, after), *_told(before, after))
+    return [Event(at, kind, text, who) for kind, text, who in found]
+
+
+def _run(before: Status | None, after: Status) -> Iterator[_Said]:
+    if before is None or _restarted(before, after):
+        yield "run", "the queue started", None
+    if after.learner.session and (before is None or after.learner.session != before.learner.session):
+        yield "learner", f"the learner began session {after.learner.session} at step {after.step}", "learner"
+    if before is None:
+        return
+    if after.step < before.step:
+        yield "run", f"the run went back from step {before.step} to {after.step}", None
+    if after.checkpoint_step is not None and after.checkpoint_step != before.checkpoint_step:
+        yield "learner", f"a checkpoint of step {after.checkpoint_step} was saved", "learner"
+    if after.stall.stalled and not before.stall.stalled:
+        yield "run", f"no step for {after.stall.since_s:.0f} s: {after.stall.why or 'the cause is not known'}", None
+    elif before.stall.stalled and not after.stall.stalled:
+        yield "run", "steps are made again", None
+    if after.gave_up and not before.gave_up:
+        yield "run", f"the run was given up: {after.gave_up}", None
+    if after.finished and not before.finished:
+        yield "run", f"the run finished at step {after.step}", None
+
+
+def _restarted(before: Status, after: Status) -> bool:
+    return after.uptime_s < before.uptime_s
+
+
+def _servers(before: Status | None, after: Status) -> Iterator[_Said]:
+    were = {} if before is None else {server.name: server for server in before.servers}
+    for server in after.servers:
+        was = were.pop(server.name, None)
+        if was is None:
+            yield "server", f"server {server.name} at {server.url} joined, {_state(server)}", server.name
+        elif was.state != server.state:
+            yield "server", f"server {server.name} was {was.state} and is {_state(server)}", server.name
+    for name in were:
+        yield "server", f"server {name} left", name
+
+
+def _state(server: ServerStatus) -> str:
+    return f"{server.state}: {server.reason}" if server.reason else str(server.state)
+
+
+def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
+    were = {} if before is None else {worker.worker_id: worker for worker in before.workers}
+    for worker in after.workers:
+        name, was = worker.worker_id, were.pop(worker.worker_id, None)
+        gone = worker.is_gone
+        if was is None and not gone:
+            yield "worker", f"worker {name} joined from {worker.host or 'somewhere'}", name
+        elif was is not None and gone and was.does != worker.does:
+            yield "worker", f"worker {name} {_how_gone(worker)}", name
+        elif was is not None and was.is_gone and not gone:
+            yield "worker", f"worker {name} came back", name
+        first = sorted(set(worker.failures) - set(was.failures if was is not None else ()))
+        if first:
+            yield "worker", f"worker {name}: the first failures of {', '.join(first)}", name
+    for worker in were.values():
+        if not worker.is_gone:
+            yield "worker", f"worker {worker.worker_id} was forgotten", worker.worker_id
+
+
+def _how_gone(worker: WorkerStatus) -> str:
+    if worker.does == "refused":
+        return f"was refused: {worker.reason}"
+    return "left" if worker.does == "left" else "has been silent for a minute"
+
+
+def _told(before: Status | None, after: Status) -> Iterator[_Said]:
+    known = (
+        0 if before is None or _restarted(before, after) else max((notice.id for notice in before.notices), default=0)
+    )
+    for notice in after.notices:
+        if notice.id > known:
+            yield "notice", notice.text, notice.who
+    seen = set() if before is None else {cause.about for cause in before.diagnosis}
+    for cause in after.diagnosis:
+        if cause.about not in seen:
+            yield "notice", cause.text, None
+    ended = set() if before is None else {result.step for result in before.evaluations if result.ended}
+    for result in after.evaluations:
+        if result.ended and result.step not in ended:
+            yield "evaluation", describe_evaluation(result), None

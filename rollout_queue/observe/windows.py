@@ -180,7 +180,7 @@ class ToolCounts(msgspec.Struct, frozen=True):
 
 
 class GroupOutcome(msgspec.Struct, frozen=True):
-    """What became of a group's episodes.
+    """The outcome of a group's episodes.
 
     Attributes:
         reward: Their mean reward. `equal`: whether all have the same.

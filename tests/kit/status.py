@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
+from protocol.messages import ServerState
+from protocol.status import (
+    GroupCounts,
+    LearnerStatus,
+    Rates,
+    ServerStatus,
+    Staleness,
+    Stall,
+    Status,
+    TicketCounts,
+    WorkerStatus,
+)
 
 
 def status(**fields: Any) -> Status:
@@ -32,3 +43,20 @@ def status(**fields: Any) -> Status:
         "ledger": TicketCounts(),
     }
     return Status(**{**values, **fields})
+
+
+def worker(name: str, **fields: Any) -> WorkerStatus:
+    """Return the status of a worker that has done nothing yet, but for some fields."""
+    names = ("pid", "capacity", "episodes_done", "episodes_failed", "tokens_sampled", "tool_calls", "tool_failures")
+    values: dict[str, Any] = {
+        **dict.fromkeys((*names, "episodes_in_flight", "requests_retried"), 0),
+        "wait_share": 0.0,
+        "cpu_ms_per_episode": None,
+        "seen_s_ago": 1.0,
+    }
+    return WorkerStatus(worker_id=name, host="h", **{**values, **fields})
+
+
+def server(name: str, state: ServerState, reason: str | None = None) -> ServerStatus:
+    """Return the status of a server with version 0."""
+    return ServerStatus(name, f"http://{name}", state, 0, reason)

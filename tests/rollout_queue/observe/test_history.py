@@ -1,4 +1,4 @@
-"""The history of a run on disk: read by the next queue, whole after a kill, bounded."""
+"""The history of a run: on disk, read by the next queue, whole after a kill, bounded; and the events in it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import gzip
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol import history as stored
-from protocol.status import LearnerStatus, Notice, Wait
+from protocol.history import time_row
+from protocol.messages import ServerState
+from protocol.status import Cause, Evaluation, LearnerStatus, Notice, Stall, Status, Wait
 from rollout_queue.observe import history
-from rollout_queue.observe.history import WRITE_S, History
-from tests.kit.status import status
+from rollout_queue.observe.history import WRITE_S, History, between
+from tests.kit.status import server, status, worker
 
 MANY = 10**9
 
@@ -39,12 +42,12 @@ def test_a_queue_that_starts_again_shows_what_was_before(folder: Path) -> None:
     before.close()
     after = History(folder, MANY)
     after.load()
-    assert after.time.json() == before.time.json()
-    assert after.steps.json() == before.steps.json()
-    assert after.steps.json()["reward"] == [float(number) for number in range(1, 51)]
+    assert after.columns.time.json() == before.columns.time.json()
+    assert after.columns.steps.json() == before.columns.steps.json()
+    assert after.columns.steps.json()["reward"] == [float(number) for number in range(1, 51)]
     assert list(after.events) == list(before.events)
     fill(after, 51, 10)
-    assert len(after.time.json()["at"]) == 60
+    assert len(after.columns.time.json()["at"]) == 60
     assert [event.text for event in after.events][-2:] == ["notice 50", "notice 60"]
     after.close()
     assert len(stored.parts(folder)) == 2
@@ -54,7 +57,7 @@ def test_a_resume_at_an_earlier_step_takes_the_steps_that_are_made_again_out(fol
     kept = History(None, MANY)
     fill(kept, 1, 9)
     fill(kept, 4, 2)
-    assert kept.steps.json()["step"] == [1, 2, 3, 4, 5]
+    assert kept.columns.steps.json()["step"] == [1, 2, 3, 4, 5]
     assert not folder.exists(), "without a folder nothing is written"
 
 
@@ -79,7 +82,7 @@ def test_a_history_whose_end_is_lost_is_read_up_to_there(folder: Path, lost: int
     part.path.write_bytes(whole[:-lost])
     again = History(folder, MANY)
     again.load()
-    steps = again.steps.json()["step"]
+    steps = again.columns.steps.json()["step"]
     assert steps == list(range(1, len(steps) + 1))
     assert 39 - lost // 50 <= len(steps) <= 40 - lost // 500
     part.path.write_bytes(b"no gzip")
@@ -106,7 +109,7 @@ def test_a_long_history_is_thinned_out_and_keeps_its_whole_length(
     assert times[0] < 100.0 + 1000 * WRITE_S
     again = History(folder, most)
     again.load()
-    assert again.time.json()["at"][-1] == times[-1]
+    assert again.columns.time.json()["at"][-1] == times[-1]
 
 
 def test_a_part_whose_thinning_was_killed_counts_once(folder: Path) -> None:
@@ -128,5 +131,75 @@ def test_a_disk_that_takes_no_more_ends_the_file_and_not_the_history(folder: Pat
     fill(kept, 1, 5)
     assert kept.failure is not None
     assert kept.failure.startswith(f"the history of the run ends here: {folder}: ")
-    assert len(kept.steps.json()["step"]) == 5
+    assert len(kept.columns.steps.json()["step"]) == 5
     kept.close()
+
+
+def said(before: Status | None, after: Status) -> list[tuple[str, str | None, str]]:
+    return [(event.kind, event.who, event.text) for event in between(before, after, 9.0)]
+
+
+def test_a_refused_worker_and_a_cause_that_is_new_are_events() -> None:
+    cause = Cause("tool search", "tool search fails in 8 of its newest 8 calls", "bad")
+    first = status(uptime_s=10.0, workers=[worker("a"), worker("b")])
+    second = status(uptime_s=20.0, workers=[worker("a", does="refused", reason="the tokenizer differs"), worker("b")])
+    third = msgspec.structs.replace(second, diagnosis=[cause])
+    later = msgspec.structs.replace(cause, text="tool search fails in 9 of its newest 9 calls", since_s=1.0)
+    assert said(first, second) == [("worker", "a", "worker a was refused: the tokenizer differs")]
+    assert said(second, third) == [("notice", None, cause.text)]
+    assert said(third, msgspec.structs.replace(third, diagnosis=[later])) == []
+    assert time_row(5.0, second)["workers"] == 1
+
+
+def test_what_happened_between_two_looks_is_said_once() -> None:
+    first = status(
+        uptime_s=10.0,
+        step=4,
+        servers=[server("v0", ServerState.SERVING), server("v1", ServerState.SERVING)],
+        workers=[worker("a"), worker("b"), worker("c", does="silent"), worker("d")],
+        learner=LearnerStatus(session=1),
+        notices=[Notice(1, "tool", "old", "a", 1.0)],
+    )
+    assert said(first, first) == []
+    second = status(
+        uptime_s=20.0,
+        step=5,
+        checkpoint_step=5,
+        servers=[server("v0", ServerState.QUARANTINED, "its proof failed"), server("v2", ServerState.JOINING)],
+        workers=[worker("a", failures={"judge": 1}), worker("b", does="left"), worker("c"), worker("e")],
+        learner=LearnerStatus(session=2),
+        notices=[Notice(1, "tool", "old", "a", 1.0), Notice(2, "tool", "new", "e", 1.0)],
+        stall=Stall(True, 120.0, "nobody samples"),
+        evaluations=[Evaluation(5, 5, 1, ended="complete", reward=0.5, rows=4, done=4)],
+        gave_up="nothing is accepted",
+        finished=True,
+    )
+    assert said(first, second) == [
+        ("learner", "learner", "the learner began session 2 at step 5"),
+        ("learner", "learner", "a checkpoint of step 5 was saved"),
+        ("run", None, "no step for 120 s: nobody samples"),
+        ("run", None, "the run was given up: nothing is accepted"),
+        ("run", None, "the run finished at step 5"),
+        ("server", "v0", "server v0 was serving and is quarantined: its proof failed"),
+        ("server", "v2", "server v2 at http://v2 joined, joining"),
+        ("server", "v1", "server v1 left"),
+        ("worker", "a", "worker a: the first failures of judge"),
+        ("worker", "b", "worker b left"),
+        ("worker", "c", "worker c came back"),
+        ("worker", "e", "worker e joined from h"),
+        ("worker", "d", "worker d was forgotten"),
+        ("notice", "e", "new"),
+        ("evaluation", None, "evaluation of step 5: reward 0.500 (4 rows, 0.0 s)"),
+    ]
+    assert said(second, msgspec.structs.replace(second, uptime_s=30.0)) == []
+
+
+def test_a_queue_that_started_again_says_so_and_what_it_tells_anew() -> None:
+    before = status(uptime_s=100.0, step=9, notices=[Notice(7, "tool", "old", None, 1.0)])
+    after = status(uptime_s=1.0, step=8, notices=[Notice(1, "tool", "new", None, 1.0)])
+    assert said(before, after) == [
+        ("run", None, "the queue started"),
+        ("run", None, "the run went back from step 9 to 8"),
+        ("notice", None, "new"),
+    ]
+    assert said(None, status())[0] == ("run", None, "the queue started")

@@ -5,7 +5,11 @@ Also the names of the metrics that a worker counts in `Rollout.metrics`, and the
 
 from __future__ import annotations
 
+import os
 import re
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 import msgspec
@@ -17,6 +21,10 @@ from protocol.messages import Group
 FILE_NAME = "rollouts.jsonl"
 
 MAX_TEXT = 4000
+
+# Rollouts that `TrainedRollouts` keeps, and bytes of the file that it reads at a time: of a longer one the end.
+MAX_TRAINED = 256
+_MAX_READ = 2 * 1024**2
 
 
 class TokenView(msgspec.Struct, array_like=True, frozen=True):
@@ -113,6 +121,45 @@ def _cut(value: Any) -> Any:
     if isinstance(value, str) and len(value) > MAX_TEXT:
         return f"{value[:MAX_TEXT]}... ({len(value) - MAX_TEXT} more characters)"
     return value
+
+
+class TrainedRollouts:
+    """Follows `rollouts.jsonl`, in which the learner writes rollouts of trained groups, with their step and tokens.
+
+    Attributes:
+        newest: At most `MAX_TRAINED`, oldest first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.newest: deque[RolloutView] = deque(maxlen=MAX_TRAINED)
+        self._path = path
+        self._at = 0
+        self._file: tuple[int, int] | None = None
+
+    def look(self) -> list[RolloutView]:
+        """Return what was written since the last look. Blocks for a moment."""
+        found: list[RolloutView] = []
+        with suppress(OSError), self._path.open("rb") as file:
+            stat = os.fstat(file.fileno())
+            same = (stat.st_dev, stat.st_ino) == self._file and stat.st_size >= self._at
+            self._file = stat.st_dev, stat.st_ino
+            # Another file is the newer half of one that got too long, or of a run that was resumed.
+            begin = max(self._at if same else 0, stat.st_size - _MAX_READ)
+            file.seek(begin)
+            *lines, rest = file.read(stat.st_size - begin).split(b"\n")
+            self._at = stat.st_size - len(rest)
+            known = {_key(view) for view in self.newest} if not same else set()
+            for line in lines:
+                with suppress(msgspec.DecodeError):  # the first one may be cut
+                    view = msgspec.json.decode(line, type=RolloutView)
+                    if _key(view) not in known:
+                        found.append(view)
+        self.newest += found
+        return found
+
+
+def _key(view: RolloutView) -> tuple[str, int, int | None]:
+    return view.ticket_id, view.number, view.step
 
 
 # Segments after a rollout's first; times that it went on at another server.

@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import heapq
 import json
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 import msgspec
 from rich.console import Console, Group, RenderableType
@@ -21,9 +20,7 @@ from rich.text import Text
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError
-from protocol.rollouts import RolloutView
-
-FILE_NAME = "rollouts.jsonl"
+from protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
 
 EVALUATIONS = "evaluations.jsonl"
 
@@ -104,52 +101,14 @@ def follow(run_dir: Path, has_ended: Callable[[], bool]) -> Iterator[RolloutView
     Args:
         has_ended: Tells whether it has; asked while nothing comes.
     """
-    path = run_dir / FILE_NAME
-    file, seen = None, None
-    try:
-        while True:
-            if file is None and path.exists():
-                file = path.open("rb")
-                if seen is None:
-                    file.seek(0, os.SEEK_END)
-            line = file.readline() if file is not None else b""
-            if file is not None and line.endswith(b"\n"):
-                if (view := _decoded(line)) is not None and (key := (view.step, view.ticket_id, view.number)) != seen:
-                    seen = key
-                    yield view
-                continue
+    trained = TrainedRollouts(run_dir / FILE_NAME)
+    trained.look()
+    while True:
+        yield from (found := trained.look())
+        if not found:
             if has_ended():
                 return
-            if file is not None:
-                file.seek(-len(line), os.SEEK_CUR)  # the rest of it is still to be written
-                if not path.exists() or not os.path.samestat(path.stat(), os.fstat(file.fileno())):
-                    # The file got too long, and its newer half has taken its place.
-                    file.close()
-                    file = path.open("rb") if path.exists() else None
-                    _skip_to(file, seen)
-                elif file.tell() > path.stat().st_size:  # a resume has taken steps back
-                    file.seek(0, os.SEEK_END)
             time.sleep(_LOOK_S)
-    finally:
-        if file is not None:
-            file.close()
-
-
-def _skip_to(file: BinaryIO | None, seen: tuple[int | None, str, int] | None) -> None:
-    """Read on to behind the rollout that was seen last; not at all if it is not there any more."""
-    if file is None or seen is None:
-        return
-    for line in file:
-        if (view := _decoded(line)) is not None and (view.step, view.ticket_id, view.number) == seen:
-            return
-    file.seek(0)
-
-
-def _decoded(line: bytes) -> RolloutView | None:
-    try:
-        return msgspec.json.decode(line, type=RolloutView)
-    except msgspec.DecodeError:
-        return None
 
 
 def print_json(rollouts: Sequence[RolloutView]) -> None:

@@ -20,6 +20,7 @@ from protocol.config import ConfigError, RunConfig
 from protocol.history import FOLDER
 from protocol.messages import RunPosition
 from protocol.rollouts import FILE_NAME as ROLLOUTS
+from protocol.rollouts import TrainedRollouts
 from protocol.status import Evaluation
 from protocol.trained_record import RECORD_FOLDER
 from rollout_queue.broker.clock import Clock
@@ -37,7 +38,6 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
-from rollout_queue.observe.windows import TrainedRollouts
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
 

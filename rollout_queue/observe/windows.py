@@ -6,11 +6,8 @@ It splits at the group's arrival: `in_flight` passed while the group was made, `
 
 from __future__ import annotations
 
-import os
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable
-from contextlib import suppress
-from pathlib import Path
 from statistics import fmean
 from typing import Self, TypeVar
 
@@ -35,11 +32,6 @@ _MAX_MESSAGES = 256 * 1024  # bytes; decoding empty containers takes a hundred t
 _MAX_VIEW = 64 * 1024
 
 _INTERVAL_S = 0.5
-
-MAX_TRAINED = 256
-
-# Bytes of the learner's file that are read at a time: of a longer one the end.
-_MAX_READ = 2 * 1024**2
 
 
 class Shown(msgspec.Struct, frozen=True):
@@ -99,47 +91,6 @@ class RecentRollouts:
         if worst:
             found.sort(key=lambda shown: shown.reward)
         return codec.encode_json([msgspec.Raw(shown.json) for shown in found[:limit]])
-
-
-class TrainedRollouts:
-    """The newest rollouts of trained groups, with step and tokens, as the learner writes them into the run directory.
-
-    Where the queue does not see that directory there are none, and people read the rollouts that came to the queue.
-
-    Attributes:
-        newest: At most `MAX_TRAINED`, oldest first.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.newest: deque[RolloutView] = deque(maxlen=MAX_TRAINED)
-        self._path = path
-        self._at = 0
-        self._file: tuple[int, int] | None = None
-
-    def look(self) -> list[RolloutView]:
-        """Return what was written since the last look. Blocks for a moment."""
-        found: list[RolloutView] = []
-        with suppress(OSError), self._path.open("rb") as file:
-            stat = os.fstat(file.fileno())
-            same = (stat.st_dev, stat.st_ino) == self._file and stat.st_size >= self._at
-            self._file = stat.st_dev, stat.st_ino
-            # Another file is the newer half of one that got too long, or of a run that was resumed.
-            begin = max(self._at if same else 0, stat.st_size - _MAX_READ)
-            file.seek(begin)
-            *lines, rest = file.read(stat.st_size - begin).split(b"\n")
-            self._at = stat.st_size - len(rest)
-            known = {_key(view) for view in self.newest} if not same else set()
-            for line in lines:
-                with suppress(msgspec.DecodeError):  # the first one may be cut
-                    view = msgspec.json.decode(line, type=RolloutView)
-                    if _key(view) not in known:
-                        found.append(view)
-        self.newest += found
-        return found
-
-
-def _key(view: RolloutView) -> tuple[str, int, int | None]:
-    return view.ticket_id, view.number, view.step
 
 
 def _shown(group: Group, number: int, evaluation: int | None) -> Shown:

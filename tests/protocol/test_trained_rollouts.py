@@ -7,9 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from protocol.rollouts import RolloutView, TokenView
-from rollout_queue.observe import windows
-from rollout_queue.observe.windows import TrainedRollouts
+from protocol import rollouts as module
+from protocol.rollouts import RolloutView, TokenView, TrainedRollouts
 
 
 def view(number: int) -> RolloutView:
@@ -48,7 +47,7 @@ def test_what_is_new_is_found_once_through_half_lines_and_a_new_file(tmp_path: P
 def test_of_a_long_file_the_end_is_read_and_the_newest_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(windows, "_MAX_READ", 10_000)
+    monkeypatch.setattr(module, "_MAX_READ", 10_000)
     path = tmp_path / "rollouts.jsonl"
     path.write_bytes(b"".join(map(line, range(1000))))
     rollouts = TrainedRollouts(path)

@@ -10,6 +10,9 @@ containers, at under 100 bytes for each. A listener bounds its bodies, and of ms
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -186,6 +189,18 @@ def decode_json(data: bytes, kind: Any) -> Any:
         return decoder.decode(data)
     except _NOT_DECODABLE as error:
         raise _refusal(kind, error) from error
+
+
+def read_json_lines(path: Path, kind: type[T]) -> Iterator[T]:
+    """Yield the lines of a file that are a `kind`, one in memory at a time: a kill cuts the last one short.
+
+    A file that is not there, or cannot be read, has none.
+    """
+    decoder = msgspec.json.Decoder(kind)
+    with suppress(OSError), path.open("rb") as file:
+        for line in file:
+            with suppress(msgspec.DecodeError):
+                yield decoder.decode(line)
 
 
 def _refusal(kind: Any, error: Exception) -> DecodeError:

@@ -92,7 +92,7 @@ def find(config: RunConfig, now: float) -> EndedRun | None:
     newest = history.newest_status(run_dir / history.FOLDER)
     summary, summary_fields = _summary(run_dir / SUMMARY)
     status = newest[1] if newest is not None else None
-    step, step_at = _newest_step(run_dir / METRICS), _modified(run_dir / METRICS)
+    step, step_at = _newest_step(run_dir / METRICS), modified(run_dir / METRICS)
     heard = [at for at in (step_at, newest[0] if newest is not None else None, summary and summary.ended_at) if at]
     if not heard:
         return None
@@ -190,7 +190,8 @@ class _Step(msgspec.Struct):
     step: int
 
 
-def _modified(path: Path) -> float | None:
+def modified(path: Path) -> float | None:
+    """Return when a file was written last, seconds since 1970; None if it is empty or not there."""
     try:
         return path.stat().st_mtime if path.stat().st_size else None
     except OSError:

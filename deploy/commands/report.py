@@ -8,7 +8,7 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -16,8 +16,9 @@ import msgspec
 import numpy as np
 import typer
 
-from deploy.commands.ended import causes_at_end
+from deploy.commands.ended import METRICS, causes_at_end, modified
 from protocol import history
+from protocol.codec import read_json_lines
 from protocol.config import ConfigError, load
 from protocol.history import Columns, Event, PageData, Row, RunColumns
 from protocol.rollouts import FILE_NAME as ROLLOUTS
@@ -25,7 +26,7 @@ from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status
 from rollout_queue import page
 
-METRICS, EVALUATIONS, RUN_FILE = "metrics.jsonl", "evaluations.jsonl", "run.toml"
+EVALUATIONS, RUN_FILE = "evaluations.jsonl", "run.toml"
 
 # States of the slider, events and rollouts that a report holds. Of more, every second one is left out as often as
 # needed; of events the oldest go.
@@ -102,12 +103,12 @@ def read_run(run_dir: Path) -> PageData:
         last_at, last = statuses.kept[-1]
         statuses.kept[-1] = last_at, _as_it_ended(run_dir, last)
     rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
-    for view in _lines(run_dir / ROLLOUTS, lambda line: msgspec.json.decode(line, type=RolloutView)):
+    for view in read_json_lines(run_dir / ROLLOUTS, RolloutView):
         rollouts.add(view)
     return PageData(
         run=settings.get("run", {}).get("name", run_dir.resolve().name),
         live=False,
-        now=newest[0] if newest is not None else _modified(run_dir / METRICS),
+        now=newest[0] if newest is not None else modified(run_dir / METRICS) or time.time(),
         max_staleness=settings.get("queue", {}).get("max_staleness", 4),
         group_size=settings.get("rollout", {}).get("group_size", 8),
         groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
@@ -117,7 +118,7 @@ def read_run(run_dir: Path) -> PageData:
         steps=_steps(run_dir / METRICS, columns.steps.json()),
         events=events[-MAX_EVENTS:],
         rollouts=rollouts.kept,
-        evaluations=list(_lines(run_dir / EVALUATIONS, lambda line: msgspec.json.decode(line, type=Evaluation))),
+        evaluations=list(read_json_lines(run_dir / EVALUATIONS, Evaluation)),
     )
 
 
@@ -193,7 +194,7 @@ def _steps(path: Path, seen: Mapping[str, list[float | None]]) -> Mapping[str, l
     """
     known = [(step, at) for step, at in zip(seen.get("step", []), seen.get("at", []), strict=False) if step and at]
     columns = Columns("step")
-    for line in _lines(path, lambda line: msgspec.json.decode(line, type=dict[str, Any])):
+    for line in read_json_lines(path, dict[str, Any]):
         row: Row = {name: float(value) for name, value in line.items() if _is_number(value)}
         if "step" in row:
             columns.add({**row, "at": _time_of(row["step"] or 0.0, known)})
@@ -210,23 +211,3 @@ def _time_of(step: float, known: Sequence[tuple[float, float]]) -> float | None:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _lines(path: Path, decode: Callable[[bytes], T]) -> Iterator[T]:
-    """Yield the lines of a file that can be read, one in memory at a time."""
-    try:
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    yield decode(line)
-                except (msgspec.DecodeError, msgspec.ValidationError):
-                    continue
-    except OSError:
-        return
-
-
-def _modified(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return time.time()

@@ -17,15 +17,13 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from deploy.commands.ended import SUMMARY
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError
 from protocol.rollouts import FILE_NAME, RolloutView, TrainedRollouts
 
 EVALUATIONS = "evaluations.jsonl"
-
-# The learner writes it at the run's end.
-SUMMARY = "summary.json"
 
 # Rollouts to ask the queue for if the choice among them is made here.
 WINDOW = 100

@@ -16,6 +16,7 @@ import numpy as np
 
 from deploy.planning.serving import Curve
 from protocol import history
+from protocol.codec import read_json_lines
 from protocol.config import ConfigError, RunConfig, load
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.status import Status
@@ -100,7 +101,7 @@ def read_record(run_dir: Path) -> Record:
     Raises:
         ConfigError: There is no such run, or it made fewer than two steps: the first one waits for the start.
     """
-    lines = list(_json_lines(run_dir / METRICS))
+    lines = list(read_json_lines(run_dir / METRICS, Line))
     steps = [line for line in lines if line.get("step_time") and "tokens_sampled" in line][1:][-MAX_STEPS:]
     if not steps:
         raise ConfigError(
@@ -196,7 +197,7 @@ def _most_running(config: RunConfig) -> float:
 
 def _publications(run_dir: Path, notes: list[str]) -> tuple[PublicationTimes, ...]:
     found = []
-    for line in _json_lines(run_dir / PUBLICATIONS):
+    for line in read_json_lines(run_dir / PUBLICATIONS, Line):
         for server in line.get("servers", {}).values():
             transfer_s, pause_s = server.get("transfer_s"), server.get("pause_s")
             if transfer_s is not None and pause_s is not None:
@@ -244,15 +245,6 @@ def _mean(steps: Sequence[Line], name: str) -> float | None:
     return float(np.average([line[name] for line in known], weights=weights)) if known else None
 
 
-def _json_lines(path: Path) -> Iterator[Line]:
-    """Yield the lines that can be read: a kill cuts the last one short."""
-    for raw in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            yield msgspec.json.decode(raw, type=Line)
-        except msgspec.DecodeError:
-            continue
-
-
 class _View(msgspec.Struct):
     """What counts here of a `RolloutView`."""
 
@@ -263,10 +255,4 @@ class _View(msgspec.Struct):
 
 
 def _views(path: Path) -> Iterator[_View]:
-    for raw in path.read_bytes().splitlines() if path.exists() else ():
-        try:
-            view = msgspec.json.decode(raw, type=_View)
-        except msgspec.DecodeError:
-            continue
-        if view.evaluation is None:
-            yield view
+    return (view for view in read_json_lines(path, _View) if view.evaluation is None)

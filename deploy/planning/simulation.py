@@ -260,14 +260,15 @@ class Simulation:
         oldest = min(versions) if self._config.queue.overage == "drop" else max(versions)
         if trains_at - oldest > self._bound:
             self._late += 1
-            self._drop(reasons.OVERAGE)
+            self._drop(trains_at, reasons.OVERAGE)
         elif group.flat and self._config.learner.zero_variance != "keep":
-            self._drop(reasons.ZERO_VARIANCE)
+            self._drop(trains_at, reasons.ZERO_VARIANCE)
         else:
             draft.standing.append(group)
         return True
 
-    def _drop(self, reason: str) -> None:
+    def _drop(self, trains_at: int, reason: str) -> None:
+        self.admission.observe_ack(str(trains_at), dropped=1, is_step=False)
         self.dropped += 1
         self._sums.drops[reason] = self._sums.drops.get(reason, 0) + 1
 
@@ -290,6 +291,7 @@ class Simulation:
         assert self._training is not None
         trained, self._training = len(self._training.standing), None
         self.trained += trained
+        self.admission.observe_ack(str(self._version), dropped=0, is_step=True)
         self._version += 1
         took_s, self._waiting_since, self._last_step = self._now - self._last_step, self._now, self._now
         late, self._late = self._late, 0

@@ -92,6 +92,7 @@ async def _begin_session(broker: Broker, message: BeginSession) -> None:
         commit = broker.apply(begun)
         broker.early_failures.begin(broker.ledger.ever_accepted)
     await commit
+    broker.admission.observe_session()
     broker.observations.session_began(broker.now)
 
 
@@ -217,6 +218,8 @@ async def acknowledge(broker: Broker, lease_id: str, message: LeaseAck) -> RunPo
         broker.apply(decision)
         broker.ledger.renew_lease(lease_id, broker.now)
         stepped = broker.ledger.run.version > version
+        dropped = sum(record.state is not TicketState.TRAINED for record in decision.tickets)
+        broker.admission.observe_ack(lease_id, dropped, stepped)
         facts = broker.observations.acknowledged(decision.tickets, message.report, stepped, broker.now)
         if facts is not None:
             broker.admission.observe_step(facts)

@@ -2,7 +2,8 @@
 
 With B groups per step, K = max_staleness, learner version L and s the lowest version that serves, a group issued now
 samples its first token at version s or later and is trained after the groups before it. It stays within K if at most
-(K + 1 - (L - s)) * B groups are outstanding, itself included.
+(K + 1 - (L - s)) * B groups are outstanding, itself included. With `zero_variance = "drop"` a group that a step
+dropped has used up one of the step's B places, so it counts as outstanding until that step is made.
 
 Below that bound the depth d, groups outstanding in optimiser steps, is as small as the learner's supply allows: more
 depth brings no group sooner and only makes groups older. d grows when the learner waited for groups while workers were
@@ -73,6 +74,8 @@ class Admission:
         # A step needs B groups at once: with less than one step outstanding no step would ever be full.
         self.depth = min(2.0, self._max_depth) if config.queue.depth == "auto" else max(1.0, config.queue.depth)
         self._refused_for_depth = False
+        self._drops_use_places = config.learner.zero_variance == "drop"
+        self._used: dict[str, int] = {}
 
     def limit(self, version: int, served_version: int | None) -> int:
         """Return how many groups may be outstanding while the oldest version that serves is `served_version`."""
@@ -80,6 +83,7 @@ class Admission:
 
     def grant(self, load: QueueLoad) -> Grant:
         """Decide how many tickets may be issued under `load`."""
+        used = sum(self._used.values())
         outstanding = f"{load.outstanding} groups outstanding"
         if load.session == 0:
             return Grant(0, "a learner: none has begun a session")
@@ -92,9 +96,11 @@ class Admission:
                 0, f"room: the queue is full: {load.bytes} bytes, queue.capacity_bytes = {self._capacity_bytes}"
             )
         limit = self.limit(load.version, load.served_version)
-        count = min(limit, self._capacity_groups) - load.outstanding
+        count = min(limit - used, self._capacity_groups) - load.outstanding
         if count > 0:
             return Grant(count)
+        if used:
+            outstanding += f" and {used} dropped from steps that are not made yet"
         if self._bound(load.version, load.served_version) <= self._depth_groups:
             lag = load.version - load.served_version
             return Grant(0, f"the staleness bound: {outstanding}, servers {lag} versions behind")
@@ -104,6 +110,19 @@ class Admission:
     def observe_refusal(self, grant: Grant) -> None:
         """Note that a worker with free slots got no ticket."""
         self._refused_for_depth |= grant.for_depth
+
+    def observe_session(self) -> None:
+        """Note that a learner has begun a session: it holds no step yet."""
+        self._used.clear()
+
+    def observe_ack(self, lease_id: str, dropped: int, is_step: bool) -> None:
+        """Note that the learner dropped groups from the step that `lease_id` is for, or made that step.
+
+        A step takes B groups, and B more as long as all were dropped.
+        """
+        used = self._used.pop(lease_id, 0) + dropped
+        if self._drops_use_places and not is_step and used % self._groups_per_step:
+            self._used[lease_id] = used % self._groups_per_step
 
     def observe_step(self, facts: StepFacts) -> None:
         """Adapt the depth to one optimiser step."""

@@ -14,8 +14,9 @@ from rollout_queue.ledger.admission import Admission, Grant, QueueLoad, StepFact
 from tests.kit import config
 
 
-def admission(k: int, b: int, depth: float | str = "auto", **queue: int) -> Admission:
-    return Admission(config(queue={"max_staleness": k, "depth": depth, **queue}, learner={"groups_per_step": b}))
+def admission(k: int, b: int, depth: float | str = "auto", zero_variance: str = "refill", **queue: int) -> Admission:
+    learner = {"groups_per_step": b, "zero_variance": zero_variance}
+    return Admission(config(queue={"max_staleness": k, "depth": depth, **queue}, learner=learner))
 
 
 def load(outstanding: int = 0, version: int = 0, served: int | None = 0, size: int = 0, session: int = 1) -> QueueLoad:
@@ -32,7 +33,9 @@ class Made:
 class Loop:
     """Workers, learner and weight sync in simulated time: a publication follows every `every` steps and lands
     `publish_s` later; a group is made of one version, the served one at its issue. `durations`: seconds per group.
-    The learner trains B groups a step, oldest first, and drops those that are over age."""
+    The learner trains B groups a step, oldest first, and drops those that are over age. With `flat`,
+    the share of groups without variance, it drops these too, a step takes B groups in all, and the next step is filled
+    while one trains."""
 
     k: int
     b: int
@@ -43,6 +46,7 @@ class Loop:
     tail: float
     depth: float | str = "auto"
     workers: int = 64
+    flat: float = 0.0
     time: float = 0.0
     version: int = 0
     served: int = 0
@@ -53,17 +57,19 @@ class Loop:
     idle_since: float = 0.0
 
     def __post_init__(self) -> None:
-        self.admission = admission(self.k, self.b, self.depth)
+        self.admission = admission(self.k, self.b, self.depth, "drop" if self.flat else "refill")
         self.random = random.Random(self.seed)
         self.making: list[tuple[float, int, int]] = []
         self.publications: list[tuple[float, int]] = []
         self.ready: list[Made] = []
+        self.draft: list[Made] = []
+        self.judged = 0
         self.training: list[Made] = []
         self.step_ends = float("inf")
 
     @property
     def outstanding(self) -> int:
-        return len(self.making) + len(self.ready) + len(self.training)
+        return len(self.making) + len(self.ready) + len(self.draft) + len(self.training)
 
     def run(self, steps: int) -> None:
         """Raises AssertionError if nothing can happen any more."""
@@ -86,17 +92,35 @@ class Loop:
             heapq.heappush(self.making, (self.time + duration, self.issued, self.served))
             self.issued += 1
 
+    @property
+    def full(self) -> bool:
+        if not self.flat:
+            return len(self.draft) == self.b
+        return bool(self.draft) and self.judged % self.b == 0
+
     def start_step(self) -> None:
-        over_age = [made for made in self.ready if self.version - made.version > self.k]
-        self.over_age += len(over_age)
-        self.over_age_since_step += len(over_age)
-        self.ready = [made for made in self.ready if made not in over_age]
-        if self.training or len(self.ready) < self.b:
+        if self.training and not self.flat:
             return
-        self.ready.sort(key=lambda made: (made.version, made.issued))
-        self.training, self.ready = self.ready[: self.b], self.ready[self.b :]
+        self.fill()
+        if self.training or not self.full:
+            return
+        self.training, self.draft, self.judged = self.draft, [], 0
         self.step_ends = self.time + self.step_s
         self.waited = self.time - self.idle_since
+
+    def fill(self) -> None:
+        trains_at = self.version + bool(self.training)
+        self.ready.sort(key=lambda made: (made.version, made.issued))
+        while self.ready and not self.full:
+            made = self.ready.pop(0)
+            self.judged += 1
+            is_late = trains_at - made.version > self.k
+            if is_late or (self.flat and self.random.random() < self.flat):
+                self.over_age += is_late
+                self.over_age_since_step += is_late
+                self.admission.observe_ack(str(trains_at), dropped=1, is_step=False)
+            else:
+                self.draft.append(made)
 
     def let_happen(self) -> None:
         while self.making and self.making[0][0] <= self.time:
@@ -109,6 +133,7 @@ class Loop:
         if self.step_ends <= self.time:
             self.staleness += [self.version - made.version for made in self.training]
             share = self.waited / (self.waited + self.step_s)
+            self.admission.observe_ack(str(self.version), dropped=0, is_step=True)
             self.version += 1
             self.admission.observe_step(StepFacts(len(self.training), self.over_age_since_step, share))
             self.training, self.step_ends, self.idle_since = [], float("inf"), self.time
@@ -125,6 +150,7 @@ loops = st.fixed_dictionaries(
         "seed": st.integers(0, 9999),
         "tail": st.sampled_from([0.0, 0.5, 3.0]),
         "workers": st.integers(1, 64),
+        "flat": st.sampled_from([0.0, 0.3, 0.8]),
         "depth": st.one_of(st.just("auto"), st.floats(1, 8)),
     }
 )
@@ -158,7 +184,9 @@ def test_bound_0_is_strict_alternation(settings: dict[str, object]) -> None:
     loop = Loop(k=0, every=1, **settings)  # type: ignore[arg-type]
     loop.run(steps=20)
     assert set(loop.staleness) == {0}
-    assert loop.issued <= 21 * loop.b
+    assert loop.over_age == 0
+    if not loop.flat:  # else a step of which nothing is left takes B more
+        assert loop.issued <= 21 * loop.b
 
 
 @pytest.mark.parametrize("workers", [16, 64])

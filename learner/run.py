@@ -31,6 +31,7 @@ from learner.report.progress import TerminalProgress
 from learner.report.queue_status import Watch
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places
+from protocol import tracing
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
@@ -69,6 +70,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     accepted = config.rollout.accept_sampler_mismatch
     progress = TerminalProgress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (
+        tracing.sending(config.tracking.traces, "learner", config.run.name),
         Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token_for("learner"))) as client,
         progress,

@@ -125,7 +125,12 @@ def config(
 app.add_typer(queue.app, name="queue")
 
 
-@app.command(**reading("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
+@app.command(
+    **reading(
+        *("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len"),
+        *("run.seed", "tracking.traces", *QUEUE),
+    )
+)
 def worker(
     context: typer.Context,
     run_file: RunFilePath,

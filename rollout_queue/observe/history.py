@@ -244,7 +244,7 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
         gone = worker.is_gone
         if was is None and not gone:
             yield "worker", f"worker {name} joined from {worker.host or 'somewhere'}", name
-        elif was is not None and gone and was.does != worker.does:
+        elif worker.does == "refused" if was is None else gone and was.does != worker.does:
             yield "worker", f"worker {name} {_how_gone(worker)}", name
         elif was is not None and was.is_gone and not gone:
             yield "worker", f"worker {name} came back", name

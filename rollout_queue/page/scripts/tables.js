@@ -210,6 +210,13 @@
       (v) => String(v).replaceAll("_", " "),
       { class: (w) => `badge does-${w.does}` },
     ),
+    column(
+      "reason",
+      "Reason",
+      (w) => w.reason,
+      (v) => v ?? "–",
+      prose,
+    ),
     column("open", "Open", (w) => w.episodes_in_flight, count, { numeric: true, help: "Open episodes" }),
     column("generating", "Generating", (w) => w.episodes_generating, count, numeric),
     column("tools_now", "In tools", (w) => w.episodes_in_tools, count, numeric),

@@ -80,6 +80,8 @@ class History:
                     self.columns.add(entry.at, entry.status)
                 if entry.event is not None:
                     self.events.append(entry.event)
+        if self._newest is not None:  # of a queue that has ended, however soon
+            self._newest = msgspec.structs.replace(self._newest, uptime_s=float("inf"))
 
     def add(self, status: Status, at: float) -> Change:
         """Add the status as of `at`, wall clock, seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +14,18 @@ import pytest
 
 from protocol.client import QueueClient, QueueRefused
 from protocol.config import RunConfig
-from protocol.messages import BeginSession, Fingerprint, Notice, Rollout, ServerState, TicketRequest, WorkerReport
+from protocol.messages import (
+    BeginSession,
+    Fingerprint,
+    LeaseAck,
+    LeaseRequest,
+    Notice,
+    Rollout,
+    ServerState,
+    TicketFailure,
+    TicketRequest,
+    WorkerReport,
+)
 from rollout_queue import service
 from rollout_queue.observe import workers
 from tests import kit
@@ -181,6 +193,39 @@ def test_a_queue_that_is_killed_and_started_again_under_an_open_tab(
     browser.wait(f"JSON.stringify({rollouts}) === JSON.stringify(arguments[0])", keys, within_s=SEEN_WITHIN_S)
     browser.wait(f"arguments[0].every((text) => {EVENTS}.includes(text))", before)
     browser.wait(f"{EVENTS}.filter((text) => text === 'the queue started').length === 2")
+
+
+def test_the_whole_life_of_a_ticket(browser: Browser, start: Callable[..., RealQueue]) -> None:
+    queue = start()
+
+    async def lose_then_train(client: QueueClient) -> None:
+        await join(client)
+        (lost,) = (await client.tickets(TicketRequest("w", 1, have=[]))).tickets
+        await client.fail_ticket(lost.id, TicketFailure("w", "timeout"))
+        for _ in range(2):
+            await submit(client)
+        session = (await client.position()).session
+        await client.lease(LeaseRequest(session, "lease-1", 2))
+        await client.ack("lease-1", LeaseAck(session, ["0.1"], {"1.0": "zero_variance"}, 1, 1))
+
+    queue.ask(lose_then_train)
+    live(browser, queue, "view=rollouts&rollout=0.1/0")
+    browser.click(".life summary")
+    browser.wait("document.querySelectorAll('.life li').length === 6")
+    assert browser.texts(".life h4") == ["ticket 0.0", "ticket 0.1"]
+    assert browser.texts(".life li span") == [
+        "issued to w at version 0",
+        "given up, and its row is sampled again: failed:timeout",
+        "issued to w at version 0",
+        f"its group came at version 0: 6 tokens, {browser.text('.life li:nth-child(2) span').split(', ')[-2]}, "
+        f"sampled by {SERVER} with version 0",
+        "leased to the learner (lease-1)",
+        "trained in step 1, which made version 1",
+    ]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", text) for text in browser.texts(".life time"))
+    browser.run("slipstream.state.set({ rollout: '1.0/0' })")
+    browser.wait("document.querySelector('.life').textContent.includes('dropped: zero variance')")
+    assert browser.log() == []
 
 
 def test_hostile_rollouts_of_a_worker(browser: Browser, start: Callable[..., RealQueue]) -> None:

@@ -53,7 +53,7 @@ def test_a_queue_that_starts_again_shows_what_was_before(folder: Path) -> None:
     assert len(stored.parts(folder)) == 2
     soon = History(folder, MANY)
     soon.load()
-    soon.add(status(uptime_s=70.0), 999.0)
+    soon.add(status(uptime_s=70.0, step=60), 999.0)
     assert soon.events[-1].text == "the queue started", "however long the one before ran"
 
 

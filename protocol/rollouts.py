@@ -137,7 +137,6 @@ class TicketLife(msgspec.Struct):
     sampled_by: list[tuple[str, int, int]] = []
     failures: int = 0
     leased_at: float | None = None
-    lease_id: str | None = None
     ended_at: float | None = None
     step: int | None = None
     trained_version: int | None = None

@@ -46,7 +46,6 @@ def _life(broker: Broker, record: TicketRecord) -> TicketLife:
         worker_id=record.worker_id,
         version=record.version,
         failures=record.failures,
-        lease_id=record.lease_id,
         step=record.step,
         trained_version=record.trained_version,
         reason=record.reason,

@@ -24,10 +24,11 @@
       oldest === newest ? `${server} with version ${oldest}` : `${server} with versions ${oldest} to ${newest}`,
     );
     const came = `its group came at version ${life.arrival_version}: ${count(life.tokens)} tokens, ${bytes(life.bytes)}`;
+    const leased = `leased to the learner${life.state === "ready" ? ", and given back" : ""}`;
     return [
       [life.issued_at, `issued to ${life.worker_id} at version ${life.version}`],
       life.arrival_version === null ? null : [life.arrived_at, `${came}, sampled by ${by.join(", ")}`],
-      life.leased_at || life.lease_id ? [life.leased_at, `leased to the learner (${life.lease_id ?? "given back"})`] : null,
+      life.leased_at === null && life.state !== "leased" ? null : [life.leased_at, leased],
       [life.ended_at, endOf(life)],
     ].filter(Boolean);
   }

@@ -219,7 +219,7 @@ def test_the_whole_life_of_a_ticket(browser: Browser, start: Callable[..., RealQ
         "given up, and its row is sampled again: failed:timeout",
         "issued to w at version 0",
         f"its group came at version 0: 6 tokens, N B, sampled by {SERVER} with version 0",
-        "leased to the learner (lease-1)",
+        "leased to the learner",
         "trained in step 1, which made version 1",
     ]
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d", text) for text in browser.texts(".life time"))

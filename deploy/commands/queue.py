@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.commands.arguments import reading
+from deploy.commands.arguments import AsJson, print_json, reading
 from deploy.commands.look import RunFilePath
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
@@ -50,10 +50,14 @@ def backup(
     context: typer.Context,
     run_file: RunFilePath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="where to write it; must not exist")],
+    as_json: AsJson = False,
 ) -> None:
     """Write the whole store into one SQLite file, of one moment, while the queue runs."""
     rows = copying.back_up(stores.open_for_reading(load(run_file, context.args)), file)
-    typer.echo(f"{file}: {_counted(rows)}; read whole")
+    if as_json:
+        print_json({"file": str(file), "rows": rows})
+    else:
+        typer.echo(f"{file}: {_counted(rows)}; read whole")
 
 
 @app.command(**reading(*STORE))

@@ -153,12 +153,9 @@ def show(ended: EndedRun, as_json: bool) -> None:
 
 
 def _is_held(lock: Path) -> bool:
-    """Say whether a launcher or a queue holds its lock."""
+    """Tell whether a launcher or a queue holds its lock."""
     try:
-        with base.hold_lock_file(lock):
-            return False
-    except BlockingIOError:
-        return True
+        return base.is_held(lock)
     except OSError:  # copied from elsewhere, and not to be written to: nobody runs on it here
         return False
 

@@ -100,7 +100,7 @@ def new(context: typer.Context, run_file: RunFilePath) -> None:
 
 def _check_stopped(config: RunConfig) -> None:
     """Raise `ConfigError` if a queue is active on the run's store, or if that cannot be reached."""
-    if (queue := stores.look_at(config).queue) is not None:
+    if (queue := stores.open_for_reading(config).look().queue) is not None:
         raise ConfigError(
             f"queue.store = {config.queue.store}: {queue} is active on it: stop it first, with Ctrl-C or SIGTERM to "
             f"slipstream up or to slipstream queue"

@@ -99,7 +99,7 @@ def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _store(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Print where the run's store is and how it stands; `find_store_faults` says what is wrong with it."""
     try:
-        facts = store.look_at(config)
+        facts = store.open_for_reading(config).look()
     except ConfigError:
         yield "queue.store", f"{config.queue.store_kind}, cannot be used"
         return
@@ -171,7 +171,7 @@ def _process(pid: int | None) -> str:
 def find_store_faults(config: RunConfig) -> Iterator[Finding]:
     """Find what keeps a queue from using the run's store."""
     try:
-        store.check_beside_run(config, store.look_at(config).run)
+        store.check_beside_run(config, store.open_for_reading(config).look().run)
     except ConfigError as error:
         yield Finding("error", str(error))
 

@@ -109,7 +109,7 @@ def test_the_store_of_a_run_is_told_with_its_layout_and_its_queue(
     opened.acquire()
     opened.commit(Changes(run=RunState(version=7, step=5, session=1, id="run-1")))
     save_checkpoint(run_file, 4)
-    layout = f"{place}: layout {stores.look_at(config).newest_layout}, step 5, version 7; "
+    layout = f"{place}: layout {stores.open_for_reading(config).look().newest_layout}, step 5, version 7; "
     queue = f"the queue at {config.queue.own_address}" if kind == "postgresql" else "a queue on this machine"
     told = {"queue.store": f"{layout}{queue} is active on it"}
     told["checkpoints"] = f"{config.run_dir}/checkpoints/step-000004"

@@ -40,8 +40,7 @@ def run(
     )
     console.print(_facts(found.prediction, record))
     console.print(_changes(found))
-    limit = "No part by itself limits it" if found.limit is None else f"What limits: {found.limit}"
-    console.print(Text(f"{limit}. {found.advice}", style="bold"))
+    console.print(Text(f"{found.limit.text} {found.advice}", style="bold"))
     for note in found.notes:
         console.print(Text(f"Note: {note}", style="dim"))
 

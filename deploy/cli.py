@@ -227,11 +227,14 @@ def plan(
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="run to learn rates from; default: the run's own")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print it as one line of JSON")] = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="draw it too, in one HTML file")
+    ] = None,
 ) -> None:
     """Predict speed and waits from a run's record; say which change helps most."""
     from deploy.commands.plan import run
 
-    run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json)
+    run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json, out)
 
 
 app.command(**reading(*QUEUE))(look.status)

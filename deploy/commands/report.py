@@ -68,11 +68,16 @@ def write(run_dir: Path, out: Path, compare: Path | None = None) -> PageData:
     if compare is not None:
         other = read_run(compare)
         data.compare = {"run": other.run, "time": other.time, "steps": other.steps}
+    save(data, out)
+    return data
+
+
+def save(data: PageData, out: Path) -> None:
+    """Write the page with its data as one file. Raises `ConfigError` if it cannot be written."""
     try:
         out.write_text(as_one_file(data), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another place with -o") from error
-    return data
 
 
 def read_run(run_dir: Path) -> PageData:

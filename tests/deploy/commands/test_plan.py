@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from deploy.cli import app
 from deploy.planning.advice import Plan, plan, with_counts
 from deploy.planning.rates import Record, read_record
 from protocol.config import ConfigError, to_toml
+from protocol.history import PageData
 from tests.kit.config import config
 
 RUN = config(
@@ -63,8 +67,8 @@ def run_dir(tmp_path: Path) -> Path:
     return write(tmp_path / "run", [step(1, step_time=90.0, wait_s=89.0), *(step(n) for n in range(2, 14))])
 
 
-def asked(*words: str | Path) -> Any:
-    return CliRunner().invoke(app, ["plan", *map(str, words)])
+def asked(*words: str | Path, width: int = 80) -> Any:
+    return CliRunner().invoke(app, ["plan", *map(str, words)], env={"COLUMNS": str(width)})
 
 
 def test_a_run_is_learnt_from_its_files(run_dir: Path) -> None:
@@ -121,6 +125,37 @@ def test_the_command_draws_it_or_prints_json(run_dir: Path) -> None:
     printed = asked(run_dir / "run.toml", "--from", run_dir, "--json", "--servers", "2", "--workers", "3")
     found = msgspec.json.decode(printed.output, type=Plan)
     assert (found.servers, found.workers, found.steps) == (2, 3, 100)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_plan_is_read_without_sideways_scrolling(run_dir: Path, width: int) -> None:
+    drawn = asked(run_dir / "run.toml", "--from", run_dir, width=width)
+    assert drawn.exit_code == 0, drawn.output
+    lines = [line.rstrip() for line in drawn.output.splitlines()]
+    assert max(map(len, lines)) <= width
+    assert "\u2026" not in drawn.output, "nothing is cut"
+    assert any(line.startswith("one more vLLM server") and "\u2588" * (width // 10) in line for line in lines)
+
+
+def test_the_plan_is_drawn_from_the_same_figures(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "plan.html"
+    drawn = asked(run_dir / "run.toml", "--from", run_dir, "--servers", "2", "-o", out, width=500)
+    assert drawn.exit_code == 0, drawn.output
+    packed = re.search(r'id="data" data-encoding="gzip">([^<]*)</script>', out.read_text())
+    assert packed is not None
+    page = msgspec.json.decode(gzip.decompress(base64.b64decode(packed[1])), type=PageData)
+    assert page.plan is not None
+    assert page.status is not None
+    assert page.status.limit is not None
+    assert page.plan.title.startswith("2 vLLM servers, 1 worker: 100 steps simulated")
+    terminal = " ".join(drawn.output.split())
+    for name, predicted, measured in page.plan.figures:
+        assert " ".join(f"{name} {predicted} {measured}".split()) in terminal
+    for text in (page.plan.title, page.plan.advice, page.status.limit.text, *(one.text for one in page.plan.changes)):
+        assert text in terminal
+    nowhere = asked(run_dir / "run.toml", "--from", run_dir, "-o", tmp_path / "nowhere" / "plan.html")
+    assert isinstance(nowhere.exception, ConfigError)
+    assert "choose another place with -o" in str(nowhere.exception)
 
 
 @pytest.mark.parametrize("steps", [[], [step(1)]])

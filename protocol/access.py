@@ -187,6 +187,7 @@ class AccessTokens:
 # Paths of the queue service. A name that ends in `_OF` is a format string.
 TICKETS = "/v1/tickets"
 TICKET_FAIL_OF = "/v1/tickets/{id}/fail"
+TICKET_OF = "/v1/tickets/{id}"
 WORKER_OF = "/v1/workers/{id}"
 GROUP_OF = "/v1/groups/{id}"
 LEASES = "/v1/leases"
@@ -262,6 +263,7 @@ READ_ROLLOUTS = Route("GET", ROLLOUTS, ROLES)
 READ_SCHEMA = Route("GET", SCHEMA, ROLES)
 READ_PAGE = Route("GET", PAGE, None)
 READ_PAGE_FILE = Route("GET", PAGE_FILE_OF, None)
+READ_TICKET = Route("GET", TICKET_OF, ROLES)
 READ_PAGE_DATA = Route("GET", PAGE_DATA, ROLES)
 FOLLOW_LIVE = Route("GET", LIVE, ROLES)
 SIGN_IN_TO_PAGE = Route("POST", SIGN_IN, None)
@@ -292,6 +294,7 @@ ROUTES = (
     READ_SCHEMA,
     READ_PAGE,
     READ_PAGE_FILE,
+    READ_TICKET,
     READ_PAGE_DATA,
     FOLLOW_LIVE,
     SIGN_IN_TO_PAGE,

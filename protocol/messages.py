@@ -164,6 +164,20 @@ class ServerState(StrEnum):
 PAUSED_BY_PERSON = "paused by a person"
 
 
+class Proof(msgspec.Struct, frozen=True):
+    """What bringing a version to a server cost, and how near its log-probs came to the learner's.
+
+    Attributes:
+        max_abs_diff: Largest difference of a log-prob of the probe, in nats.
+        transfer_s: Seconds beside generation. `pause_s`: seconds in which generation stood still.
+    """
+
+    version: Natural
+    max_abs_diff: Annotated[float, msgspec.Meta(ge=0, le=1e12)]
+    transfer_s: Seconds
+    pause_s: Seconds
+
+
 class Server(msgspec.Struct):
     """A vLLM server of the registry.
 
@@ -172,6 +186,7 @@ class Server(msgspec.Struct):
         reason: Why it is in its state, for people.
         changed_at: Wall time of the last change, seconds.
         transport: How weights travel to it; None until the learner knows.
+        proof: The newest that held; None before the first.
     """
 
     name: str
@@ -181,6 +196,7 @@ class Server(msgspec.Struct):
     reason: str | None = None
     changed_at: float = 0.0
     transport: str | None = None
+    proof: Proof | None = None
 
 
 class Ticket(msgspec.Struct):

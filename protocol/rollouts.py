@@ -56,6 +56,7 @@ class RolloutView(msgspec.Struct):
         evaluation: Step of the evaluation that it is of; None for training.
         tokens: Its tokens, long rollouts cut; None before it was trained.
         timings: Seconds by name, as `Rollout.timings`.
+        servers: That sampled it, in the order of their first tokens.
     """
 
     ticket_id: str
@@ -79,12 +80,14 @@ class RolloutView(msgspec.Struct):
     evaluation: int | None = None
     tokens: list[TokenView] | None = None
     timings: dict[str, float] = {}
+    servers: list[str] = []
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
         """Make the view of rollout `number` of a group."""
         rollout = group.rollouts[number]
-        versions = [span.version for segment in rollout.segments for span in segment.version_spans]
+        spans = [span for segment in rollout.segments for span in segment.version_spans]
+        versions = [span.version for span in spans]
         return cls(
             ticket_id=group.ticket_id,
             index=group.index,
@@ -103,7 +106,41 @@ class RolloutView(msgspec.Struct):
             extra={name: _cut(text) for name, text in rollout.extra.items()},
             evaluation=evaluation,
             timings=rollout.timings,
+            servers=list(dict.fromkeys(group.server_names[span.server] for span in spans)),
         )
+
+
+class TicketLife(msgspec.Struct):
+    """What became of a ticket, as far as the queue knows. Times are wall clock, seconds; None for what has not been,
+    or was long ago or before the queue was started.
+
+    Attributes:
+        state: As in the ledger: issued, ready, leased, trained, evaluated, forgotten (trained, and a checkpoint holds
+            it), dropped, or reissued (its row was given out again, or waits to be).
+        version: The learner's when it was issued. `arrival_version`: when its group came.
+        tokens, bytes: Sampled tokens of the group, and its size; 0 before it came.
+        sampled_by: Servers with their oldest and newest version.
+        failures: Failed attempts at its row until then.
+        step, trained_version: The step that trained it, and the version that this step made.
+        reason: Why it ended untrained.
+    """
+
+    id: str
+    state: str
+    worker_id: str
+    version: int
+    issued_at: float | None = None
+    arrived_at: float | None = None
+    arrival_version: int | None = None
+    tokens: int = 0
+    bytes: int = 0
+    sampled_by: list[tuple[str, int, int]] = []
+    failures: int = 0
+    leased_at: float | None = None
+    ended_at: float | None = None
+    step: int | None = None
+    trained_version: int | None = None
+    reason: str | None = None
 
 
 def _readable(messages: bytes | None) -> list[dict[str, Any]] | None:

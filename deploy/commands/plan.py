@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.commands.arguments import print_json
 from deploy.commands.plan_page import page_data, view
 from deploy.commands.report import save
 from deploy.planning.advice import plan, with_counts
@@ -47,7 +47,7 @@ def run(
     if out is not None:
         save(page_data(found, planned, shown), out)
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return
     console = Console()
     console.print(Text(shown.title, style="bold"))

@@ -108,10 +108,7 @@ def _nodes(plan: Plan, config: RunConfig) -> dict[str, PlanNode]:
         ),
         "workers": PlanNode(
             f"{busy:.0%} of {slots:,} slots",
-            [
-                f"{_plural(plan.workers, 'worker')}; the slots that are taken",
-                f"{found.worker_full:.0%} idle by worker.open_episodes",
-            ],
+            [_plural(plan.workers, "worker"), f"{found.worker_full:.0%} idle by worker.open_episodes"],
             [("taken", busy), ("idle", 1 - busy)],
         ),
         "queue": PlanNode(

@@ -11,11 +11,11 @@ from starlette.exceptions import HTTPException
 
 from protocol import access
 from protocol.history import PageData
-from protocol.rollouts import RolloutView
+from protocol.rollouts import RolloutView, TicketLife
 from rollout_queue import page
 from rollout_queue.api.access import COOKIE, Gate
 from rollout_queue.api.requests import ReadyBroker, handles, read_json, reply_json
-from rollout_queue.broker import status
+from rollout_queue.broker import status, ticket_life
 from rollout_queue.broker.broker import Broker
 
 router = APIRouter()
@@ -91,6 +91,12 @@ def _rollouts(broker: Broker) -> list[RolloutView]:
 def _key(raw: msgspec.Raw) -> tuple[str, int]:
     key = msgspec.json.decode(raw, type=_Key)
     return key.ticket_id, key.number
+
+
+@handles(router, access.READ_TICKET, answers={200: list[TicketLife]})
+async def read_ticket(broker: ReadyBroker, id: str) -> Response:
+    """Answer what became of a ticket and of the other attempts at its row, oldest first."""
+    return reply_json(await ticket_life.read(broker, id))
 
 
 @handles(router, access.FOLLOW_LIVE, answers={200: bytes})

@@ -203,7 +203,7 @@ async def _accept(broker: Broker, ticket_id: str, body: bytes) -> bool:
                 tickets.check_accepted(broker.ledger, ticket_id, taken.tickets[0])
             commit = broker.apply(taken, {ticket_id: body})
             broker.early_failures.succeeded()
-            seen.group_came(ticket_id, arrival.facts.tokens, outcome, broker.now)
+            seen.group_came(arrival.facts.tokens, outcome, broker.now)
         if shown is not None:
             recent_ones.add(shown, broker.now)
     await commit

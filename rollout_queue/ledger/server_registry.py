@@ -137,7 +137,8 @@ class ServerRegistry:
         version = None if wanted.state is ServerState.JOINING else wanted.version
         if version is None and known is not None and wanted.state is not ServerState.JOINING:
             version = known.server.version
-        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time)
+        proof = wanted.proof if wanted.proof is not None or known is None else known.server.proof
+        server = msgspec.structs.replace(wanted, version=version, reason=reason, changed_at=wall_time, proof=proof)
         return _next_record(known or ServerRecord(server), server, serial)
 
     def leave(self, name: str, wall_time: float) -> ServerRecord | None:

@@ -22,14 +22,21 @@ from rollout_queue.observe.limits import LimitWindow
 from rollout_queue.observe.notices import Notices
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
-from rollout_queue.observe.windows import WINDOW_STEPS, GroupOutcome, RateMeter, RecentRollouts, StalenessWindow, age_of
+from rollout_queue.observe.windows import (
+    WINDOW_STEPS,
+    GroupOutcome,
+    NewestTickets,
+    RateMeter,
+    RecentRollouts,
+    StalenessWindow,
+    age_of,
+)
 from rollout_queue.observe.workers import WorkerReports
 
 # A learner's wait that begins with this word: no step can be expected meanwhile.
 LOADING = "loading"
 # The kind of a notice about a checkpoint that could not be written.
 CHECKPOINT = "checkpoint"
-_MAX_ACCEPTED = 16_384
 _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
 
@@ -64,12 +71,12 @@ class Observations:
         self.rates = RateMeter(now)
         self.waits = Waits()
         self.staleness = StalenessWindow()
+        self.tickets = NewestTickets()
         self.rejections: Counter[str] = Counter()
         self._over_age = 0
         self._learner_at: float | None = None
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
-        self._accepted_at: dict[str, float] = {}
 
     def learner_seen(self, now: float) -> None:
         self._learner_at = now
@@ -93,22 +100,17 @@ class Observations:
         else:
             self.progress.loaded(now)
 
-    def group_came(self, ticket_id: str, tokens: int, outcome: GroupOutcome, now: float) -> None:
+    def group_came(self, tokens: int, outcome: GroupOutcome, now: float) -> None:
         self.rates.add(now, groups=1, tokens_sampled=tokens)
         self.symptoms.group_came(outcome)
-        self._accepted_at[ticket_id] = now
-        if len(self._accepted_at) > _MAX_ACCEPTED:
-            del self._accepted_at[next(iter(self._accepted_at))]
 
     def decided(self, decision: Decision, now: float) -> None:
         """Note a decision that has taken effect: groups that ended, servers that left service."""
         self.progress.tickets_ended(decision.trains)
-        for record in decision.trains:
-            if record.state is TicketState.LEASED:
-                if (accepted_at := self._accepted_at.get(record.id)) is not None:
-                    self.histograms.group_age_s(now - accepted_at)
-            elif record.state in (TicketState.TRAINED, TicketState.DROPPED):
-                self._accepted_at.pop(record.id, None)
+        for record in decision.tickets:
+            times = self.tickets.note(record, now)
+            if record.state is TicketState.LEASED and times.arrived is not None:
+                self.histograms.group_age_s(now - times.arrived)
         for server in (record.server for record in decision.servers if decision.run is None):
             if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
                 why = server.reason or "no reason was given"

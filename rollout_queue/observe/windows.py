@@ -17,7 +17,7 @@ from protocol import codec, reasons
 from protocol.messages import Group
 from protocol.rollouts import TOOL_COUNT, RolloutView
 from protocol.status import Rates, Staleness
-from rollout_queue.ledger.records import TicketRecord
+from rollout_queue.ledger.records import TicketRecord, TicketState
 
 Key = TypeVar("Key", bound=Hashable)
 
@@ -210,6 +210,48 @@ def _change(counts: Counter[Key], key: Key, by: int) -> None:
     counts[key] += by
     if not counts[key]:
         del counts[key]
+
+
+_MAX_TICKETS = 16_384
+
+
+class TicketTimes(msgspec.Struct, gc=False):
+    """When a ticket came into its states. None: not yet, or before the queue was started."""
+
+    issued: float | None = None
+    arrived: float | None = None
+    leased: float | None = None
+    ended: float | None = None
+
+
+class NewestTickets:
+    """Keeps the times of the `_MAX_TICKETS` newest tickets."""
+
+    def __init__(self) -> None:
+        self._times: dict[str, TicketTimes] = {}
+
+    def times(self, ticket_id: str) -> TicketTimes:
+        return self._times.get(ticket_id) or TicketTimes()
+
+    def note(self, record: TicketRecord, now: float) -> TicketTimes:
+        """Note the state that a ticket has come into. Returns its times."""
+        if (times := self._times.get(record.id)) is None:
+            times = self._times[record.id] = TicketTimes()
+            if len(self._times) > _MAX_TICKETS:
+                del self._times[next(iter(self._times))]
+        match record.state:
+            case TicketState.ISSUED:
+                times.issued = now if times.issued is None else times.issued
+            case TicketState.READY:  # it may have come back from the learner
+                times.arrived = now if times.arrived is None else times.arrived
+                times.ended = None
+            case TicketState.LEASED:
+                times.leased = now
+            case TicketState.EVALUATED:
+                times.arrived = times.ended = now
+            case TicketState.TRAINED | TicketState.DROPPED | TicketState.REISSUED:
+                times.ended = now
+        return times
 
 
 WINDOW_STEPS = 20

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Protocol
 
 from protocol.client import QueueRefused
-from protocol.messages import Server, ServerState
+from protocol.messages import Proof, Server, ServerState
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
 from weight_sync.fleet.publications import Publications, ServerMetrics
@@ -295,7 +295,8 @@ class Member:
         if known or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s):
             if not known and self.server.state is not _S.SYNCING:
                 await self.reporter.tell(_S.SYNCING)
-            await self.reporter.tell(_S.SERVING, snapshot.version)
+            proof = Proof(snapshot.version, metrics.probe_max_abs_diff, metrics.transfer_s, metrics.pause_s)
+            await self.reporter.tell(_S.SERVING, snapshot.version, proof=proof)
         self.version, self.failures, self.waits_for, self._took_s = snapshot.version, 0, None, metrics.took_s
         self.behind_since, self._labels = None, {snapshot.label}
         self._fleet.proven(self, snapshot.version, metrics)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from protocol.client import QueueError, QueueRefused
-from protocol.messages import PAUSED_BY_PERSON, Server, ServerState
+from protocol.messages import PAUSED_BY_PERSON, Proof, Server, ServerState
 from weight_sync.server.answers import EngineState
 from weight_sync.transports.registry import of_backend
 from weight_sync.weights.snapshot import Snapshot
@@ -49,12 +49,15 @@ class QueueReporter:
         self._settled_at: float | None = None
         self._put = put
 
-    async def tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
+    async def tell(
+        self, state: ServerState, version: int | None = None, reason: str | None = None, proof: Proof | None = None
+    ) -> None:
         """Tell the queue a state that it does not know yet.
 
         Args:
             version: The version that the state is about, None to leave it.
             reason: Why, for people.
+            proof: Of a version that serves from now on, None to leave it.
 
         Raises:
             QueueRefused: The state does not follow from the one that the queue has.
@@ -69,7 +72,7 @@ class QueueReporter:
         self.updates += 1
         try:
             self.server = await self._put(
-                Server(known.name, known.url, state, version, reason, transport=self.transport)
+                Server(known.name, known.url, state, version, reason, transport=self.transport, proof=proof)
             )
         finally:
             self.updates += 1

@@ -106,6 +106,7 @@
     ["logprob", "log-prob"],
     ["learner", "learner's log-prob"],
     ["ratio", "ratio"],
+    ["advantage", "advantage"],
     ["mask", "mask"],
   ];
   const EXPLAINED = {
@@ -113,15 +114,20 @@
     logprob: "The redder, the less likely it was for the policy that sampled it.",
     learner: "The redder, the less likely it was for the learner.",
     ratio: "Blue: more likely for the learner than for the sampler. Red: less likely. Plain: equal.",
+    advantage: "Green tokens are made likelier, red ones less likely. Plain: they do not train.",
     mask: "Green tokens train, grey ones do not.",
   };
 
-  /** Returns the background of a token. `versions`: those of the rollout, rising. */
-  function shade([, version, logprob, learner, trained], by, versions) {
+  /** Returns the background of a token of a rollout. `versions`: those of the rollout, rising. */
+  function shade([, version, logprob, learner, trained], by, versions, view) {
     const tint = (name, share) =>
       `color-mix(in srgb, var(${name}) ${Math.round(100 * Math.min(1, Math.max(0, share)))}%, transparent)`;
     if (by === "version") return tint(`--series-${(versions.indexOf(version) % 10) + 1}`, 0.45);
     if (by === "mask") return trained ? tint("--good", 0.35) : tint("--dim", 0.3);
+    if (by === "advantage") {
+      if (!trained || !view.advantage) return "";
+      return tint(view.advantage > 0 ? "--good" : "--bad", 0.1 + Math.abs(view.advantage) / 2);
+    }
     if (by === "ratio") {
       if (!isNumber(logprob) || !isNumber(learner)) return "";
       return tint(learner > logprob ? "--accent" : "--bad", Math.abs(learner - logprob) / Math.LN2);
@@ -130,8 +136,8 @@
     return isNumber(value) ? tint("--bad", -value / 5) : "";
   }
 
-  /** Says a token's figures. */
-  function figuresOf([text, version, logprob, learner, trained]) {
+  /** Says a token's figures. `advantage`: its rollout's, which all of its tokens that train have. */
+  function figuresOf([text, version, logprob, learner, trained], advantage) {
     const ratio = isNumber(logprob) && isNumber(learner) ? Math.exp(learner - logprob) : null;
     const said = [
       `"${String(text).slice(0, 80)}"`,
@@ -139,7 +145,7 @@
       `log-prob ${number(logprob)}`,
       `learner's ${number(learner)}`,
       `ratio ${number(ratio)}`,
-      trained ? "trains" : "does not train",
+      trained ? `trains  advantage ${number(advantage)}` : "does not train",
     ];
     return visible(said.join("  "));
   }
@@ -153,7 +159,7 @@
     const show = (event) => {
       const token = event.target.closest("[data-token]");
       figures.textContent = token
-        ? figuresOf(tokens[Number(token.dataset.token)])
+        ? figuresOf(tokens[Number(token.dataset.token)], view.advantage)
         : EXPLAINED[by] || "Point at a token.";
     };
     const box = some(
@@ -162,7 +168,7 @@
       (token, i) =>
         el("span", {
           "data-token": i,
-          style: by ? { background: shade(token, by, versions) } : {},
+          style: by ? { background: shade(token, by, versions, view) } : {},
           text: visible(String(token[0]).slice(0, 500)).replaceAll("\n", "↵\n"),
         }),
       "tokens",
@@ -209,6 +215,7 @@
       ["row", view.index],
       ["epoch", view.epoch],
       ["worker", view.worker_id],
+      ...((view.servers || []).length ? [["server", view.servers.join(", ")]] : []),
       ["ticket", view.ticket_id],
     ];
   }

@@ -183,7 +183,7 @@
       else if (view === "") this.overview.draw(page, status, at);
       else if (view === "charts") this.drawCharts(page, at);
       else if (view === "fleet") this.fleet.update(page, status);
-      else this.rollouts.update(page.rollouts);
+      else this.rollouts.update(page);
     }
 
     drawCharts(page, at) {

@@ -1,12 +1,12 @@
 /* The rollout viewer: a list with filters, and beside it one episode, its group, or the same row at other versions. */
 (() => {
   "use strict";
-  const { el, button, select, state, visible, format, isNumber, conversation } = slipstream;
+  const { el, button, select, state, visible, format, isNumber, conversation, ticketLife } = slipstream;
   const { count, number } = format;
 
   const PAGE_ROWS = 100;
   const MAX_BESIDE = 16; // episodes side by side
-  const FILTERS = ["text", "step0", "step1", "reward0", "reward1", "finish", "worker", "kind", "order"];
+  const FILTERS = ["text", "step0", "step1", "reward0", "reward1", "finish", "worker", "server", "kind", "order"];
   const ORDERS = {
     "": ["newest first", null],
     oldest: ["oldest first", null],
@@ -17,6 +17,7 @@
     long: ["most tokens", (view) => -view.sampled_tokens],
   };
 
+  const serversOf = (view) => (Array.isArray(view.servers) ? view.servers.map(String) : []);
   const keyOf = (view) => `${view.ticket_id}/${view.number}`;
 
   /** Tells whether a text occurs anywhere in a value of JSON. */
@@ -44,6 +45,7 @@
         within(view.reward, reward) &&
         (!get("finish") || view.finish_reason === get("finish")) &&
         (!get("worker") || view.worker_id === get("worker")) &&
+        (!get("server") || serversOf(view).includes(get("server"))) &&
         (!get("kind") || (get("kind") === "evaluation") === evaluation) &&
         (!text || [view.messages, view.extra, view.ticket_id].some((value) => contains(value, text)))
       );
@@ -94,23 +96,31 @@
     }
 
     /** Takes new data; the one that is read stays as it is unless it has changed itself. */
-    update(rollouts) {
-      this.rollouts = rollouts;
+    update(page) {
+      this.rollouts = page.rollouts;
       this.drawForm();
-      this.shown = filtered(rollouts);
+      this.shown = filtered(page.rollouts);
       this.drawList();
-      this.drawDetail();
+      this.drawDetail(page);
     }
 
     /** Writes the filters, anew only when there are other choices. */
     drawForm() {
       const finish = [...new Set(this.rollouts.map((view) => String(view.finish_reason)))].sort();
       const workers = [...new Set(this.rollouts.map((view) => String(view.worker_id)))].sort().slice(0, 500);
-      const choices = JSON.stringify([finish, workers]);
+      const servers = [...new Set(this.rollouts.flatMap(serversOf))].sort().slice(0, 500);
+      const choices = JSON.stringify([finish, workers, servers]);
       const active = this.form.contains(document.activeElement) ? document.activeElement : null;
       if (choices !== this.choices && !active) {
         this.choices = choices;
         const pick = (name) => (value) => this.filter({ [name]: value });
+        const among = (name, label, names) =>
+          select(
+            label,
+            [["", `any ${name}`], ...names.map((each) => [each, visible(each)])],
+            state.get(`f.${name}`),
+            pick(name),
+          );
         const field = (name, label, type) =>
           el("input", {
             type,
@@ -135,16 +145,6 @@
               pick("finish"),
             ),
             select(
-              "Worker",
-              [["", "any worker"], ...workers.map((each) => [each, visible(each)])],
-              state.get("f.worker"),
-              pick("worker"),
-            ),
-          ),
-          el(
-            "div",
-            {},
-            select(
               "Kind",
               [
                 ["", "all kinds"],
@@ -154,12 +154,13 @@
               state.get("f.kind"),
               pick("kind"),
             ),
-            select(
-              "Order",
-              Object.entries(ORDERS).map(([value, [text]]) => [value, text]),
-              state.get("f.order"),
-              pick("order"),
-            ),
+          ),
+          el("div", {}, among("worker", "Worker", workers), among("server", "Server", servers)),
+          select(
+            "Order",
+            Object.entries(ORDERS).map(([value, [text]]) => [value, text]),
+            state.get("f.order"),
+            pick("order"),
           ),
           button("Clear filters", () => this.clear(), { class: "clear" }),
         );
@@ -231,7 +232,7 @@
     }
 
     /** Shows the chosen rollout: alone, in its group, or beside the same row at other versions. */
-    drawDetail() {
+    drawDetail(page) {
       const view = this.rollouts.find((each) => keyOf(each) === state.get("rollout"));
       if (!view) {
         this.views = null;
@@ -277,6 +278,7 @@
             choice("row", `Same row (${row.length})`),
           ),
         ),
+        page.live && as !== "row" ? ticketLife.life(view.ticket_id) : "",
         el(
           "div",
           { class: views.length > 1 ? "beside" : "alone" },

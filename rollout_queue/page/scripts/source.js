@@ -98,6 +98,13 @@
     page.rollouts = all.slice(first);
   }
 
+  /** Puts rollouts that the page had before those that it has now. */
+  function keepRollouts(page, before) {
+    const now = page.rollouts;
+    page.rollouts = before;
+    appendRollouts(page, now, 0);
+  }
+
   /** Holds PageData, and calls `listener(what)` after each change; `what` names the part of the page's data. */
   class Source {
     constructor(listener) {
@@ -148,7 +155,10 @@
         const answer = await fetch("v1/page", { credentials: "same-origin", signal: AbortSignal.timeout(4 * POLL_MS) });
         if (answer.status === 401) return this.connect("signed out", "");
         if (!answer.ok) throw new Error(`the queue answered ${answer.status}`);
+        const before = this.page;
         this.page = complete(await answer.json());
+        // A queue that was started again has forgotten rollouts that were not trained yet.
+        if (before && before.run === this.page.run) keepRollouts(this.page, before.rollouts);
         this.connection.heardAt = Date.now();
         this.listener("page");
         if (!this.page.live) return this.connect("ended", "");

@@ -160,6 +160,8 @@
   const numeric = { numeric: true };
   const prose = { class: () => "prose" }; // a text that may take several lines
 
+  const proofOf = (server) => server.proof || {};
+
   const SERVER_COLUMNS = [
     column("name", "Server", (s) => s.name),
     column("state", "State", (s) => s.state, undefined, { class: (s) => `badge state-${s.state}` }),
@@ -198,6 +200,18 @@
       (s) => s.transport,
       (v) => v ?? "–",
     ),
+    column("proof", "Proof", (s) => proofOf(s).max_abs_diff, number, {
+      numeric: true,
+      help: "Newest proof that held: the largest difference of a log-prob from the learner's, in nats",
+    }),
+    column("transfer", "Transfer", (s) => proofOf(s).transfer_s, seconds, {
+      numeric: true,
+      help: "Seconds that the newest weights travelled, beside generation",
+    }),
+    column("pause", "Pause", (s) => proofOf(s).pause_s, seconds, {
+      numeric: true,
+      help: "Seconds in which generation stood still for the newest weights",
+    }),
     column("url", "URL", (s) => s.url),
   ];
 
@@ -209,6 +223,13 @@
       (w) => w.does,
       (v) => String(v).replaceAll("_", " "),
       { class: (w) => `badge does-${w.does}` },
+    ),
+    column(
+      "reason",
+      "Reason",
+      (w) => w.reason,
+      (v) => v ?? "–",
+      prose,
     ),
     column("open", "Open", (w) => w.episodes_in_flight, count, { numeric: true, help: "Open episodes" }),
     column("generating", "Generating", (w) => w.episodes_generating, count, numeric),

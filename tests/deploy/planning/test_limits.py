@@ -32,9 +32,9 @@ def run(bound: int, slots: int = 32, requests: int = 32) -> RunConfig:
 def rates(tools_s: float = 0.0, judge_s: float = 0.0, publication_s: float = 0.02, step_s: float = 0.05) -> Rates:
     return Rates(
         episodes=tuple(EpisodeTimes(2, tokens, tools_s, judge_s) for tokens in (10.0, 20.0, 30.0)),
-        curve=Curve(0.02, 0.0002),
+        curve=Curve.line(0.02, 0.0002),
         publications=(PublicationTimes(publication_s / 2, publication_s / 10, publication_s),),
-        zero_variance=0.0,
+        zero_variance=(0.0,),
         step_s=step_s,
         trained_token_s=0.0,
     )
@@ -43,12 +43,11 @@ def rates(tools_s: float = 0.0, judge_s: float = 0.0, publication_s: float = 0.0
 def at_twice_its_speed(config: RunConfig, of: Rates) -> Iterator[tuple[str, RunConfig, Rates]]:
     """Yield each part with the run in which it is twice as fast, or the bound is one version more."""
     yield "learner", config, replace(of, step_s=of.step_s / 2)
-    yield "servers", config, replace(of, curve=Curve(of.curve.base_s / 2, of.curve.each_s / 2))
+    yield "servers", config, replace(of, curve=of.curve.scaled(0.5))
     yield "tools", config, replace(of, episodes=tuple(replace(each, tools_s=each.tools_s / 2) for each in of.episodes))
     yield "judge", config, replace(of, episodes=tuple(replace(each, judge_s=each.judge_s / 2) for each in of.episodes))
-    (slow,) = of.publications
-    brief = PublicationTimes(slow.transfer_s / 2, slow.pause_s / 2, slow.total_s / 2)
-    yield "publication", config, replace(of, publications=(brief,))
+    brief = tuple(times.scaled(0.5) for times in of.publications)
+    yield "publication", config, replace(of, publications=brief)
     queue = config.queue.model_copy(update={"max_staleness": config.queue.max_staleness + 1})
     yield "staleness bound", config.model_copy(update={"queue": queue}), of
     worker = config.worker.model_copy(update={"episodes": 2 * config.worker.episodes})

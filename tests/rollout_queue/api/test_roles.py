@@ -44,6 +44,7 @@ ROUTES = {
     ("GET", access.PAGE): None,
     ("GET", access.PAGE_FILE_OF): None,
     ("GET", access.PAGE_DATA): ANYONE,
+    ("GET", access.TICKET_OF): ANYONE,
     ("GET", access.LIVE): ANYONE,
     ("POST", access.SIGN_IN): None,
     ("GET", "/page/a/b"): LEARNER,

@@ -48,9 +48,13 @@ def test_a_queue_that_starts_again_shows_what_was_before(folder: Path) -> None:
     assert list(after.events) == list(before.events)
     fill(after, 51, 10)
     assert len(after.columns.time.json()["at"]) == 60
-    assert [event.text for event in after.events][-2:] == ["notice 50", "notice 60"]
+    assert [event.text for event in after.events][-3:] == ["notice 50", "the queue started", "notice 60"]
     after.close()
     assert len(stored.parts(folder)) == 2
+    soon = History(folder, MANY)
+    soon.load()
+    soon.add(status(uptime_s=70.0, step=60), 999.0)
+    assert soon.events[-1].text == "the queue started", "however long the one before ran"
 
 
 def test_a_resume_at_an_earlier_step_takes_the_steps_that_are_made_again_out(folder: Path) -> None:
@@ -146,6 +150,7 @@ def test_a_refused_worker_and_a_cause_that_is_new_are_events() -> None:
     third = msgspec.structs.replace(second, diagnosis=[cause])
     later = msgspec.structs.replace(cause, text="tool search fails in 9 of its newest 9 calls", since_s=1.0)
     assert said(first, second) == [("worker", "a", "worker a was refused: the tokenizer differs")]
+    assert ("worker", "a", "worker a was refused: the tokenizer differs") in said(None, second)
     assert said(second, third) == [("notice", None, cause.text)]
     assert said(third, msgspec.structs.replace(third, diagnosis=[later])) == []
     assert time_row(5.0, second)["workers"] == 1

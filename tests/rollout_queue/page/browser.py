@@ -54,12 +54,12 @@ class Browser:
         """Return the value of an expression; `arguments` holds the values."""
         return self.driver.execute_script(f"return ({expression});", *values)
 
-    def wait(self, expression: str, *values: Any) -> Any:
+    def wait(self, expression: str, *values: Any, within_s: float = WAIT_S) -> Any:
         """Wait until an expression is true, and return its value."""
         try:
-            return WebDriverWait(self.driver, WAIT_S, 0.02).until(lambda _: self.run(expression, *values))
+            return WebDriverWait(self.driver, within_s, 0.02).until(lambda _: self.run(expression, *values))
         except TimeoutException:
-            raise AssertionError(f"never true: {expression}; log: {self.log()}") from None
+            raise AssertionError(f"not true within {within_s:g} s: {expression}; log: {self.log()}") from None
 
     def text(self, selector: str) -> str:
         """Return the text of the first element that a CSS selector finds, shown or not."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.messages import ServerState
+from protocol.messages import Proof, ServerState
 from protocol.rollouts import RolloutView
 from protocol.status import (
     Cause,
@@ -126,6 +126,7 @@ def made_up_rollouts(steps: int) -> list[Json]:
                 step=step,
                 staleness=step % 3,
                 advantage=round(reward - 0.5, 2),
+                servers=[f"vllm-{step % 2}"] if number else ["vllm-0", "vllm-1"],
             )
             views.append({**msgspec.to_builtins(view), "tokens": _tokens(step)})
     return views
@@ -167,7 +168,14 @@ def make_status(lines: list[Json], done: int, now_s: float, **changes: Any) -> J
     ]
     servers = [
         ServerStatus(
-            "vllm-0", "http://127.0.0.1:8100", ServerState.SERVING, done, transport="gloo", lag=0, since_s=now_s
+            "vllm-0",
+            "http://127.0.0.1:8100",
+            ServerState.SERVING,
+            done,
+            transport="gloo",
+            proof=Proof(done, 3.2e-4, 0.42, 0.012),
+            lag=0,
+            since_s=now_s,
         ),
         ServerStatus(
             "vllm-1",

@@ -193,12 +193,15 @@ def test_tables_sort_filter_and_page(browser: Browser) -> None:
         texts = f"{cells}.map((node) => node.textContent)"
         assert browser.run(texts, 1) == [f"worker-{i}" for i in range(50)]
         browser.run("[...document.querySelectorAll('th button')].find((b) => b.textContent === 'Tokens').click()")
-        assert browser.run(texts, 9) == [str(i) for i in range(50)]
+        assert browser.run(texts, 10) == [str(i) for i in range(50)]
         assert browser.run("slipstream.state.get('sort.workers')") == "tokens"
         browser.type("input[aria-label='Filter: Workers']", "worker-99")
         assert sorted(browser.run(texts, 1)) == sorted(["worker-99", *(f"worker-{i}" for i in range(990, 1000))])
         servers = browser.texts("table[data-table='servers'] tr:last-child td")
         assert servers[:6] == ["vllm-1", "syncing", "39", "1", "0.6 s", "version 40, which is on its way"]
+        assert servers[8:11] == ["–", "–", "–"], "it has no proof yet"
+        first = browser.texts("table[data-table='servers'] tr:first-child td")
+        assert first[8:11] == ["3.2e−4", "0.42 s", "0.012 s"]
         assert browser.text("table[data-table='evaluations'] td:nth-child(2)") == "0.61"
 
 

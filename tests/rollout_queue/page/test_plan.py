@@ -31,9 +31,9 @@ RUN = config(
 )
 RATES = Rates(
     episodes=(EpisodeTimes(2, 20.0),),
-    curve=Curve(0.01, 0.005),
+    curve=Curve.line(0.01, 0.005),
     publications=(PublicationTimes(0.02, 0.005, 0.04),),
-    zero_variance=0.5,
+    zero_variance=(0.5,),
     step_s=0.2,
     trained_token_s=0.0,
 )

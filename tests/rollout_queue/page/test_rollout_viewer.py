@@ -26,6 +26,8 @@ FILTERS: list[tuple[str, Any]] = [
     ("f.reward1=0.5", lambda view: view["reward"] <= 0.5),
     ("f.finish=length", lambda view: view["finish_reason"] == "length"),
     ("f.worker=worker-1", lambda view: view["worker_id"] == "worker-1"),
+    ("f.server=vllm-1", lambda view: "vllm-1" in view["servers"]),
+    ("f.server=vllm-0&f.worker=worker-1", lambda view: view["number"] == 0 and view["worker_id"] == "worker-1"),
     ("f.kind=evaluation", lambda view: view["evaluation"] is not None),
     ("f.text=multiply+7+by", lambda view: "Multiply 7 by" in view["messages"][0]["content"]),
 ]
@@ -87,18 +89,21 @@ def test_tokens_are_coloured_and_say_their_figures(browser: Browser, served: Pag
     ]
     colours = f"{tokens}.map((node) => getComputedStyle(node).backgroundColor)"
     by: dict[str, list[str]] = {}
-    for colour in ("version", "logprob", "learner", "ratio", "mask"):
+    for colour in ("version", "logprob", "learner", "ratio", "advantage", "mask"):
         browser.run("slipstream.state.set({ colour: arguments[0] })", colour)
         browser.wait("document.querySelector('.tokens [data-token]').style.background !== arguments[0]", "")
         by[colour] = browser.run(colours)
     same = {name: [found[i] == found[0] for i in range(len(found))] for name, found in by.items()}
     assert same["version"] == [token[1] == view["tokens"][0][1] for token in view["tokens"]]
-    assert same["mask"] == [bool(token[4]) for token in view["tokens"]]
+    assert same["mask"] == same["advantage"] == [bool(token[4]) for token in view["tokens"]]
     assert not any(same["logprob"][1:])
     browser.point(".tokens [data-token='2']", 0.5, 0.5)
     figures = browser.wait("document.querySelector('.figures').textContent.startsWith('\" it')")
     assert figures
-    assert browser.text(".figures") == '" it"  version 0  log-prob -0.5  learner\'s -0.4  ratio 1.11  trains'
+    assert (
+        browser.text(".figures")
+        == '" it"  version 0  log-prob -0.5  learner\'s -0.4  ratio 1.11  trains  advantage 0.5'
+    )
 
 
 HARM = [

@@ -8,10 +8,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.commands import probe
 from deploy.commands.arguments import print_json
 from deploy.commands.plan_page import page_data, view
 from deploy.commands.report import save
 from deploy.planning.advice import plan, with_counts
+from deploy.planning.calibration import calibrated
 from deploy.planning.rates import read_record
 from protocol.config import ConfigError, RunConfig
 from protocol.history import PlannedChange
@@ -28,17 +30,24 @@ def run(
     steps: int,
     as_json: bool,
     out: Path | None,
+    probes: bool,
 ) -> None:
     """Plan a run, print the plan, and draw it in a file if `out` names one.
 
+    Args:
+        probes: Whether to measure a server first; what it finds stays beside the record.
+
     Raises:
-        ConfigError: There is no record to learn from, the run would never make a step, or the file cannot be written.
+        ConfigError: There is no record to learn from, the run would never make a step, no server can be measured, or
+            the file cannot be written.
     """
     source = learnt_from or config.run_dir
+    if probes:
+        probe.measure(read_record(source), source)
     record = read_record(source)
     planned = with_counts(config, servers, workers)
     try:
-        found = plan(planned, record.rates, steps, record.notes)
+        found = plan(planned, calibrated(record), steps, record.notes)
     except RuntimeError as error:
         raise ConfigError(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"

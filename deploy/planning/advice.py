@@ -87,11 +87,11 @@ def _advice(best: Change) -> str:
 
 def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
     """Name what limits the run by the rule that its queue goes by once it is under way."""
-    tools_s, judge_s = (
-        fmean(times.tools_s for times in rates.episodes),
-        fmean(times.judge_s for times in rates.episodes),
-    )
-    sampling_s = fmean(times.tokens for times in rates.episodes) * rates.curve.token_s(max(1.0, found.running))
+    tools_s = fmean(times.tools_s for times in rates.episodes)
+    judge_s = fmean(times.judge_s for times in rates.episodes)
+    running = max(1.0, found.running)
+    twice = min(2 * running, config.vllm.max_num_seqs)
+    sampling_s = fmean(times.tokens for times in rates.episodes) * rates.curve.token_s(running)
     publications_per_s = found.steps_per_s / config.weight_sync.every
     return limit_of(
         LimitInputs(
@@ -103,6 +103,7 @@ def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
             publishing=min(1.0, publications_per_s * fmean(times.total_s for times in rates.publications)),
             slots=config.worker.count * config.worker.episodes,
             requests=server_count(config) * config.vllm.max_num_seqs,
+            more=rates.curve.tokens_per_s(twice) / rates.curve.tokens_per_s(running) - 1,
         ),
         config,
     )

@@ -27,6 +27,10 @@ _MIN_GAIN = 0.05
 # decides how many there are.
 _TAKEN, _CROWDED = 0.8, 0.1
 
+# What servers sample more with twice the requests: from which share on slots are named, and the share where none was
+# measured. It is that of a server of which half of a token's time grows with the requests.
+_MIN_MORE, _ASSUMED_MORE = 0.1, 1 / 3
+
 _WINDOW_S, _BUCKET_S = 300.0, 10.0
 
 # Steps that count, and how many there must be.
@@ -34,7 +38,7 @@ _WINDOW_STEPS, _MIN_STEPS = 20, 3
 
 
 class LimitInputs(msgspec.Struct, frozen=True):
-    """What the limit follows from. All but the last two are shares, 0 to 1.
+    """What the limit follows from. All but slots and requests are shares, 0 to 1.
 
     Attributes:
         learner_wait: Of the learner's time, for groups.
@@ -42,6 +46,7 @@ class LimitInputs(msgspec.Struct, frozen=True):
         in_tools, in_judgement: Of the time of open episodes, but for those that wait for the rest of their group.
         publishing: Of all time, with a version on its way that a server does not have yet.
         slots: Of all workers. `requests`: how many all servers would run at once.
+        more: How much more the servers sample with twice the slots.
     """
 
     learner_wait: float
@@ -52,6 +57,7 @@ class LimitInputs(msgspec.Struct, frozen=True):
     publishing: float
     slots: int
     requests: int
+    more: float = _ASSUMED_MORE
 
 
 def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
@@ -60,7 +66,7 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
     best = max(gains, key=gains.__getitem__)
     part = best if gains[best] >= _MIN_GAIN else None
     taken = 1 - inputs.ticket_wait - inputs.open_wait >= _TAKEN
-    if part == "servers" and taken and inputs.slots < inputs.requests:
+    if part == "servers" and taken and inputs.slots < inputs.requests and inputs.more >= _MIN_MORE:
         part = "workers' slots"
     waits = (
         f"the learner waits {inputs.learner_wait:.0%} of its time for groups, the workers' slots "

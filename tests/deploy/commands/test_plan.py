@@ -15,8 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from deploy.cli import app
+from deploy.commands import probe as commands_probe
+from deploy.planning import probe
 from deploy.planning.advice import Plan, plan, with_counts
 from deploy.planning.rates import Record, read_record
+from deploy.planning.serving import Curve
 from protocol.config import ConfigError, to_toml
 from protocol.history import PageData
 from tests.kit.config import config
@@ -120,6 +123,19 @@ def test_the_command_draws_it_or_prints_json(run_dir: Path) -> None:
     printed = asked(run_dir / "run.toml", "--from", run_dir, "--json", "--servers", "2", "--workers", "3")
     found = msgspec.json.decode(printed.output, type=Plan)
     assert (found.servers, found.workers, found.steps) == (2, 3, 100)
+
+
+def test_a_plan_is_fitted_to_its_record_and_a_probe_comes_first(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(record: Record, folder: Path) -> Curve:
+        curve = Curve.line(0.06, 0.004)  # twice as fast as in the run
+        probe.save(curve, folder)
+        return curve
+
+    monkeypatch.setattr(commands_probe, "measure", measure)
+    printed = asked(run_dir / "run.toml", "--from", run_dir, "--probe", "--json")
+    found = msgspec.json.decode(printed.output, type=Plan)
+    assert found.prediction.tokens_per_s == pytest.approx(read_record(run_dir).measured.tokens_per_s, rel=0.1)
+    assert not any("is assumed" in note for note in found.notes)
 
 
 @pytest.mark.parametrize("width", [80, 120])

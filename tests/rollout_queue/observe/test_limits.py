@@ -14,7 +14,7 @@ from tests.kit.config import config
 
 def inputs(**changes: Any) -> LimitInputs:
     shares = dict.fromkeys(LimitInputs.__struct_fields__, 0.0)
-    return LimitInputs(**{**shares, "slots": 128, "requests": 128, **changes})
+    return LimitInputs(**{**shares, "slots": 128, "requests": 128, "more": 0.3, **changes})
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,7 @@ def inputs(**changes: Any) -> LimitInputs:
         ({"learner_wait": 0.02, "ticket_wait": 0.6}, {}, "learner", "The learner limits the run: the learner waits 2%"),
         ({"learner_wait": 0.8}, {}, "servers", "The vLLM servers limit the run: the learner waits 80% of its time"),
         ({"learner_wait": 0.8, "slots": 32}, {}, "workers' slots", "all 32 are taken, and the servers would run 128"),
+        ({"learner_wait": 0.8, "slots": 32, "more": 0.02}, {}, "servers", "The vLLM servers limit the run"),
         ({"learner_wait": 0.5, "ticket_wait": 0.5}, {"max_staleness": 0}, "staleness bound", "queue.max_staleness = 0"),
         ({"learner_wait": 0.5, "ticket_wait": 0.5}, {"depth": 1}, "staleness bound", "queue.depth = 1"),
         ({"learner_wait": 0.9, "ticket_wait": 0.8, "in_tools": 0.9}, {}, "tools", "90% of their time in tools"),

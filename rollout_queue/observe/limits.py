@@ -6,8 +6,9 @@ with both busy, if that is above 0. With either of them at twice its speed the s
     l + g - min(overlap, l, g) + the time with neither busy
 
 where l or g is halved. What the others would bring follows from the time for which both wait at all, min(1 - l, 1 - g):
-only the staleness bound, a publication, or episodes in tools and judgement can keep both. The part that brings most
-limits. `tests/deploy/planning/test_limits.py` holds it against simulations with each part at twice its speed.
+only the staleness bound, a publication, or episodes in tools and judgement can keep both. Where that is long, the
+number of groups under way is given, and a part's share of the time that one takes decides (Little's law). The part that
+brings most limits. `tests/deploy/planning/test_limits.py` compares it with simulations of each part at twice its speed.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ _MIN_GAIN = 0.05
 # Share of slots' time from which on they count as taken, and idle share from which on the maximum of open episodes
 # decides how many there are.
 _TAKEN, _CROWDED = 0.8, 0.1
+
+# Share of time for which both learner and slots wait, from which on the number of groups decides how fast a run is.
+_HELD_BACK = 0.2
 
 # What servers sample more with twice the requests: from which share on slots are named, and the share where none was
 # measured. It is that of a server of which half of a token's time grows with the requests.
@@ -121,6 +125,11 @@ def _gains(inputs: LimitInputs, config: RunConfig) -> dict[LimitingPart, float]:
         "publication": 1 - min(both_wait, inputs.publishing) / 2,
         "staleness bound": 1 - min(both_wait * (1 - inputs.publishing), 1 / (bound + 2)),
     }
+    if bound and both_wait >= _HELD_BACK:
+        # Of the bound + 1 steps' groups that there may be, each takes as long as its whole way.
+        periods["learner"] = max(periods["learner"], 1 - learner / (2 * (bound + 1)))
+        periods["servers"] = max(periods["servers"], 1 - sampling / 2)
+        periods["tools"], periods["judge"] = 1 - tools / 2, 1 - judge / 2
     return {part: 1 / max(0.1, took) - 1 for part, took in periods.items()}
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from deploy.planning.rates import EpisodeTimes, Rates, server_count
+from deploy.planning.rates import Rates, server_count
 from deploy.planning.simulation import Prediction, Simulation
 from protocol.config import RunConfig
+from protocol.status import Limit
+from rollout_queue.observe.limits import LimitInputs, limit_of
 
 # A gain below this cannot be told from chance.
 MIN_GAIN = 0.03
@@ -28,7 +31,6 @@ class Plan(msgspec.Struct, frozen=True):
     """What a run will do, what limits it, and what changes would bring, the best first.
 
     Attributes:
-        limit: What twice the speed of helps most; None if nothing does.
         notes: What it rests on, and what it leaves out.
     """
 
@@ -36,7 +38,7 @@ class Plan(msgspec.Struct, frozen=True):
     workers: int
     steps: int
     prediction: Prediction
-    limit: str | None
+    limit: Limit
     changes: list[Change]
     advice: str
     notes: list[str]
@@ -57,17 +59,15 @@ def plan(config: RunConfig, rates: Rates, steps: int, notes: tuple[str, ...] = (
         return Change(case.text, prediction.steps_per_s / found.steps_per_s - 1, prediction)
 
     found = Simulation(config, rates, seed).run(steps)
-    limits = sorted(map(simulated, _faster(config, rates)), key=lambda change: -change.gain)
     changes = sorted(map(simulated, _changes(config, rates)), key=lambda change: -change.gain)
-    limit = limits[0].text if limits[0].gain >= MIN_GAIN else None
     return Plan(
         servers=server_count(config),
         workers=config.worker.count,
         steps=steps,
         prediction=found,
-        limit=limit,
+        limit=_limit(config, rates, found),
         changes=changes,
-        advice=_advice(limit, changes),
+        advice=_advice(changes[0]),
         notes=[*notes, "a server or worker more is taken to have a machine or GPU of its own"],
     )
 
@@ -79,33 +79,34 @@ def with_counts(config: RunConfig, servers: int | None = None, workers: int | No
     return config if workers is None else _with(config, "worker", count=workers)
 
 
-def _advice(limit: str | None, changes: list[Change]) -> str:
-    best = changes[0]
+def _advice(best: Change) -> str:
     if best.gain >= MIN_GAIN:
         return f"What helps most: {best.text}, {best.gain:+.0%} steps a second."
-    if limit is None:
-        return "No change by itself brings more steps a second."
-    return f"None of these changes brings more steps a second: only faster work of {limit} would."
+    return "None of these changes by itself brings more steps a second."
 
 
-def _faster(config: RunConfig, rates: Rates) -> Iterator[_Case]:
-    """Yield the run with one part of it at twice its speed."""
-    yield _Case("the vLLM servers", config, replace(rates, curve=rates.curve.scaled(0.5)))
-    learner = replace(rates, step_s=rates.step_s / 2, trained_token_s=rates.trained_token_s / 2)
-    yield _Case("the learner", config, learner)
-    yield _Case("the workers' slots", _with(config, "worker", episodes=2 * config.worker.episodes), rates)
-    if any(times.tools_s or times.judge_s for times in rates.episodes):
-        faster = tuple(_waiting_half(times) for times in rates.episodes)
-        yield _Case("tools and judges", config, replace(rates, episodes=faster))
-    brief = tuple(
-        replace(times, transfer_s=times.transfer_s / 2, total_s=times.total_s / 2, pause_s=times.pause_s / 2)
-        for times in rates.publications
+def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
+    """Name what limits the run by the rule that its queue goes by once it is under way."""
+    tools_s = fmean(times.tools_s for times in rates.episodes)
+    judge_s = fmean(times.judge_s for times in rates.episodes)
+    running = max(1.0, found.running)
+    twice = min(2 * running, config.vllm.max_num_seqs)
+    sampling_s = fmean(times.tokens for times in rates.episodes) * rates.curve.token_s(running)
+    publications_per_s = found.steps_per_s / config.weight_sync.every
+    return limit_of(
+        LimitInputs(
+            learner_wait=found.learner_wait,
+            ticket_wait=found.worker_wait,
+            open_wait=found.worker_full,
+            in_tools=tools_s / (sampling_s + tools_s + judge_s),
+            in_judgement=judge_s / (sampling_s + tools_s + judge_s),
+            publishing=min(1.0, publications_per_s * fmean(times.total_s for times in rates.publications)),
+            slots=config.worker.count * config.worker.episodes,
+            requests=server_count(config) * config.vllm.max_num_seqs,
+            more=rates.curve.tokens_per_s(twice) / rates.curve.tokens_per_s(running) - 1,
+        ),
+        config,
     )
-    yield _Case("publication", config, replace(rates, publications=brief))
-
-
-def _waiting_half(times: EpisodeTimes) -> EpisodeTimes:
-    return replace(times, tools_s=times.tools_s / 2, judge_s=times.judge_s / 2)
 
 
 def _changes(config: RunConfig, rates: Rates) -> Iterator[_Case]:

@@ -188,6 +188,10 @@ class Broker:
         try:
             self.observations.decided(decision, self.now)
             self.spans.moved(self.ledger.run.id, decision.tickets, self.clock.wall())
+            if decision.run is not None or decision.servers:
+                version = self.ledger.run.version
+                published = version - version % self.config.weight_sync.every
+                self.observations.limits.versions(published, self.fleet.served_version, self.now)
         except Exception:  # the change has taken effect: a fault in the report of it must not undo that
             logger.exception("the status misses a change")
         self._wake(decision, session, had_tickets)

@@ -207,6 +207,7 @@
       const texts = {
         live: "live",
         starting: "loading",
+        resting: "loading",
         file: "report",
         ended: "the run is over",
         polling: "reading every 5 s",

@@ -1,12 +1,12 @@
 """Compares plans with runs: the multiply example in ten variants on a real vLLM, each planned from one other run.
 
-    python -m benchmarks.plan [--variants plain staleness_0 ...] [--steps 14] [--keep DIR]
+    python -m benchmarks.plan [--variants plain staleness_0 ...] [--steps 20] [--keep DIR]
     python -m benchmarks.plan --records DIR ...
 
-Runs the example as it is, learns rates from its record, and predicts each variant, which then runs as well. The slow
-tool sleeps 0.5 s in each call, the slow judge 1 s for each group; a plan gets these seconds as given, and everything
-else from the record. With `--records`, predicts runs that were made before from their own records instead, and runs
-nothing.
+Runs the example as it is, measures its server with a probe, learns rates from both, and predicts each variant, which
+then runs as well. The slow tool sleeps 0.5 s in each call, the slow judge 1 s for each group; a plan gets these seconds
+as given, and everything else from the record. With `--records`, predicts runs that were made before from their own
+records instead, and runs nothing.
 
 Prints one JSON line per run: predicted and measured values with the error of the prediction, as a share of the measured
 value for rates, else as a difference; then a line with the median and the worst error of steps a second.
@@ -25,23 +25,29 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from deploy.commands import probe
+from deploy.planning.calibration import calibrated, sharing_cores
 from deploy.planning.rates import Measured, Rates, read_record
-from deploy.planning.simulation import Prediction, Simulation
+from deploy.planning.simulation import Simulation
+from deploy.servers.vllm_server import on_cpu
+from protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "multiply"
 TOOL_S, JUDGE_S = 0.5, 1.0
+SEEDS = 8
 
-# Settings of each variant. None has two servers: on one machine they share its cores, which a plan does not know.
+# Settings of each variant.
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
     "staleness_0": {"queue.max_staleness": 0},
     "staleness_2": {"queue.max_staleness": 2},
     "refill": {"learner.zero_variance": "refill"},
     "workers_2": {"worker.count": 2},
+    "workers_3": {"worker.count": 3, "worker.episodes": 48},
+    "servers_2": {"vllm.count": 2},
     "few_slots": {"worker.episodes": 32},
     "half_batch": {"learner.groups_per_step": 8},
-    "every_2": {"weight_sync.every": 2},
     "slow_tool": {},
     "slow_judge": {},
 }
@@ -111,11 +117,12 @@ def told(name: str, rates: Rates) -> Rates:
     return replace(rates, episodes=tuple(episodes))
 
 
-def compare(name: str, predicted: Prediction, measured: Measured) -> dict[str, Any]:
-    """Return the line of a run."""
+def compare(name: str, config: RunConfig, rates: Rates, measured: Measured) -> dict[str, Any]:
+    """Return the line of a run, whose prediction is a mean over seeds, for as many steps as the run made."""
+    predicted = [Simulation(config, rates, seed).run(measured.steps + 1) for seed in range(SEEDS)]
     line: dict[str, Any] = {"run": name}
     for field in (*RATES, *OTHERS):
-        guess, seen = getattr(predicted, field), getattr(measured, field)
+        guess, seen = statistics.mean(getattr(one, field) for one in predicted), getattr(measured, field)
         if seen is None:
             continue
         error = guess / seen - 1 if field in RATES else guess - seen
@@ -127,7 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--records", nargs="+", type=Path, metavar="DIR", help="run directories to predict")
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="keep the runs here")
     parser.add_argument("--ports", type=int, nargs=2, default=(8320, 8330), help="of the queue and of vLLM")
     arguments = parser.parse_args()
@@ -135,8 +142,7 @@ def main() -> None:
     if arguments.records:
         for folder in arguments.records:
             record = read_record(folder)
-            predicted = Simulation(record.config, record.rates).run(max(20, record.measured.steps))
-            lines.append(compare(folder.name, predicted, record.measured))
+            lines.append(compare(folder.name, record.config, calibrated(record), record.measured))
             print(json.dumps(lines[-1]), flush=True)
     else:
         lines = planned(arguments)
@@ -153,11 +159,14 @@ def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         model = EXAMPLE / "models" / "seed-0"
         build = [sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(model), "--seed", "0"]
         subprocess.run(build, stdout=sys.stderr, check=True)
-        learnt = read_record(run("plain", folder, model, arguments))
+        first = run("plain", folder, model, arguments)
+        probe.measure(read_record(first), first)
+        learnt = read_record(first)
+        rates = calibrated(learnt)
         for name in arguments.variants:
             record = learnt if name == "plain" else read_record(run(name, folder, model, arguments))
-            predicted = Simulation(record.config, told(name, learnt.rates)).run(100)
-            lines.append(compare(name, predicted, record.measured))
+            shared = sharing_cores(told(name, rates), learnt.config, record.config, on_cpu())
+            lines.append(compare(name, record.config, shared, record.measured))
             print(json.dumps(lines[-1]), flush=True)
     return lines
 

@@ -9,13 +9,22 @@ import logging
 import os
 import signal
 import sys
+import tomllib
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deploy.commands import look, queue, report
-from deploy.commands.arguments import ending_at_once, leave, print_error, print_findings, reading
+from deploy.commands.arguments import (
+    AsJson,
+    ending_at_once,
+    leave,
+    print_error,
+    print_findings,
+    print_json,
+    reading,
+)
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import SIGNALS, supervise
@@ -79,11 +88,11 @@ def init(
 
 
 @app.command(**reading(*RUN, "queue.port", "queue.store", "vllm.port", "vllm.count", "vllm.servers"))
-def doctor(context: typer.Context, run_file: OptionalRunFilePath = None) -> None:
+def doctor(context: typer.Context, run_file: OptionalRunFilePath = None, as_json: AsJson = False) -> None:
     """Show packages, devices, the run's store, and what is broken."""
     from deploy.commands.setup import examine
 
-    raise typer.Exit(examine(load(run_file, context.args) if run_file else None))
+    raise typer.Exit(examine(load(run_file, context.args) if run_file else None, as_json))
 
 
 @app.command(**reading())
@@ -91,6 +100,7 @@ def config(
     context: typer.Context,
     run_file: OptionalRunFilePath = None,
     section: Annotated[str | None, typer.Option(help="print this section only")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Check a run file and print it with all settings; without one, print the defaults."""
     given = parse_overrides(context.args)
@@ -100,7 +110,11 @@ def config(
         meant = nearest(section, RunConfig.model_fields)
         hint = f"did you mean {meant}?" if meant else f"the sections are: {', '.join(RunConfig.model_fields)}"
         raise ConfigError(f"--section {section}: there is no such section; {hint}")
-    typer.echo(to_toml(found, section and [section], unset.keys()))
+    text = to_toml(found, section and [section], unset.keys())
+    if as_json:
+        print_json(tomllib.loads(text))
+    else:
+        typer.echo(text)
     # A file may still be missing here: only the commands that start something need it.
     missing = [Finding("warning", text) for text in missing_files(found, EVERYTHING)] if run_file else []
     print_findings(
@@ -226,7 +240,7 @@ def plan(
     learnt_from: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="run to learn rates from; default: the run's own")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print it as one line of JSON")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Predict speed and waits from a run's record; say which change helps most."""
     from deploy.commands.plan import run

@@ -11,8 +11,9 @@ import os
 import sys
 from collections.abc import Collection, Iterable, Iterator
 from itertools import pairwise
-from typing import Any, ClassVar, NoReturn
+from typing import Annotated, Any, ClassVar, NoReturn
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,8 @@ from protocol.config import ConfigError, Finding, RunConfig
 from protocol.config.load import OPTION
 from protocol.config.sections.base import toml_value
 from protocol.config.text import find_field, named, nearest, settings
+
+AsJson = Annotated[bool, typer.Option("--json", help="print it as one line of JSON")]
 
 YES_OR_NO = ("true", "false", "yes", "no", "on", "off")
 
@@ -137,6 +140,11 @@ def print_findings(findings: Iterable[Finding]) -> None:
     """Print one line for each finding on stderr, with its severity."""
     for finding in findings:
         print(f"slipstream: {finding.severity}: {finding}", file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print one line of JSON on stdout."""
+    print(msgspec.json.encode(value).decode(), flush=True)
 
 
 def print_error(error: Exception) -> int:

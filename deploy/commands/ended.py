@@ -11,6 +11,7 @@ import msgspec
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
+from deploy.commands.arguments import print_json
 from deploy.commands.status import ago, render, render_causes
 from deploy.run.run_directory import LAUNCHER_LOCK, QUEUE_LOCK
 from learner.report.rollouts import printable
@@ -146,18 +147,15 @@ def render_ended(ended: EndedRun, now: float) -> RenderableType:
 def show(ended: EndedRun, as_json: bool) -> None:
     """Print it, as one line of JSON if `as_json`."""
     if as_json:
-        print(msgspec.json.encode(ended).decode())
+        print_json(ended)
     else:
         Console().print(render_ended(ended, time.time()))
 
 
 def _is_held(lock: Path) -> bool:
-    """Say whether a launcher or a queue holds its lock."""
+    """Tell whether a launcher or a queue holds its lock."""
     try:
-        with base.hold_lock_file(lock):
-            return False
-    except BlockingIOError:
-        return True
+        return base.is_held(lock)
     except OSError:  # copied from elsewhere, and not to be written to: nobody runs on it here
         return False
 

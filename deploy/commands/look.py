@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass
 from typing import Annotated
 
-import msgspec
 import typer
 
+from deploy.commands.arguments import AsJson, print_json
 from deploy.servers import servers
 from protocol import access
 from protocol.client import QueueClient, QueueError, Unreachable
@@ -63,7 +63,7 @@ def status(
     client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
     try:
         if as_json:
-            typer.echo(msgspec.json.encode(asyncio.run(_status(client))).decode())
+            print_json(asyncio.run(_status(client)))
         else:
             asyncio.run(show(client, watch))
     except QueueError as error:
@@ -87,7 +87,7 @@ def rollouts(
 ) -> None:
     """Read what the policy says, with rewards and staleness."""
     from deploy.commands.ended import find as find_ended
-    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_json, print_text
+    from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_lines, print_text
 
     if follow and (step is not None or worst or best or evals or queue is not None):
         raise ConfigError("--follow shows new rollouts of the run directory as they come: give it without the others")
@@ -110,7 +110,7 @@ def rollouts(
         raise ConfigError(f"{error}{_of_the_folder(config) if queue is None else ''}") from None
     if how and not as_json:
         typer.echo(f"{how}\n")
-    (print_json if as_json else print_text)(found)
+    (print_lines if as_json else print_text)(found)
 
 
 def ledger(context: typer.Context, run_file: RunFilePath) -> None:
@@ -125,7 +125,7 @@ def print_ledger(config: RunConfig) -> None:
     except ConfigError as error:
         raise ConfigError(f"{error}{_of_the_folder(config)}") from None
     for row in rows:
-        print(msgspec.json.encode(row).decode())
+        print_json(row)
 
 
 def _of_the_folder(config: RunConfig) -> str:
@@ -139,11 +139,20 @@ def _of_the_folder(config: RunConfig) -> str:
 
 
 @app.command("list")
-def show(run_file: OptionalRunFilePath = None, queue: QueueUrl = None) -> None:
+def show(
+    run_file: OptionalRunFilePath = None,
+    queue: QueueUrl = None,
+    as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
+) -> None:
     """Show each server with its state, its version and what it waits for."""
     from deploy.commands.status import print_servers
 
-    print_servers(asyncio.run(servers.listed(_registry(run_file, queue).client())))
+    found = asyncio.run(servers.listed(_registry(run_file, queue).client()))
+    if not as_json:
+        print_servers(found)
+        return
+    for server in found:
+        print_json(server)
 
 
 @app.command("add")
@@ -152,11 +161,15 @@ def join(
     run_file: OptionalRunFilePath = None,
     queue: QueueUrl = None,
     name: Annotated[str | None, typer.Option(help="its name in the run; default: host and port")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Add a running vLLM server to the run. It serves once the learner has brought it up to date."""
     registry = _registry(run_file, queue)
     added = asyncio.run(servers.add(registry.client(), url, name, registry.token))
-    typer.echo(f"{added.name} at {added.url} is {added.state}")
+    if as_json:
+        print_json(added)
+    else:
+        typer.echo(f"{added.name} at {added.url} is {added.state}")
 
 
 @app.command("remove")

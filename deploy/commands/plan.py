@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.commands.arguments import print_json
 from deploy.planning.advice import MIN_GAIN, Plan, plan, with_counts
 from deploy.planning.rates import Measured, Record, read_record
 from deploy.planning.simulation import Prediction
@@ -28,7 +28,7 @@ def run(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"
         ) from None
     if as_json:
-        print(msgspec.json.encode(found).decode())
+        print_json(found)
         return
     console = Console()
     console.print(

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from deploy.commands.arguments import reading
+from deploy.commands.arguments import AsJson, print_json, reading
 from deploy.commands.look import RunFilePath
 from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig, load, parse_overrides, resolve
@@ -50,10 +50,14 @@ def backup(
     context: typer.Context,
     run_file: RunFilePath,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="where to write it; must not exist")],
+    as_json: AsJson = False,
 ) -> None:
     """Write the whole store into one SQLite file, of one moment, while the queue runs."""
     rows = copying.back_up(stores.open_for_reading(load(run_file, context.args)), file)
-    typer.echo(f"{file}: {_counted(rows)}; read whole")
+    if as_json:
+        print_json({"file": str(file), "rows": rows})
+    else:
+        typer.echo(f"{file}: {_counted(rows)}; read whole")
 
 
 @app.command(**reading(*STORE))
@@ -96,7 +100,7 @@ def new(context: typer.Context, run_file: RunFilePath) -> None:
 
 def _check_stopped(config: RunConfig) -> None:
     """Raise `ConfigError` if a queue is active on the run's store, or if that cannot be reached."""
-    if (queue := stores.look_at(config).queue) is not None:
+    if (queue := stores.open_for_reading(config).look().queue) is not None:
         raise ConfigError(
             f"queue.store = {config.queue.store}: {queue} is active on it: stop it first, with Ctrl-C or SIGTERM to "
             f"slipstream up or to slipstream queue"

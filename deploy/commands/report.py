@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import typer
 
+from deploy.commands.arguments import AsJson, print_json
 from deploy.commands.ended import METRICS, causes_at_end, modified
 from protocol import history
 from protocol.codec import read_json_lines
@@ -45,16 +46,19 @@ def report(
     out: Annotated[
         Path | None, typer.Option("-o", "--out", metavar="FILE", help="default: report.html in the run's directory")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write one HTML file that shows a run: finished, crashed, or copied from elsewhere."""
     run_dir = _run_dir(run)
     out = out or run_dir / "report.html"
     data = write(run_dir, out, _run_dir(compare) if compare is not None else None)
-    steps, states, left = len(data.steps.get("step", [])), len(data.statuses), out.stat().st_size / 1e6
-    typer.echo(
-        f"{out}: {steps} steps, {len(data.rollouts)} rollouts, {states} states, {left:.1f} MB; open it in a browser"
-    )
-    if not data.statuses:
+    steps, rollouts, states = len(data.steps.get("step", [])), len(data.rollouts), len(data.statuses)
+    size = out.stat().st_size
+    if as_json:
+        print_json({"file": str(out), "steps": steps, "rollouts": rollouts, "states": states, "bytes": size})
+        return
+    typer.echo(f"{out}: {steps} steps, {rollouts} rollouts, {states} states, {size / 1e6:.1f} MB; open it in a browser")
+    if not states:
         typer.echo("It has no time slider: the run kept no history/, as runs of earlier releases and of other machines")
 
 

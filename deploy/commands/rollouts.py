@@ -17,6 +17,7 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from deploy.commands.arguments import print_json
 from deploy.commands.ended import SUMMARY
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, QueueError, Unreachable
@@ -109,10 +110,10 @@ def follow(run_dir: Path, has_ended: Callable[[], bool]) -> Iterator[RolloutView
             time.sleep(_LOOK_S)
 
 
-def print_json(rollouts: Sequence[RolloutView]) -> None:
+def print_lines(rollouts: Sequence[RolloutView]) -> None:
     """Print one JSON object a line."""
     for rollout in rollouts:
-        print(msgspec.json.encode(rollout).decode(), flush=True)
+        print_json(rollout)
 
 
 def print_text(rollouts: Sequence[RolloutView]) -> None:
@@ -130,7 +131,7 @@ def print_followed(run_dir: Path, as_json: bool) -> None:
     summary = run_dir / SUMMARY
     before = summary.stat().st_mtime_ns if summary.exists() else None
     for rollout in follow(run_dir, lambda: summary.exists() and summary.stat().st_mtime_ns != before):
-        (print_json if as_json else print_text)([rollout])
+        (print_lines if as_json else print_text)([rollout])
 
 
 def render(rollout: RolloutView) -> RenderableType:

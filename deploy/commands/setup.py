@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.commands.arguments import print_json
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
@@ -47,14 +48,18 @@ IMPORTED = {
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 
 
-def examine(config: RunConfig | None) -> int:
-    """Print packages and devices, and a run file's ports, plan and store. Returns the exit code: 1 if something is
-    broken."""
-    table = Table(box=None, pad_edge=False, show_header=False)
+def examine(config: RunConfig | None, as_json: bool = False) -> int:
+    """Print packages and devices, and a run file's ports, plan and store; as one line of JSON if `as_json`. Returns
+    the exit code: 1 if something is broken."""
     of_run = (*_ports(config), *_plan(config), *_store(config)) if config else ()
-    for name, value in (*_software(), *_devices(), *of_run):
-        table.add_row(Text(name, style="bold"), Text(value))
+    facts = dict((*_software(), *_devices(), *of_run))
     faults = [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
+    if as_json:
+        print_json({"facts": facts, "broken": [str(fault) for fault in faults]})
+        return 1 if faults else 0
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for name, value in facts.items():
+        table.add_row(Text(name, style="bold"), Text(value))
     console = Console()
     console.print(table)
     for fault in faults:
@@ -94,7 +99,7 @@ def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _store(config: RunConfig) -> Iterator[tuple[str, str]]:
     """Print where the run's store is and how it stands; `find_store_faults` says what is wrong with it."""
     try:
-        facts = store.look_at(config)
+        facts = store.open_for_reading(config).look()
     except ConfigError:
         yield "queue.store", f"{config.queue.store_kind}, cannot be used"
         return
@@ -166,7 +171,7 @@ def _process(pid: int | None) -> str:
 def find_store_faults(config: RunConfig) -> Iterator[Finding]:
     """Find what keeps a queue from using the run's store."""
     try:
-        store.check_beside_run(config, store.look_at(config).run)
+        store.check_beside_run(config, store.open_for_reading(config).look().run)
     except ConfigError as error:
         yield Finding("error", str(error))
 

@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from deploy.planning.rates import EpisodeTimes, Rates, server_count
-from deploy.planning.serving import Curve
 from deploy.planning.simulation import Prediction, Simulation
 from protocol.config import RunConfig
 
@@ -91,8 +90,7 @@ def _advice(limit: str | None, changes: list[Change]) -> str:
 
 def _faster(config: RunConfig, rates: Rates) -> Iterator[_Case]:
     """Yield the run with one part of it at twice its speed."""
-    curve = Curve(rates.curve.base_s / 2, rates.curve.each_s / 2)
-    yield _Case("the vLLM servers", config, replace(rates, curve=curve))
+    yield _Case("the vLLM servers", config, replace(rates, curve=rates.curve.scaled(0.5)))
     learner = replace(rates, step_s=rates.step_s / 2, trained_token_s=rates.trained_token_s / 2)
     yield _Case("the learner", config, learner)
     yield _Case("the workers' slots", _with(config, "worker", episodes=2 * config.worker.episodes), rates)

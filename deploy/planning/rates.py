@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from deploy.planning import probe
 from deploy.planning.serving import Curve
 from protocol import history
 from protocol.codec import read_json_lines
@@ -23,13 +24,12 @@ from protocol.status import Status
 
 METRICS, PUBLICATIONS, RUN_FILE = "metrics.jsonl", "publications.jsonl", "run.toml"
 
+# Parts of a run: a policy that learns answers more and more prompts always or never.
+_PARTS = 10
+
 # The newest steps and rollouts of a run that count.
 MAX_STEPS = 500
 MAX_ROLLOUTS = 5000
-
-# Steps, and how far their loads must lie apart (90th to 10th percentile), to see how a server's speed depends on it.
-_MIN_POINTS = 8
-_MIN_SPREAD = 1.5
 
 Line = dict[str, Any]
 
@@ -52,6 +52,9 @@ class PublicationTimes:
     pause_s: float
     total_s: float
 
+    def scaled(self, factor: float) -> PublicationTimes:
+        return PublicationTimes(self.transfer_s * factor, self.pause_s * factor, self.total_s * factor)
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -60,16 +63,22 @@ class Rates:
     Attributes:
         episodes, publications: Samples, of which the simulation draws.
         curve: Speed of one server.
-        zero_variance: Share of groups whose rewards are all equal.
+        running: Mean number of requests that a server ran while these were measured.
+        idle_publication: Time of a publication into an idle server, as a share of that of `publications`.
+        prompt_tokens: Mean of a group's prompt.
+        zero_variance: Share of groups whose rewards are all equal, from the first steps to the last.
         step_s, trained_token_s: Seconds of an optimiser step, and of each token in it that trains.
     """
 
     episodes: tuple[EpisodeTimes, ...]
     curve: Curve
     publications: tuple[PublicationTimes, ...]
-    zero_variance: float
+    zero_variance: tuple[float, ...]
     step_s: float
     trained_token_s: float
+    running: float = 1.0
+    idle_publication: float = 1.0
+    prompt_tokens: float = 0.0
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -112,12 +121,17 @@ def read_record(run_dir: Path) -> Record:
     statuses = [entry.status for entry in history.read(run_dir / history.FOLDER) if entry.status is not None]
     statuses = [status for status in statuses if status.step and not status.finished]
     notes: list[str] = []
+    running = _running(config, steps, statuses)
+    publications, idle_publication = _publications(run_dir, notes)
     rates = Rates(
         episodes=_episodes(run_dir, steps, notes),
-        curve=_curve(config, steps, statuses, notes),
-        publications=_publications(run_dir, notes),
+        curve=probe.read(run_dir) or _curve(config, steps, running, notes),
+        publications=publications,
         zero_variance=_zero_variance(steps),
         **_step_times(steps),
+        running=min(running, float(config.vllm.max_num_seqs)),
+        idle_publication=idle_publication,
+        prompt_tokens=_sum(steps, "tokens_prompt") / max(1.0, _sum(steps, "rollouts")),
     )
     return Record(config, rates, _measured(steps, statuses), tuple(notes))
 
@@ -162,30 +176,27 @@ def _episodes(run_dir: Path, steps: Sequence[Line], notes: list[str]) -> tuple[E
     )
 
 
-def _curve(config: RunConfig, steps: Sequence[Line], statuses: Sequence[Status], notes: list[str]) -> Curve:
-    """Fit a server's seconds a token to its number of running requests.
-
-    The number follows from Little's law: tokens a second times seconds a token.
-    """
-    servers = server_count(config)
-    timed = [line for line in steps if line.get("rollout/generate_s") and line.get("completions/mean_length")]
-    if timed:
-        token_s = np.array([line["rollout/generate_s"] / line["completions/mean_length"] for line in timed])
-        running = token_s * [line["tokens_sampled"] / line["step_time"] / servers for line in timed]
-        low, high = np.percentile(running, [10, 90])
-        if len(timed) >= _MIN_POINTS and high > _MIN_SPREAD * low:
-            base_s, each_s = _line_above_zero(running, token_s)
-            return Curve(base_s, each_s)
-        mean = float(running.mean())
-    else:
-        generating = [sum(worker.episodes_generating for worker in status.workers) for status in statuses]
-        mean = float(np.mean(generating)) / servers if any(generating) else _most_running(config) / servers
-    tokens_per_s = _sum(steps, "tokens_sampled") / _sum(steps, "step_time") / servers
+def _curve(config: RunConfig, steps: Sequence[Line], mean: float, notes: list[str]) -> Curve:
+    """Assume how a server's seconds a token depend on its requests, of which a run shows one number, `mean`."""
+    tokens_per_s = _sum(steps, "tokens_sampled") / _sum(steps, "step_time") / server_count(config)
     notes.append(
         f"its servers ran about {mean:.0f} requests each all the time, so how their speed depends on that number is "
-        f"assumed: half of a token's {mean / tokens_per_s * 1e3:.1f} ms grows with it"
+        f"assumed: half of a token's {mean / tokens_per_s * 1e3:.1f} ms grows with it; --probe measures it"
     )
-    return Curve(mean / tokens_per_s / 2, 0.5 / tokens_per_s)
+    return Curve.line(mean / tokens_per_s / 2, 0.5 / tokens_per_s)
+
+
+def _running(config: RunConfig, steps: Sequence[Line], statuses: Sequence[Status]) -> float:
+    """Return how many requests a server had on average: by Little's law, tokens a second times seconds a token."""
+    servers = server_count(config)
+    token_s = [
+        line["rollout/generate_s"] / line["completions/mean_length"] * line["tokens_sampled"] / line["step_time"]
+        for line in steps
+        if line.get("rollout/generate_s") and line.get("completions/mean_length")
+    ]
+    generating = [sum(worker.episodes_generating for worker in status.workers) for status in statuses]
+    found = float(np.mean(token_s)) if token_s else float(np.mean(generating)) if any(generating) else 0.0
+    return max(1.0, (found or _most_running(config)) / servers)
 
 
 def _most_running(config: RunConfig) -> float:
@@ -195,7 +206,8 @@ def _most_running(config: RunConfig) -> float:
     return float(min(admitted, slots, config.vllm.max_num_seqs * server_count(config)))
 
 
-def _publications(run_dir: Path, notes: list[str]) -> tuple[PublicationTimes, ...]:
+def _publications(run_dir: Path, notes: list[str]) -> tuple[tuple[PublicationTimes, ...], float]:
+    """Return the times of publications while the servers sampled, and the share of them without that."""
     found = []
     for line in read_json_lines(run_dir / PUBLICATIONS, Line):
         for server in line.get("servers", {}).values():
@@ -203,15 +215,19 @@ def _publications(run_dir: Path, notes: list[str]) -> tuple[PublicationTimes, ..
             if transfer_s is not None and pause_s is not None:
                 total_s = server.get("took_s") or transfer_s + pause_s
                 found.append(PublicationTimes(transfer_s, pause_s, max(total_s, transfer_s + pause_s)))
-    # The first publication of a run brings up the servers.
-    found = found[1:] or found
     if not found:
         notes.append("it recorded no publications: they count as 0 s")
-    return tuple(found[-MAX_STEPS:]) or (PublicationTimes(0.0, 0.0, 0.0),)
+        return (PublicationTimes(0.0, 0.0, 0.0),), 1.0
+    # The first publication brings up the servers, which have no requests yet.
+    idle, later = found[0], found[1:][-MAX_STEPS:] or found
+    usual_s = float(np.mean([times.transfer_s for times in later]))
+    return tuple(later), min(1.0, idle.transfer_s / usual_s) if usual_s else 1.0
 
 
-def _zero_variance(steps: Sequence[Line]) -> float:
-    return _mean(steps, "frac_reward_zero_std") or 0.0
+def _zero_variance(steps: Sequence[Line]) -> tuple[float, ...]:
+    """Return the shares of parts of the run, of the same number of steps each."""
+    parts = np.array_split(np.array([line.get("frac_reward_zero_std") or 0.0 for line in steps]), _PARTS)
+    return tuple(float(part.mean()) for part in parts if len(part))
 
 
 def _step_times(steps: Sequence[Line]) -> Mapping[str, float]:

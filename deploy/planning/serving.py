@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,19 +19,42 @@ MAX_SWAPS = 1000
 
 @dataclass(frozen=True)
 class Curve:
-    """How long a running request takes for a token: `base_s + each_s * running`, seconds.
+    """How long a running request takes for a token.
 
-    So n requests sample n / (base_s + each_s n) tokens a second: proportional to n at first, at most 1 / each_s.
+    Attributes:
+        points: Running requests and seconds a token, ascending; on straight lines between them, and beyond the last.
+        prefill_s: Seconds in which the server samples nothing, for each token of a prompt that it has not kept.
     """
 
-    base_s: float
-    each_s: float
+    points: tuple[tuple[float, float], ...]
+    prefill_s: float = 0.0
+
+    @classmethod
+    def line(cls, base_s: float, each_s: float) -> Curve:
+        """Return the curve `base_s + each_s * running`.
+
+        So n requests sample n / (base_s + each_s n) tokens a second: proportional to n at first, at most 1 / each_s.
+        """
+        return cls(((0.0, base_s), (1.0, base_s + each_s)))
+
+    def scaled(self, factor: float) -> Curve:
+        """Return the curve of a server that takes `factor` times as long for everything."""
+        return Curve(tuple((running, token_s * factor) for running, token_s in self.points), self.prefill_s * factor)
 
     def token_s(self, running: float) -> float:
-        return self.base_s + self.each_s * running
+        return _token_s(self.points, running)
 
     def tokens_per_s(self, running: float) -> float:
         return running / self.token_s(running)
+
+
+@functools.cache
+def _token_s(points: tuple[tuple[float, float], ...], running: float) -> float:
+    if len(points) == 1 or running <= points[0][0]:
+        return points[0][1]
+    right = min(bisect([x for x, _ in points], running), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (y1 - y0) * (running - x0) / (x1 - x0)
 
 
 class SimulatedServer(Generic[T]):
@@ -55,15 +80,20 @@ class SimulatedServer(Generic[T]):
         self._max_running = max_running
         self._at = self._paused_until = self._advance = 0.0
         self._running: list[tuple[float, int, float, T]] = []
-        self._waiting: deque[tuple[float, T]] = deque()
+        self._waiting: deque[tuple[float, float, T]] = deque()
         self._swaps: list[tuple[float, int]] = [(0.0, version)]
         self._count = 0
 
-    def add(self, now: float, tokens: float, request: T) -> None:
-        """Begin a request of `tokens` sampled tokens, or let it wait."""
+    def add(self, now: float, tokens: float, request: T, prompt: float = 0.0) -> None:
+        """Begin a request of `tokens` sampled tokens, or let it wait. `prompt`: tokens that the server has not kept."""
         self.to(now)
-        self._waiting.append((tokens, request))
+        self._waiting.append((tokens, prompt, request))
         self._fill()
+
+    @property
+    def running(self) -> int:
+        """Number of running requests."""
+        return len(self._running)
 
     def next_end(self) -> float:
         """Return when the next request ends if nothing else happens; infinity if none runs."""
@@ -87,7 +117,7 @@ class SimulatedServer(Generic[T]):
         self.version = version
         self._swaps.append((self._advance, version))
         del self._swaps[:-MAX_SWAPS]
-        self._paused_until = now + pause_s
+        self._paused_until = max(now, self._paused_until) + pause_s
 
     def to(self, now: float) -> None:
         """Advance to a time."""
@@ -103,7 +133,9 @@ class SimulatedServer(Generic[T]):
 
     def _fill(self) -> None:
         while self._waiting and len(self._running) < self._max_running:
-            tokens, request = self._waiting.popleft()
+            tokens, prompt, request = self._waiting.popleft()
+            if prompt:
+                self._paused_until = max(self._at, self._paused_until) + prompt * self._curve.prefill_s
             self._count += 1
             heapq.heappush(self._running, (self._advance + tokens, self._count, self._advance, request))
 

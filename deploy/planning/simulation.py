@@ -23,6 +23,9 @@ from protocol import reasons
 from protocol.config import RunConfig
 from rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
 
+# How much longer a publication into a server takes at most, where it has more requests than the rates'.
+_MOST_BUSY = 2.0
+
 # Share of the steps that are not measured: the run begins empty.
 _WARM_UP = 0.1
 
@@ -95,6 +98,7 @@ class Simulation:
         self._waiting_since = self._step_waited = self._last_step = 0.0
         self._late = 0
         self._sums = _Sums()
+        self._steps = 1
         self.issued = self.trained = self.dropped = 0
 
     def run(self, steps: int) -> Prediction:
@@ -103,6 +107,7 @@ class Simulation:
         Raises:
             RuntimeError: Nothing can happen any more, as when no worker may begin a group.
         """
+        self._steps = steps
         skipped = max(1, int(steps * _WARM_UP)) if steps > 1 else 0
         before: _Sums | None = None if skipped else self._measured()
         self._give_tickets()
@@ -162,7 +167,9 @@ class Simulation:
     def _begin(self, worker: SimulatedWorker) -> None:
         self._note(worker)
         self.issued += 1
-        group = SimulatedGroup(worker, self._size, self._random.random() < self._rates.zero_variance)
+        flat = self._rates.zero_variance
+        share = flat[min(len(flat) - 1, len(flat) * self._version // self._steps)]
+        group = SimulatedGroup(worker, self._size, self._random.random() < share)
         worker.open += self._size
         for _ in range(self._size):
             times = self._random.choice(self._rates.episodes)
@@ -183,7 +190,26 @@ class Simulation:
             least = min(range(len(self._servers)), key=lambda number: self._servers[number].assigned)
             episode.server = least
             self._servers[least].assigned += 1
-        self._servers[episode.server].add(self._now, episode.times.tokens / episode.times.turns, episode)
+        prompt = self._prompt(episode, episode.server)
+        self._servers[episode.server].add(self._now, episode.times.tokens / episode.times.turns, episode, prompt)
+
+    def _prompt(self, episode: SimulatedEpisode, server: int) -> float:
+        """Return how many tokens of a turn's prompt a server has not kept: it keeps those of its version.
+
+        A group's episodes have their prompt in common. What a tool said since the last turn is left out.
+        """
+        version = self._servers[server].version
+        known, episode.kept = episode.kept, version
+        if known == version:
+            return 0.0
+        if known is None:
+            place = (server, version)
+            if place in episode.group.kept:
+                return 0.0
+            episode.group.kept.add(place)
+            return self._rates.prompt_tokens
+        done = 1 - episode.turns_left / episode.times.turns
+        return self._rates.prompt_tokens + done * episode.times.tokens
 
     def _end_turn(self, episode: SimulatedEpisode, spans: list[tuple[int, float]]) -> None:
         group, worker, server = episode.group, episode.group.worker, episode.server
@@ -312,8 +338,18 @@ class Simulation:
         if version is None or server.updating or server.version >= version:
             return
         server.updating = True
-        times = self._random.choice(self._rates.publications)
+        times = self._random.choice(self._rates.publications).scaled(self._publication_share(server.running))
         self._later(times.transfer_s, partial(self._swap, server, version, times))
+
+    def _publication_share(self, running: int) -> float:
+        """Return how long a publication into a server with some requests takes, as a share of that of the rates.
+
+        Its messages wait for the server's steps, which last as long as a token does.
+        """
+        rates = self._rates
+        idle, measured = rates.curve.token_s(0), rates.curve.token_s(rates.running)
+        busy = (rates.curve.token_s(running) - idle) / (measured - idle) if measured > idle else 1.0
+        return rates.idle_publication + (1 - rates.idle_publication) * min(_MOST_BUSY, max(0.0, busy))
 
     def _swap(self, server: SimulatedServer[SimulatedEpisode], version: int, times: PublicationTimes) -> None:
         server.swap(self._now, version, times.pause_s)

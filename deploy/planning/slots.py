@@ -17,6 +17,7 @@ class SimulatedGroup:
     left: int
     flat: bool
     spans: list[tuple[int, float]] = field(default_factory=list)
+    kept: set[tuple[int, int]] = field(default_factory=set)  # servers and versions that know its prompt
     unproven: dict[int, int] = field(default_factory=dict)  # newest version by server
 
     @property
@@ -30,6 +31,7 @@ class SimulatedEpisode:
     times: EpisodeTimes
     turns_left: int
     server: int | None = None
+    kept: int | None = None  # version under which its server keeps its last turn
 
 
 class SimulatedWorker:

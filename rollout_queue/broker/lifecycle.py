@@ -169,18 +169,24 @@ async def _keep_history(broker: Broker) -> None:
             await asyncio.to_thread(load)
         except Exception:
             logger.exception("the page does not show what was before")
-    while broker.failure is None:
-        began = time.perf_counter()
+    try:
+        while broker.failure is None:
+            began = time.perf_counter()
+            try:
+                shown = await _tell_pages(broker, shown)
+            except Exception:
+                if not failed:
+                    logger.exception("the page and the run's history miss something from now on")
+                failed = True
+            spent = time.perf_counter() - began
+            if broker.history.may_be_full:
+                await asyncio.to_thread(broker.history.make_room)
+            await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
+    finally:
         try:
-            shown = await _tell_pages(broker, shown)
+            broker.history.add(status.assemble(broker), broker.clock.wall(), is_last=True)
         except Exception:
-            if not failed:
-                logger.exception("the page and the run's history miss something from now on")
-            failed = True
-        spent = time.perf_counter() - began
-        if broker.history.may_be_full:
-            await asyncio.to_thread(broker.history.make_room)
-        await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
+            logger.exception("the run's history lacks its end")
 
 
 async def _tell_pages(broker: Broker, shown: int) -> int:

@@ -83,13 +83,13 @@ class History:
         if self._newest is not None:  # of a queue that has ended, however soon
             self._newest = msgspec.structs.replace(self._newest, uptime_s=float("inf"))
 
-    def add(self, status: Status, at: float) -> Change:
-        """Add the status as of `at`, wall clock, seconds."""
+    def add(self, status: Status, at: float, is_last: bool = False) -> Change:
+        """Add the status as of `at`, wall clock, seconds. The last one of a queue is written whenever it comes."""
         events = between(self._newest, status, at)
         self._newest = status
         self.events += events
         self._write([Entry(at, event=event) for event in events])
-        if at - self._written_at >= WRITE_S or at < self._written_at:
+        if is_last or at - self._written_at >= WRITE_S or at < self._written_at:
             self._written_at = at
             there = [worker for worker in status.workers if worker.does != "left"][:_MAX_WORKERS]
             self._write([Entry(at, msgspec.structs.replace(status, workers=there))])

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
@@ -13,8 +11,7 @@ from protocol import checkpoints
 from protocol.config import ConfigError, RunConfig
 from protocol.trained_record import RECORD_FOLDER, record_parts
 from rollout_queue.ledger.records import RunState
-from rollout_queue.store import migrations
-from rollout_queue.store.base import Store, StoreReader, hold_lock_file
+from rollout_queue.store.base import Store, StoreReader
 from rollout_queue.store.memory import MemoryReader, MemoryStore
 from rollout_queue.store.sqlite import SqliteReader, SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
@@ -58,65 +55,6 @@ def build(config: RunConfig) -> Store:
 def open_for_reading(config: RunConfig) -> StoreReader:
     """Open what the queues of the run have stored, without holding it."""
     return STORE_READERS[config.queue.store_kind](config)
-
-
-class StoreFacts(msgspec.Struct, frozen=True):
-    """How a run's store stands.
-
-    Attributes:
-        place: Names it.
-        layout: Its layout; None where nothing of the run is stored.
-        newest_layout: The one that this release writes.
-        run: How far the run is.
-        queue: Names the queue that is active on it; None if none is.
-    """
-
-    place: str
-    layout: int | None
-    newest_layout: int
-    run: RunState = RunState()
-    queue: str | None = None
-
-
-def look_at(config: RunConfig) -> StoreFacts:
-    """Look at the run's store, without holding it. Raises `ConfigError` if it cannot be reached or read."""
-    return _LOOKS[config.queue.store_kind](config)
-
-
-def _look_at_sqlite(config: RunConfig) -> StoreFacts:
-    path = config.run_dir / FILE_NAME
-    run, newest = SqliteReader(path).run_state(), migrations.newest_layout()
-    lock, held = path.with_suffix(".lock"), False
-    if lock.exists():
-        try:
-            with hold_lock_file(lock):
-                pass
-        except BlockingIOError:
-            held = True
-        except OSError as error:
-            raise ConfigError(f"{lock}: cannot be opened: {error.strerror}; give this user the right to") from error
-    layout = None
-    if path.exists():
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as db:
-            layout = migrations.layout_of(db)
-    return StoreFacts(str(path), layout, newest, run, "a queue on this machine" if held else None)
-
-
-def _look_at_postgres(config: RunConfig) -> StoreFacts:
-    from rollout_queue.store.postgres_database import LAYOUTS, Database
-    from rollout_queue.store.postgres_reader import PostgresReader
-
-    database = Database(config.queue, config.run.name)
-    reader = PostgresReader(database)
-    layout, queue = reader.layout_and_queue()
-    return StoreFacts(database.name, layout, len(LAYOUTS), reader.run_state(), queue)
-
-
-_LOOKS: Mapping[str, Callable[[RunConfig], StoreFacts]] = {
-    "sqlite": _look_at_sqlite,
-    ":memory:": lambda _: StoreFacts("memory", None, 0),
-    "postgresql": _look_at_postgres,
-}
 
 
 class _Checkpoint(msgspec.Struct):

@@ -133,6 +133,24 @@ class LedgerRow(msgspec.Struct, frozen=True):
         return self.state is TicketState.TRAINED
 
 
+class StoreFacts(msgspec.Struct, frozen=True):
+    """How a run's store stands.
+
+    Attributes:
+        place: Names it.
+        layout: Its layout; None where nothing of the run is stored.
+        newest_layout: The one that this release writes.
+        run: How far the run is.
+        queue: Names the queue that is active on it; None if none is.
+    """
+
+    place: str
+    layout: int | None
+    newest_layout: int
+    run: RunState = RunState()
+    queue: str | None = None
+
+
 class StoreReader(Protocol):
     """Reads what a run has stored, without holding the store: a queue may run on it meanwhile."""
 
@@ -150,6 +168,10 @@ class StoreReader(Protocol):
 
     def run_state(self) -> RunState:
         """Return how far the run is, `RunState()` if nothing is stored. Raises `ConfigError` if it cannot be read."""
+        ...
+
+    def look(self) -> StoreFacts:
+        """Return how the store stands. Raises `ConfigError` if it cannot be reached or read."""
         ...
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
@@ -182,3 +204,14 @@ def hold_lock_file(path: Path) -> Iterator[None]:
     with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
+
+
+def is_held(lock: Path) -> bool:
+    """Tell whether a process holds a lock file. Raises `OSError` if it is there and cannot be opened."""
+    if not lock.exists():
+        return False
+    try:
+        with hold_lock_file(lock):
+            return False
+    except BlockingIOError:
+        return True

@@ -16,7 +16,7 @@ from rollout_queue.ledger.records import (
     TicketRecord,
     TicketState,
 )
-from rollout_queue.store.base import LedgerRow, StoreSize
+from rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.sqlite import SqliteReader
 
@@ -151,6 +151,9 @@ class MemoryReader(SqliteReader):
 
     def read_ledger(self) -> list[LedgerRow]:
         raise ConfigError('queue.store = ":memory:" keeps no ledger: choose "sqlite" to be able to read it later')
+
+    def look(self) -> StoreFacts:
+        return StoreFacts("memory", None, 0)
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
         raise ConfigError('queue.store = ":memory:" keeps nothing that could be copied: choose "sqlite"')

@@ -14,10 +14,11 @@ import psycopg
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store import sql
-from rollout_queue.store.base import LedgerRow
+from rollout_queue.store.base import LedgerRow, StoreFacts
 from rollout_queue.store.migrations import migrate
 from rollout_queue.store.postgres_database import (
     HOLDER,
+    LAYOUTS,
     Connection,
     Database,
     adapted,
@@ -53,14 +54,15 @@ class PostgresReader:
     def run_state(self) -> RunState:
         return self._read(sql.run_state) or RunState()
 
-    def layout_and_queue(self) -> tuple[int | None, str | None]:
-        """Return the schema's layout, None if there is no schema, and the URL of the queue that is active on it."""
+    def look(self) -> StoreFacts:
+        run, place = self.run_state(), self._database.name
         with self._opened() as db:
             if not has_schema(db):
-                return None, None
+                return StoreFacts(place, None, len(LAYOUTS))
             held = db.execute(HOLDER, (self._database.schema,)).fetchall()
             ((url,),) = db.execute(b"SELECT url FROM owner")
-            return layout_of(db), f"the queue at {url or 'an unknown address'}" if held else None
+            queue = f"the queue at {url or 'an unknown address'}" if held else None
+            return StoreFacts(place, layout_of(db), len(LAYOUTS), run, queue)
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
         migrate(target, "a new file")

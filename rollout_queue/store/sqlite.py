@@ -16,10 +16,10 @@ from typing import TypeVar
 from protocol.config import ConfigError
 from rollout_queue.ledger.records import RunState
 from rollout_queue.store import sql
-from rollout_queue.store.base import LedgerRow, StoreSize, Superseded
+from rollout_queue.store.base import LedgerRow, StoreFacts, StoreSize, Superseded, is_held
 from rollout_queue.store.changes import Changes, Payload
 from rollout_queue.store.group_files import GroupFiles
-from rollout_queue.store.migrations import layout_of
+from rollout_queue.store.migrations import layout_of, newest_layout
 from rollout_queue.store.sql import UNREADABLE, Query, SqlStore
 from rollout_queue.store.sqlite_file import (
     INDEX,
@@ -199,6 +199,17 @@ class SqliteReader:
             return RunState()
         with self._opened("cannot be read as a run's store", "; move it away, or mend its disk or its rights") as db:
             return sql.run_state(db.execute) if layout_of(db) else RunState()
+
+    def look(self) -> StoreFacts:
+        run, lock, layout = self.run_state(), self._path.with_suffix(".lock"), None
+        try:
+            queue = "a queue on this machine" if is_held(lock) else None
+        except OSError as error:
+            raise ConfigError(f"{lock}: cannot be opened: {error.strerror}; give this user the right to") from error
+        if self.exists():
+            with self._opened("cannot be read as a run's store") as db:
+                layout = layout_of(db)
+        return StoreFacts(str(self._path), layout, newest_layout(), run, queue)
 
     def copy_into(self, target: sqlite3.Connection) -> dict[str, int]:
         if not self.exists():

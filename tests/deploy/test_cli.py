@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -19,11 +20,13 @@ import typer
 
 from deploy import cli
 from protocol import access
+from protocol.client import QueueClient
 from protocol.config import RunConfig, load
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from protocol.config.text import find_field, settings
-from protocol.status import Status
+from protocol.messages import Server
+from protocol.status import ServerStatus, Status
 from tests.kit import config
 from tests.kit.ports import free_port
 from tests.kit.queue import serving
@@ -174,6 +177,24 @@ async def test_status_as_json_is_the_status_in_one_line(run_file: Path) -> None:
     (line,) = out.splitlines()
     assert msgspec.json.decode(line, type=Status).run == "shown"
     assert process.returncode == 0
+
+
+async def test_the_servers_as_json_are_one_object_a_line(
+    slipstream: Callable[..., tuple[int, str]],
+) -> None:
+    async with serving(config()) as queue, QueueClient(queue.url) as client:
+        for name in ("a", "b"):
+            await client.put_server(Server(name, f"http://{name}:1"))
+        code, text = await asyncio.to_thread(slipstream, "servers", "list", "--queue", queue.url, "--json")
+    assert code == 0
+    found = [msgspec.json.decode(line, type=ServerStatus) for line in text.splitlines()]
+    assert {("a", "http://a:1", "joining"), ("b", "http://b:1", "joining")} <= {(s.name, s.url, s.state) for s in found}
+
+
+def test_config_as_json_has_the_settings_that_it_prints(slipstream: Callable[..., tuple[int, str]]) -> None:
+    printed = tomllib.loads(slipstream("config")[1])
+    code, text = slipstream("config", "--json")
+    assert (code, json.loads(text)) == (0, printed)
 
 
 INTERRUPTED = """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import socket
 from pathlib import Path
@@ -31,6 +32,20 @@ def test_what_is_installed_here_is_sound(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 0, out
     facts = {line.split("  ")[0].strip() for line in out.splitlines()}
     assert {"slipstream", "python", "torch", "transformers", "accelerate", "CPU cores", "memory", "GPUs"} <= facts
+
+
+def test_as_json_it_is_one_line_with_the_same_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert setup.examine(None, as_json=True) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    found = json.loads(line)
+    assert {"slipstream", "python", "GPUs"} <= found["facts"].keys()
+    assert found["broken"] == []
+    monkeypatch.setattr(setup, "requires", lambda name: ["no-such-package>=2"])
+    assert setup.examine(None, as_json=True) == 1
+    (fault,) = json.loads(capsys.readouterr().out)["broken"]
+    assert "no-such-package is not installed" in fault
 
 
 def test_a_torchvision_that_fits_another_torch_is_told_with_the_remedy(
@@ -94,7 +109,7 @@ def test_the_store_of_a_run_is_told_with_its_layout_and_its_queue(
     opened.acquire()
     opened.commit(Changes(run=RunState(version=7, step=5, session=1, id="run-1")))
     save_checkpoint(run_file, 4)
-    layout = f"{place}: layout {stores.look_at(config).newest_layout}, step 5, version 7; "
+    layout = f"{place}: layout {stores.open_for_reading(config).look().newest_layout}, step 5, version 7; "
     queue = f"the queue at {config.queue.own_address}" if kind == "postgresql" else "a queue on this machine"
     told = {"queue.store": f"{layout}{queue} is active on it"}
     told["checkpoints"] = f"{config.run_dir}/checkpoints/step-000004"

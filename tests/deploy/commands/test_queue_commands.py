@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -71,6 +72,10 @@ def test_a_backup_is_written_beside_a_running_queue_and_replaces_nothing(
     assert SqliteReader(file).run_state().version == 7
     code, said = slipstream("queue", "backup", run_file, file)
     assert (code, "is there already" in said) == (2, True)
+    again = tmp_path / "again.db"
+    code, said = slipstream("queue", "backup", run_file, again, "--json")
+    told = json.loads(said)
+    assert (code, told["file"], told["rows"]["tickets"]) == (0, str(again), 0)
 
 
 def test_a_standing_run_is_copied_to_postgresql_and_its_new_line_is_printed(run_file: Path, slipstream: Run) -> None:

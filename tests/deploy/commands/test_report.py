@@ -65,6 +65,17 @@ def data_of(path: Path) -> PageData:
     return msgspec.json.decode(gzip.decompress(base64.b64decode(found[1])), type=PageData)
 
 
+def test_the_command_says_what_the_file_holds_in_words_or_as_json(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.html"
+    report.report(run_dir, out=out)
+    assert capsys.readouterr().out.startswith(f"{out}: 5 steps, 4 rollouts, 5 states, ")
+    report.report(run_dir, out=out, as_json=True)
+    told = json.loads(capsys.readouterr().out)
+    assert told == {"file": str(out), "steps": 5, "rollouts": 4, "states": 5, "bytes": out.stat().st_size}
+
+
 def test_a_report_holds_what_the_run_left_behind(run_dir: Path, tmp_path: Path) -> None:
     report.write(run_dir, tmp_path / "r.html")
     found = data_of(tmp_path / "r.html")

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates
+from deploy.planning.calibration import calibrated, sharing_cores
+from deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
 from deploy.planning.serving import Curve, SimulatedServer
 from deploy.planning.simulation import Prediction, Simulation
 from tests.kit.config import config
@@ -15,9 +16,9 @@ from tests.kit.config import config
 # Groups of 4 episodes of 20 tokens, 4 groups a step: 320 tokens a step.
 RATES = Rates(
     episodes=tuple(EpisodeTimes(2, tokens) for tokens in (10.0, 20.0, 30.0)),
-    curve=Curve(0.01, 0.001),
+    curve=Curve.line(0.01, 0.001),
     publications=(PublicationTimes(0.02, 0.005, 0.04),),
-    zero_variance=0.0,
+    zero_variance=(0.0,),
     step_s=0.05,
     trained_token_s=0.0,
 )
@@ -46,7 +47,7 @@ def test_a_slow_learner_decides() -> None:
 
 
 def test_slow_servers_decide() -> None:
-    found = simulate(replace(RATES, curve=Curve(0.0, 0.01)))
+    found = simulate(replace(RATES, curve=Curve.line(0.0, 0.01)))
     # 100 tokens a second, whatever runs, and 320 of them a step.
     assert found.steps_per_s == pytest.approx(100 / 320, rel=0.06)
     assert found.learner_wait > 0.8
@@ -62,7 +63,7 @@ def test_few_slots_decide() -> None:
 
 def test_slow_tools_hold_no_slot_and_slow_judges_hold_up_no_turn() -> None:
     """More episodes are opened in their place, as far as admission allows."""
-    slow = replace(RATES, episodes=(EpisodeTimes(2, 20.0, tools_s=0.5, judge_s=0.5),), curve=Curve(0.0, 0.01))
+    slow = replace(RATES, episodes=(EpisodeTimes(2, 20.0, tools_s=0.5, judge_s=0.5),), curve=Curve.line(0.0, 0.01))
     wide = simulate(slow, queue={"max_staleness": 8, "depth": 9})
     assert wide.steps_per_s == pytest.approx(100 / 320, rel=0.1)
     assert simulate(slow, queue={"max_staleness": 0}).steps_per_s < 0.9 * wide.steps_per_s
@@ -84,7 +85,7 @@ def test_every_ticket_ends_once_and_none_trains_too_old(zero_variance: str, boun
     """I1, I2: at every moment issued = trained + dropped + outstanding, of which none trains beyond the bound."""
     learner = {"groups_per_step": 4, "zero_variance": zero_variance}
     run = settings(learner=learner, queue={"max_staleness": bound})
-    simulation = Simulation(run, replace(RATES, zero_variance=0.5))
+    simulation = Simulation(run, replace(RATES, zero_variance=(0.5,)))
     found = simulation.run(60)
     assert found.issued == found.trained + found.dropped + found.outstanding
     assert 0 <= found.outstanding <= (bound + 1) * 4
@@ -115,7 +116,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
 
 
 def test_a_server_shares_its_speed_and_splits_tokens_at_a_swap() -> None:
-    server = SimulatedServer[str](Curve(0.0, 0.5), 2, version=0)
+    server = SimulatedServer[str](Curve.line(0.0, 0.5), 2, version=0)
     server.add(0.0, 4.0, "a")
     server.add(0.0, 8.0, "b")
     server.add(0.0, 1.0, "waits")
@@ -127,3 +128,61 @@ def test_a_server_shares_its_speed_and_splits_tokens_at_a_swap() -> None:
     assert server.end(6.0) == ("waits", [(1, pytest.approx(1.0))])
     # Alone, two tokens a second: it has 3 left.
     assert server.next_end() == pytest.approx(7.5)
+
+
+@pytest.mark.parametrize(
+    ("running", "token_s"), [(0, 0.01), (1, 0.01), (4.5, 0.015), (8, 0.02), (16, 0.04), (32, 0.08)]
+)
+def test_a_curve_has_straight_lines_between_its_points_and_beyond_the_last(running: float, token_s: float) -> None:
+    curve = Curve(((1.0, 0.01), (8.0, 0.02), (16.0, 0.04)))
+    assert curve.token_s(running) == pytest.approx(token_s)
+    assert curve.scaled(2).token_s(running) == pytest.approx(2 * token_s)
+
+
+def test_prompts_that_a_server_has_not_kept_take_its_time() -> None:
+    """A group's first turns share one prompt. Later turns have theirs anew after each publication."""
+    slow = replace(RATES, curve=replace(RATES.curve, prefill_s=0.001), prompt_tokens=20.0)
+    assert simulate(slow).steps_per_s < 0.9 * simulate().steps_per_s
+    rarely = simulate(slow, weight_sync={"every": 4}, queue={"max_staleness": 4})
+    assert rarely.steps_per_s > simulate(slow).steps_per_s
+
+
+def test_the_share_of_groups_without_variance_follows_the_run() -> None:
+    """With refill, the time of a step grows as 1 / (1 - share), so that the mean share does not tell it."""
+    refilled = simulate(replace(RATES, zero_variance=(0.0, 0.9)))
+    assert refilled.steps_per_s < simulate(replace(RATES, zero_variance=(0.45,))).steps_per_s
+
+
+def test_a_publication_into_an_idle_server_takes_less_time() -> None:
+    slow = replace(RATES, publications=(PublicationTimes(0.5, 0.0, 1.0),), running=16.0)
+    alternate = {"queue": {"max_staleness": 0}}
+    assert (
+        simulate(replace(slow, idle_publication=0.1), **alternate).steps_per_s
+        > 1.3 * simulate(slow, **alternate).steps_per_s
+    )
+
+
+@pytest.mark.parametrize("factor", [0.5, 1.0, 1.6])
+def test_rates_are_fitted_to_the_run_that_they_are_of(factor: float) -> None:
+    """Servers that limit the run come out as fast as they were, others as they are."""
+    limiting = replace(RATES, curve=Curve.line(0.0, 0.01))
+    measured = Simulation(settings(), replace(limiting, curve=limiting.curve.scaled(factor))).run(100)
+    found = calibrated(record(limiting, measured))
+    assert found.curve.token_s(8) == pytest.approx(0.08 * factor, rel=0.03)
+    learner = replace(RATES, step_s=2.0)
+    measured = simulate(replace(learner, step_s=3.0))
+    assert calibrated(record(learner, measured)).curve == learner.curve
+
+
+def record(rates: Rates, measured: Prediction) -> Record:
+    names = Measured.__struct_fields__
+    seen = {name: getattr(measured, name) for name in names if name != "steps"}
+    return Record(settings(), rates, Measured(steps=99, **seen), ())
+
+
+def test_servers_on_one_cpu_machine_share_its_cores() -> None:
+    one, two = settings(vllm={"count": 1}), settings(vllm={"count": 2})
+    assert sharing_cores(RATES, one, two, on_cpu=True).curve == RATES.curve.scaled(2)
+    assert sharing_cores(RATES, one, two, on_cpu=False) == RATES
+    elsewhere = settings(vllm={"servers": ["http://a:8100", "http://b:8100"]})
+    assert sharing_cores(RATES, one, elsewhere, on_cpu=True) == RATES

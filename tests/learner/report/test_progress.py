@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -26,7 +27,7 @@ from learner.report.summary import Curve
 from protocol.client import QueueClient, Unreachable
 from protocol.messages import Server, ServerState
 from protocol.rollouts import RolloutView
-from protocol.status import Cause, GroupCounts, Notice, Stall, Wait, WorkerActivity, WorkerStatus
+from protocol.status import Cause, GroupCounts, Notice, Stall, Status, Wait, WorkerActivity, WorkerStatus
 from tests.kit.learner import FakeQueue, status
 from tests.learner.report.test_summary import step_record
 
@@ -154,12 +155,21 @@ def test_a_long_phase_is_said_in_a_file_now_and_then_and_a_short_one_never() -> 
     assert len(screen.lines) == 4
 
 
-def watching(queue: FakeQueue, screen: Screen, monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool]) -> None:
+def watching(
+    queue: FakeQueue,
+    screen: Screen,
+    monkeypatch: pytest.MonkeyPatch,
+    until: Callable[[], bool],
+    turns: Sequence[Status] = (),
+) -> None:
+    """Watch a queue that shows one after another of `turns`, and the last of them `until` that is so."""
     monkeypatch.setattr(queue_status, "ASK_EVERY_S", 0.001)
-    seen, asked = threading.Event(), queue.status
+    seen, asked, left = threading.Event(), queue.status, deque(turns)
 
     async def status_and_look() -> object:
-        if until():
+        if left:
+            queue.shown = left.popleft()
+        elif until():
             seen.set()
         return await asked()
 
@@ -180,13 +190,7 @@ def test_notices_are_said_once_while_the_learner_waits_and_the_alarm_with_its_en
         status(notices=[Notice(1, "task", "another notice of a queue that was restarted", None, 0)]),
     ]
 
-    def turn() -> bool:
-        if turns:
-            queue.shown = turns.pop(0)
-            return False
-        return len(screen.lines) == 5
-
-    watching(queue, screen, monkeypatch, turn)
+    watching(queue, screen, monkeypatch, lambda: len(screen.lines) == 5, turns)
     assert screen.lines == [
         "! w0: accuracy gave 3 values for 4 completions, in task.py:7; return one for each",
         "! stalled: no step for 130 s: no worker is connected; start one",
@@ -210,13 +214,7 @@ def test_causes_are_said_again_as_long_as_they_last_and_when_they_are_over(monke
         status(diagnosis=[refused], notices=[told]),
     ]
 
-    def turn() -> bool:
-        if turns:
-            queue.shown = turns.pop(0)
-            return False
-        return len(screen.lines) == 4
-
-    watching(queue, screen, monkeypatch, turn)
+    watching(queue, screen, monkeypatch, lambda: len(screen.lines) == 4, turns)
     assert screen.lines == [
         "! tool search fails in 8 of its newest 8 calls",
         "! w0: the tokenizer differs",

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
-from protocol import reasons
+from protocol import history, reasons
 from protocol.config import ConfigError
 from rollout_queue.broker import lifecycle
 from rollout_queue.broker.broker import Broker
@@ -61,3 +62,18 @@ async def test_servers_of_the_run_file_that_find_no_room_keep_a_queue_from_start
     async with asyncio.timeout(10), lifecycle.running(broker):
         assert isinstance(broker.failure, ConfigError)
         assert str(broker.failure).startswith("vllm.servers: server vllm-1 at http://b:8100 is refused: 1 servers are")
+
+
+async def test_the_history_of_a_run_has_the_status_with_which_its_queue_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lifecycle, "_LOOK_S", 0.001)
+    settings = config(run={"dir": tmp_path})
+    settings.run_dir.mkdir()
+    broker = Broker(settings, MemoryStore(), FakeTime().clock())
+    async with lifecycle.running(broker):
+        await until(lambda: history.newest_status(settings.run_dir / history.FOLDER) is not None)
+        broker.observations.rejections["late"] += 1
+    newest = history.newest_status(settings.run_dir / history.FOLDER)
+    assert newest is not None
+    assert newest[1].rejections == {"late": 1}

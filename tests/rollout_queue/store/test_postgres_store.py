@@ -402,7 +402,8 @@ def test_a_schema_of_an_earlier_layout_is_brought_to_the_newest_with_what_it_hol
         store.commit(one(1))
         store.close()
     assert stored(place.active()) == {1}
-    assert place.reader().layout_and_queue() == (len(LAYOUTS), "the queue at http://one:8200")
+    facts = place.reader().look()
+    assert (facts.layout, facts.queue) == (len(LAYOUTS), "the queue at http://one:8200")
     assert "migrated to layout 2: a change of a ticket's state touches no index" in caplog.text
 
 

@@ -98,7 +98,7 @@ async def test_the_life_of_a_ticket_is_told_to_its_end_and_after_a_restart_witho
         row = [(life.id, life.state, life.reason, life.failures) for life in await lives(queue, third.id)]
         assert row == [("1.0", "reissued", "failed:tool", 1), ("1.1", "issued", None, 1)]
         assert await lives(queue, second.id) == await lives(queue, third.id)
-        for unknown in ("9.0", "1.2", "1", "e1.0.0", "x.y", f"1.{'9' * 99}", "1.%00"):
+        for unknown in ("9.0", "1.2", "1", "e1.0.0", "x.y", f"1.{'9' * 99}", "1.%00", "%00.1", "%D9%A1.0"):
             status, _, body = await get(queue, access.TICKET_OF.format(id=unknown))
             assert (status, msgspec.json.decode(body)["reason"]) == (410, reasons.TICKET_UNKNOWN)
     async with serving(run, store.build(run)) as queue:

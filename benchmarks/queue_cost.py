@@ -3,7 +3,7 @@
     python -m benchmarks.queue_cost cycle [--stores :memory: sqlite postgresql] [--kilobytes 64] [--against CHECKOUT]
     python -m benchmarks.queue_cost scale [--scales workers ...] [--stores :memory:] [--against CHECKOUT]
     python -m benchmarks.queue_cost memory [--groups 10000] [--kilobytes 64] [--workers 8] [--stores sqlite]
-    python -m benchmarks.queue_cost page [--viewers 3] [--workers 32] [--kilobytes 64] [--stores sqlite]
+    python -m benchmarks.queue_cost page [--viewers 3] [--workers 4] [--kilobytes 64] [--stores sqlite]
 
 `cycle`: workers draw a ticket at a time and submit its group, a learner leases
 and acknowledges `--step` groups at a time: by default one, so that a group's life is four requests.
@@ -14,7 +14,8 @@ the figure is milliseconds of a server's CPU per group, and its ratio to the ech
 process, MB, and groups accepted and leased per second.
 `page`: rounds of the cycle with pages open take turns with rounds without one. The figures are [without, with]: p50 and
 p99 of /healthz and /v1/status meanwhile, milliseconds, asked by a process of its own; and the share of a core that the
-pages cost: in the load, by the CPU of a group times the groups a second; without it, the whole of an idle queue.
+pages cost: in the load, by the CPU of a group times the groups a second; without it, the whole of an idle queue. Few
+workers keep a queue busy; with many, every answer waits for theirs.
 
 Everything runs on this machine. `healthz_p99_ms` is asked every 20 ms throughout, besides the load.
 """
@@ -304,7 +305,7 @@ def main() -> None:
         of_mode.add_argument("--stores", nargs="+", default=["sqlite"] if alone else STORES, choices=STORES)
         of_mode.add_argument("--against", type=Path, help="an older checkout, measured beside")
         of_mode.add_argument("--groups", type=int, default=10_000 if in_memory else 1000)
-        of_mode.add_argument("--workers", type=int, default=8 if in_memory else 32)
+        of_mode.add_argument("--workers", type=int, default={"memory": 8, "page": 4}.get(mode, 32))
         if mode != "scale":
             of_mode.add_argument("--kilobytes", nargs="+", type=int, default=[64] if alone else [64, 1024])
         if not in_memory:

@@ -3,6 +3,7 @@
     python -m benchmarks.queue_cost cycle [--stores :memory: sqlite postgresql] [--kilobytes 64] [--against CHECKOUT]
     python -m benchmarks.queue_cost scale [--scales workers ...] [--stores :memory:] [--against CHECKOUT]
     python -m benchmarks.queue_cost memory [--groups 10000] [--kilobytes 64] [--workers 8] [--stores sqlite]
+    python -m benchmarks.queue_cost page [--viewers 3] [--workers 4] [--kilobytes 64] [--stores sqlite]
 
 `cycle`: workers draw a ticket at a time and submit its group, a learner leases
 and acknowledges `--step` groups at a time: by default one, so that a group's life is four requests.
@@ -11,6 +12,10 @@ the figure is milliseconds of a server's CPU per group, and its ratio to the ech
 `scale`: the same cycle with more tickets in the store, workers that wait, servers, or ready groups, one at a time.
 `memory`: workers fill a queue over HTTP, then all groups are leased. The figures are the resident memory of the queue's
 process, MB, and groups accepted and leased per second.
+`page`: rounds of the cycle with pages open take turns with rounds without one. The figures are [without, with]: p50 and
+p99 of /healthz and /v1/status meanwhile, milliseconds, asked by a process of its own; and the share of a core that the
+pages cost: in the load, by the CPU of a group times the groups a second; without it, the whole of an idle queue. Few
+workers keep a queue busy; with many, every answer waits for theirs.
 
 Everything runs on this machine. `healthz_p99_ms` is asked every 20 ms throughout, besides the load.
 """
@@ -32,9 +37,20 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.queue_load import ROLLOUTS, Connection, Cycle, begin, make_ready, probe, ready, rollouts_of
+from benchmarks.queue_load import (
+    ROLLOUTS,
+    Connection,
+    Cycle,
+    begin,
+    make_ready,
+    probe,
+    probed_apart,
+    ready,
+    rollouts_of,
+    viewers,
+)
 from benchmarks.queue_process import ECHOS, ROOT, Program, Settings, echo, queue
-from protocol import codec
+from protocol import access, codec
 from protocol.client import QueueClient
 from protocol.messages import Group, LeaseRequest, TicketRequest
 
@@ -95,9 +111,7 @@ async def rounds(
             name: round(statistics.median(a / b for a, b in zip(of, cpu[last], strict=True)), 2)
             for name, of in cpu.items()
         },
-        "healthz_p99_ms": {
-            name: round(1000 * sorted(of)[int(0.99 * (len(of) - 1))], 1) for name, of in health.items() if of
-        },
+        "healthz_p99_ms": {name: quantile_ms(of, 0.99) for name, of in health.items() if of},
     }
 
 
@@ -230,7 +244,55 @@ async def measure_memory(arguments: argparse.Namespace, checkouts: dict[str, Pat
     return found
 
 
-MODES = {"cycle": measure_cycle, "scale": measure_scale, "memory": measure_memory}
+async def measure_page(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
+    """Measure what open pages cost a queue, and whether it answers beside them."""
+    found = []
+    for (name, checkout), store, kilobytes in product(checkouts.items(), arguments.stores, arguments.kilobytes):
+        with queue(f"{name} {store}", checkout, store, settings_of()) as of:
+            await ready(of)
+            await begin(of)
+            cycle = Cycle(of, kilobytes, {}, PERMITS_PER_DEPTH)
+            workers, learner = [Connection(of.port) for _ in range(arguments.workers)], Connection(of.port)
+            await cycle.run(max(256, arguments.groups // 4), workers, learner)  # warms up
+            counts = (0, arguments.viewers)
+            cpu, wall, idle = ({count: list[float]() for count in counts} for _ in range(3))
+            asked = {count: {path: list[float]() for path in (access.HEALTH, access.STATUS)} for count in counts}
+            for _, count in product(range(arguments.rounds), counts):
+                async with viewers(of, count):
+                    before, began = of.cpu_s(), time.perf_counter()
+                    async with probed_apart(of, asked[count]):
+                        await cycle.run(arguments.groups, workers, learner)
+                    cpu[count].append((of.cpu_s() - before) / arguments.groups)
+                    wall[count].append((time.perf_counter() - began) / arguments.groups)
+                    before, began = of.cpu_s(), time.perf_counter()
+                    await asyncio.sleep(arguments.idle_s)
+                    idle[count].append((of.cpu_s() - before) / (time.perf_counter() - began))
+        more = statistics.median(b - a for a, b in zip(*cpu.values(), strict=True))
+        found.append(
+            {
+                "queue": of.name,
+                "viewers": list(counts),
+                "cpu_ms_per_group": [round(1000 * statistics.median(cpu[count]), 3) for count in counts],
+                "groups_per_s": [round(1 / statistics.median(wall[count])) for count in counts],
+                **{
+                    f"{path}_p50_p99_ms": [
+                        [quantile_ms(asked[count][path], q) for q in (0.5, 0.99)] for count in counts
+                    ]
+                    for path in (access.HEALTH, access.STATUS)
+                },
+                "cpu_share_idle": [round(statistics.median(idle[count]), 4) for count in counts],
+                "page_share_loaded": round(more / statistics.median(wall[arguments.viewers]), 4),
+            }
+        )
+    return found
+
+
+def quantile_ms(seconds: list[float], share: float) -> float:
+    """Return the time, in milliseconds, that a share of the answers did not exceed."""
+    return round(1000 * sorted(seconds)[int(share * (len(seconds) - 1))], 1)
+
+
+MODES = {"cycle": measure_cycle, "scale": measure_scale, "memory": measure_memory, "page": measure_page}
 STORES = (":memory:", "sqlite", "postgresql")
 
 
@@ -239,17 +301,19 @@ def main() -> None:
     modes = parser.add_subparsers(dest="mode", required=True)
     for mode in MODES:
         of_mode = modes.add_parser(mode)
-        in_memory = mode == "memory"
-        of_mode.add_argument("--stores", nargs="+", default=["sqlite"] if in_memory else STORES, choices=STORES)
+        in_memory, alone = mode == "memory", mode in ("memory", "page")
+        of_mode.add_argument("--stores", nargs="+", default=["sqlite"] if alone else STORES, choices=STORES)
         of_mode.add_argument("--against", type=Path, help="an older checkout, measured beside")
         of_mode.add_argument("--groups", type=int, default=10_000 if in_memory else 1000)
-        of_mode.add_argument("--workers", type=int, default=8 if in_memory else 32)
+        of_mode.add_argument("--workers", type=int, default={"memory": 8, "page": 4}.get(mode, 32))
         if mode != "scale":
-            of_mode.add_argument("--kilobytes", nargs="+", type=int, default=[64] if in_memory else [64, 1024])
+            of_mode.add_argument("--kilobytes", nargs="+", type=int, default=[64] if alone else [64, 1024])
         if not in_memory:
             of_mode.add_argument("--rounds", type=int, default=5)
     one = "groups that are leased and acknowledged at a time"
     modes.choices["cycle"].add_argument("--step", type=int, default=1, help=one)
+    modes.choices["page"].add_argument("--viewers", type=int, default=3)
+    modes.choices["page"].add_argument("--idle-s", type=float, default=10.0, help="seconds without load in each round")
     modes.choices["scale"].add_argument("--scales", nargs="+", default=[*SCALES], choices=[*SCALES])
     arguments = parser.parse_args()
     checkouts = {"new": ROOT, **({"old": arguments.against.resolve()} if arguments.against else {})}

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import sys
 import time
+from asyncio.subprocess import PIPE
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -228,3 +233,60 @@ async def probe(of: Program, seconds: list[float]) -> None:
             await asyncio.sleep(0.02)
     finally:
         connection.close()
+
+
+# Asks for each path every 20 ms until its standard input ends, and prints the seconds that each answer took.
+PROBE = """
+import http.client, json, select, sys, time
+connection = http.client.HTTPConnection("127.0.0.1", int(sys.argv[1]))
+seconds = {path: [] for path in sys.argv[2:]}
+while not select.select([sys.stdin], [], [], 0.02)[0]:
+    for path, of_path in seconds.items():
+        began = time.perf_counter()
+        connection.request("GET", path)
+        connection.getresponse().read()
+        of_path.append(time.perf_counter() - began)
+print(json.dumps(seconds))
+"""
+
+
+@asynccontextmanager
+async def probed_apart(of: Program, seconds: dict[str, list[float]]) -> AsyncIterator[None]:
+    """Ask for paths from a process of its own, which the load does not hold up. Adds the seconds of each answer."""
+    command = (sys.executable, "-c", PROBE, str(of.port), *seconds)
+    child = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE)
+    try:
+        yield
+    finally:
+        found, _ = await child.communicate(b"")
+    for path, of_path in json.loads(found).items():
+        seconds[path] += of_path
+
+
+@asynccontextmanager
+async def viewers(of: Program, count: int) -> AsyncIterator[None]:
+    """Hold so many pages open: each has read the page's data, and reads its live stream."""
+
+    async def read(writer: asyncio.StreamWriter, reader: asyncio.StreamReader) -> None:
+        try:
+            while await reader.read(2**16):
+                pass
+        finally:
+            writer.close()
+
+    readers = []
+    for _ in range(count):
+        page = Connection(of.port)
+        status, _ = await page.ask("GET", access.PAGE_DATA)
+        assert status == 200, status
+        page.close()
+        reader, writer = await asyncio.open_connection("127.0.0.1", of.port)
+        writer.write(f"GET {access.LIVE} HTTP/1.1\r\nhost: 127.0.0.1\r\n\r\n".encode())
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+        readers.append(asyncio.create_task(read(writer, reader)))
+    try:
+        yield
+    finally:
+        for task in readers:
+            task.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 
 from protocol import reasons
 from protocol.rollouts import TicketLife
 from rollout_queue.broker.broker import Broker
-from rollout_queue.ledger.records import Refusal, TicketRecord
+from rollout_queue.ledger.records import EVAL_TICKET, Refusal, TicketRecord
 
 # Attempts at the row that are looked for, before the ticket's and after it.
 _MAX_ATTEMPTS = 16
 
-_MAX_DIGITS = 9
+# No store is asked for what cannot be an id.
+_ID = re.compile(rf"(?P<row>({EVAL_TICKET}[0-9]{{1,9}}\.)?[0-9]{{1,18}})\.(?P<attempt>[0-9]{{1,9}})")
 
 
 async def read(broker: Broker, ticket_id: str) -> list[TicketLife]:
@@ -21,10 +24,10 @@ async def read(broker: Broker, ticket_id: str) -> list[TicketLife]:
     Raises:
         Refusal: TICKET_UNKNOWN.
     """
-    row, _, attempt = ticket_id.rpartition(".")
-    if attempt.isdecimal() and len(attempt) <= _MAX_DIGITS:
-        first = max(0, int(attempt) - _MAX_ATTEMPTS)
-        names = [f"{row}.{number}" for number in range(first, int(attempt) + _MAX_ATTEMPTS)]
+    if (asked := _ID.fullmatch(ticket_id)) is not None:
+        attempt = int(asked["attempt"])
+        around = range(max(0, attempt - _MAX_ATTEMPTS), attempt + _MAX_ATTEMPTS)
+        names = [f"{asked['row']}.{number}" for number in around]
         stored = await broker.writer.read(broker.store.records, names)
         records = [broker.ledger.get(name) or stored.get(name) for name in names]
         lives = [_life(broker, record) for record in records if record is not None]

@@ -36,6 +36,15 @@ def test_groups_that_fill_a_queue_all_come_out_again() -> None:
     assert 0 < found["rss_mb_empty"] <= found["rss_mb"] < 1000
 
 
+def test_open_pages_are_measured_beside_none() -> None:
+    arguments = ("--stores", ":memory:", "--kilobytes", "8", "--groups", "300", "--rounds", "1", "--idle-s", "1")
+    (found,) = run("queue_cost", "page", *arguments)
+    assert found["viewers"] == [0, 3]
+    figures = ("cpu_ms_per_group", "groups_per_s", "cpu_share_idle", "/healthz_p50_p99_ms", "/v1/status_p50_p99_ms")
+    assert all(len(found[figure]) == 2 for figure in figures)
+    assert all(0 < middle <= late for middle, late in found["/v1/status_p50_p99_ms"])
+
+
 @pytest.mark.wide
 def test_a_queue_that_is_killed_keeps_its_promises() -> None:
     (found,) = run("queue_faults", "--schedules", "sqlite_kills", "--faults", "1")

@@ -204,7 +204,7 @@
       ...(rewards.length > 1 ? rewards.map(([name, value]) => [`reward ${name}`, number(value)]) : []),
       ["advantage", number(view.advantage), "advantage"],
       view.evaluation === null || view.evaluation === undefined
-        ? ["step", view.step ?? "not trained yet"]
+        ? ["step", view.step ?? "–"]
         : ["evaluation of step", view.evaluation],
       ["version", versions],
       ["staleness", view.staleness ?? "–"],

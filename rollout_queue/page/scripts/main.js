@@ -210,6 +210,7 @@
       const texts = {
         live: "live",
         starting: "loading",
+        resting: "loading",
         file: this.source.page && this.source.page.plan ? "plan" : "report",
         ended: "the run is over",
         polling: "reading every 5 s",

@@ -5,8 +5,8 @@
   const { isNumber } = slipstream;
 
   const LIMITS = { time: 2000, steps: 4000, events: 1000, evaluations: 500, rollouts: 1000, rolloutBytes: 32e6 };
-  const POLL_MS = 5000;
-  const SILENT_MS = 30000; // a stream that says nothing for so long is taken for broken
+  // Milliseconds. A stream that is silent for so long is taken for broken; a tab hidden for so long ends its own.
+  const TIMES = { poll: 5000, silent: 30000, hidden: 30000 };
 
   const EVENTS = ["status", "time", "step", "event", "rollouts"];
 
@@ -128,6 +128,13 @@
       }
       this.load();
       setInterval(() => this.watch(), 1000);
+      window.addEventListener("pagehide", () => this.rest());
+      window.addEventListener("pageshow", (event) => event.persisted && this.wake());
+      document.addEventListener("visibilitychange", () => {
+        clearTimeout(this.hiding);
+        if (document.hidden) this.hiding = setTimeout(() => this.rest(), TIMES.hidden);
+        else this.wake();
+      });
     }
 
     /**
@@ -152,7 +159,7 @@
     async read(streaming, why = "") {
       const { stream } = this;
       try {
-        const answer = await fetch("v1/page", { credentials: "same-origin", signal: AbortSignal.timeout(4 * POLL_MS) });
+        const answer = await fetch("v1/page", { credentials: "same-origin", signal: AbortSignal.timeout(4 * TIMES.poll) });
         if (answer.status === 401) return this.connect("signed out", "");
         if (!answer.ok) throw new Error(`the queue answered ${answer.status}`);
         const before = this.page;
@@ -175,12 +182,24 @@
         this.connect("lost", silent ? "the queue does not answer" : text);
       }
       clearTimeout(this.timer);
-      this.timer = setTimeout(() => this.load(), POLL_MS);
+      this.timer = setTimeout(() => this.load(), TIMES.poll);
     }
 
     close() {
       if (this.stream) this.stream.close();
       this.stream = null;
+    }
+
+    /** Gives up the stream while nobody looks: a browser has six connections to a queue for all of its tabs. */
+    rest() {
+      if (["signed out", "ended"].includes(this.connection.state)) return;
+      clearTimeout(this.timer);
+      this.close();
+      this.connect("resting", "");
+    }
+
+    wake() {
+      if (this.connection.state === "resting") this.load();
     }
 
     connect(state, why) {
@@ -192,7 +211,7 @@
     /** Gives up a stream that says nothing, and keeps the banner's seconds going. */
     watch() {
       const silent = Date.now() - this.connection.heardAt;
-      if (this.stream && this.connection.state === "live" && silent > SILENT_MS) {
+      if (this.stream && this.connection.state === "live" && silent > TIMES.silent) {
         this.close();
         this.connect("polling", "the live stream has fallen silent");
         this.read(false, "the live stream has fallen silent");
@@ -231,7 +250,7 @@
           credentials: "same-origin",
           headers: { "content-type": "application/json" },
           body: JSON.stringify({ token }),
-          signal: AbortSignal.timeout(4 * POLL_MS),
+          signal: AbortSignal.timeout(4 * TIMES.poll),
         });
         if (answer.ok) {
           this.connect("starting", "");
@@ -246,5 +265,5 @@
     }
   }
 
-  slipstream.source = { Source, LIMITS, appendRow, appendStep };
+  slipstream.source = { Source, LIMITS, TIMES, appendRow, appendStep };
 })();

@@ -215,6 +215,11 @@
     column("url", "URL", (s) => s.url),
   ];
 
+  const failuresOf = (worker) =>
+    Object.entries(worker.failures || {})
+      .map(([why, times]) => `${why} ${times}`)
+      .join(", ");
+
   const WORKER_COLUMNS = [
     column("worker", "Worker", (w) => w.worker_id),
     column(
@@ -225,11 +230,11 @@
       { class: (w) => `badge does-${w.does}` },
     ),
     column(
-      "reason",
-      "Reason",
-      (w) => w.reason,
-      (v) => v ?? "–",
-      prose,
+      "why",
+      "Why",
+      (w) => w.reason || failuresOf(w),
+      (v) => v || "–",
+      { ...prose, help: "Why it is refused, or its failures" },
     ),
     column("open", "Open", (w) => w.episodes_in_flight, count, { numeric: true, help: "Open episodes" }),
     column("generating", "Generating", (w) => w.episodes_generating, count, numeric),
@@ -259,16 +264,6 @@
       (w) => w.seen_s_ago,
       (v) => `${seconds(v)} ago`,
       numeric,
-    ),
-    column(
-      "why",
-      "Failures",
-      (w) =>
-        Object.entries(w.failures || {})
-          .map(([why, times]) => `${why} ${times}`)
-          .join(", "),
-      (v) => v || "–",
-      prose,
     ),
     column("host", "Host", (w) => `${w.host}:${w.pid}`),
   ];

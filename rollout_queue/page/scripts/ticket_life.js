@@ -8,7 +8,7 @@
 
   /** Says how an attempt ended, or where it is. */
   function endOf(life) {
-    const why = life.reason ? `: ${life.reason.replaceAll("_", " ")}` : "";
+    const why = life.reason ? `: ${life.reason.replaceAll("_", " ").replace(":", ": ")}` : "";
     const step = `trained in step ${life.step}, which made version ${life.trained_version}`;
     if (life.state === "trained") return step + why;
     if (life.state === "forgotten") return `${step}; a checkpoint holds it${why}`;

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
 import pytest
 
-from protocol import access
+from protocol import access, reasons
 from protocol.client import JSON, QueueClient
 from protocol.history import PageData
-from protocol.messages import BeginSession
-from rollout_queue import page
+from protocol.messages import BeginSession, LeaseAck, LeaseRequest, TicketFailure, TicketRequest
+from protocol.rollouts import TicketLife
+from rollout_queue import page, store
 from rollout_queue.broker import lifecycle, viewers
 from rollout_queue.observe.history import History
 from tests.kit import config
+from tests.kit.messages import SERVER, group
 from tests.kit.queue import Served, serve_version, serving, until
 
 SECRET = "0123456789abcdef"
@@ -62,6 +65,45 @@ async def test_the_page_s_data_are_what_the_queue_knows() -> None:
         assert found.time["servers_serving"][-1] in (0, 1)
         assert len(found.time["at"]) == len(found.time["depth"])
         assert "the queue started" in [event.text for event in found.events]
+
+
+async def test_the_life_of_a_ticket_is_told_to_its_end_and_after_a_restart_without_its_times(tmp_path: Path) -> None:
+    run = config(run={"dir": str(tmp_path), "name": "run"})
+    (tmp_path / "run").mkdir()
+
+    async def lives(queue: Served, ticket_id: str) -> list[TicketLife]:
+        status, _, body = await get(queue, access.TICKET_OF.format(id=ticket_id))
+        assert status == 200, body
+        return msgspec.json.decode(body, type=list[TicketLife])
+
+    async with serving(run, store.build(run)) as queue, QueueClient(queue.url) as client:
+        session = (await client.begin_session(BeginSession(0, 0, 100, resume=False))).session
+        await serve_version(client, 0)
+        (first, second) = (await client.tickets(TicketRequest("w", 2))).tickets
+        (life,) = await lives(queue, first.id)
+        assert (life.state, life.worker_id, life.issued_at, life.arrived_at) == ("issued", "w", 1000.0, None)
+        queue.time.now += 1
+        await client.submit(group(first))
+        queue.time.now += 1
+        await client.lease(LeaseRequest(session, "a lease", 1))
+        (life,) = await lives(queue, first.id)
+        assert (life.state, life.arrived_at, life.leased_at, life.ended_at) == ("leased", 1001.0, 1002.0, None)
+        queue.time.now += 1
+        await client.ack("a lease", LeaseAck(session, [first.id], step=1, version=1))
+        await client.fail_ticket(second.id, TicketFailure("w", "tool"))
+        (third,) = (await client.tickets(TicketRequest("w", 1))).tickets
+        (life,) = await lives(queue, first.id)
+        assert (life.state, life.step, life.trained_version, life.ended_at) == ("trained", 1, 1, 1003.0)
+        assert (life.tokens, life.arrival_version, life.sampled_by) == (6, 0, [(SERVER, 0, 0)])
+        row = [(life.id, life.state, life.reason, life.failures) for life in await lives(queue, third.id)]
+        assert row == [("1.0", "reissued", "failed:tool", 1), ("1.1", "issued", None, 1)]
+        assert await lives(queue, second.id) == await lives(queue, third.id)
+        for unknown in ("9.0", "1.2", "1", "e1.0.0", "x.y", f"1.{'9' * 99}", "1.%00", "%00.1", "%D9%A1.0"):
+            status, _, body = await get(queue, access.TICKET_OF.format(id=unknown))
+            assert (status, msgspec.json.decode(body)["reason"]) == (410, reasons.TICKET_UNKNOWN)
+    async with serving(run, store.build(run)) as queue:
+        (again,) = await lives(queue, first.id)
+        assert again == msgspec.structs.replace(again, state="trained", step=1, tokens=6, issued_at=None, ended_at=None)
 
 
 async def test_a_stream_brings_what_is_new_to_every_page_and_ends_with_the_service() -> None:

@@ -11,7 +11,8 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.support.ui import WebDriverWait
 
 WAIT_S = 60.0  # for what a busy machine does late; a test that passes waits for none of it
-READY = "window.Plotly && slipstream.page && slipstream.page.source.page"
+DRAWN = "document.querySelector('.view:not([hidden])')"
+READY = f"window.Plotly && slipstream.page && slipstream.page.source.page && {DRAWN}"
 
 
 def find_chromium() -> tuple[str, str] | None:

@@ -44,6 +44,32 @@ def test_a_broken_stream_is_said_polled_over_and_opened_again(browser: Browser, 
     browser.wait("document.querySelector('.progress').textContent.includes('step 42 of 42')")
 
 
+def test_a_page_that_nobody_looks_at_holds_no_connection(browser: Browser, served: PageServer) -> None:
+    """A browser has six to a queue: the seventh page would wait for ever."""
+
+    def streams(count: int) -> None:
+        step = 40
+        while served.streams() != count:  # an end is noticed by what is sent
+            step += 1
+            served.push("status", {**served.page["status"], "step": step})
+            browser.run("new Promise((done) => setTimeout(done, 20))")
+
+    for _ in range(7):
+        browser.show(served.url)
+        browser.wait("slipstream.page.source.connection.state === 'live'")
+    streams(1)
+    hide = "Object.defineProperty(document, 'hidden', { value: arguments[0], configurable: true })"
+    change = "document.dispatchEvent(new Event('visibilitychange'))"
+    browser.run("slipstream.source.TIMES.hidden = 0")
+    browser.run(f"{hide} && {change}", True)
+    browser.wait("slipstream.page.source.connection.state === 'resting'")
+    streams(0)
+    served.page["run"] = "later"
+    browser.run(f"{hide} && {change}", False)
+    browser.wait("slipstream.page.source.connection.state === 'live'")
+    browser.wait("document.querySelector('h1').textContent === 'later'")
+
+
 def test_a_tab_outlives_a_queue_that_is_started_again(browser: Browser) -> None:
     page = make_page()
     with serving(page) as before:

@@ -212,3 +212,63 @@ def test_events_stand_in_the_log_and_on_the_charts(browser: Browser, served: Pag
     assert texts == [event["text"] for event in reversed(served.page["events"])]
     marks = browser.run("document.querySelector('[data-chart=\"reward\"] .plot').layout.shapes.length")
     assert marks == len([event for event in served.page["events"] if event["at"] >= served.page["time"]["at"][0] - 1])
+
+
+# What reaches beyond a width (a phone's window grows with it), and lies in nothing that scrolls or cuts it off.
+TOO_WIDE = """[...document.querySelectorAll('#root *')].filter((node) => {
+  const box = node.getBoundingClientRect();
+  if (!box.width || (box.right <= arguments[0] + 1 && box.left >= -1)) return false;
+  for (let at = node.parentElement; at; at = at.parentElement)
+    if (getComputedStyle(at).overflowX !== 'visible') return false;
+  return true;
+}).map((node) => node.outerHTML.slice(0, 200))"""
+
+# Contrast of two colours, from 1 to 21.
+CONTRAST = """((a, b) => {
+  const light = (text) => {
+    const shade = (value) => (value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = text.match(/[\\d.]+/g).slice(0, 3).map((value) => shade(value / 255));
+    return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+  };
+  const [low, high] = [light(a), light(b)].sort((x, y) => x - y);
+  return (high + 0.05) / (low + 0.05);
+})(getComputedStyle(document.querySelector(arguments[0])).color,
+   getComputedStyle(document.querySelector('.panel')).backgroundColor)"""
+
+
+@pytest.mark.parametrize("size", [(390, 844), (1280, 800)])
+def test_nothing_overflows_on_a_phone_or_a_laptop_in_either_theme(browser: Browser, size: tuple[int, int]) -> None:
+    page = make_page()
+    status, long = page["status"], "a_name_without_a_break_" * 9
+    status["workers"].append({**status["workers"][0], "worker_id": long, "does": "refused", "reason": long})
+    status["servers"].append({**status["servers"][1], "name": long, "url": long, "reason": long})
+    status["waits"].append({"who": long, "what": long, "since_s": 100.0, "count": 1})
+    status["notices"].append({"id": 9, "kind": "x", "text": long, "who": long, "since_s": 1.0, "count": 1})
+    page["events"].append({"at": page["now"], "kind": "notice", "who": long, "text": long})
+    page["steps"][f"rewards/{long}/mean"] = page["steps"]["reward"]
+    page["rollouts"][-1] |= {"worker_id": long, "servers": [long, long], "finish_reason": long}
+    page["run"] = long
+    emulate = browser.driver.execute_cdp_cmd
+    with serving(page) as served:
+        for theme in ("light", "dark"):
+            preferred = {"name": "prefers-color-scheme", "value": theme}
+            emulate("Emulation.setEmulatedMedia", {"features": [preferred]})
+            for view in (
+                "",
+                "view=charts",
+                "view=fleet",
+                f"view=rollouts&rollout={page['rollouts'][-1]['ticket_id']}/3",
+            ):
+                for beside in ("", "&as=group&life=1") if "rollouts" in view else ("",):
+                    browser.show(served.url, view + beside, size=size)
+                    browser.wait("document.documentElement.dataset.theme === arguments[0]", theme)
+                    browser.wait("document.querySelector('.view:not([hidden])').children.length > 0")
+                    assert browser.run(TOO_WIDE, size[0]) == [], (view, theme)
+                    assert browser.run("document.documentElement.scrollWidth") <= size[0], (view, theme)
+            browser.press("3")
+            browser.wait("document.querySelector('.does-refused') !== null")
+            for text in ("h1", ".limit", ".dim", "td", "th button", ".good", ".badge.does-refused", ".figures"):
+                assert browser.run(CONTRAST, text) >= 4.5, (text, theme)
+            tables = "[...document.querySelectorAll('.table .scroll')].map((node) => getComputedStyle(node).overflowX)"
+            assert {*browser.run(tables)} == {"auto"}
+    emulate("Emulation.setEmulatedMedia", {"features": []})

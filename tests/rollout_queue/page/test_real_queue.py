@@ -216,7 +216,7 @@ def test_the_whole_life_of_a_ticket(browser: Browser, start: Callable[..., RealQ
     said = [re.sub(r"\d+ B", "N B", text) for text in browser.texts(".life li span")]
     assert said == [
         "issued to w at version 0",
-        "given up, and its row is sampled again: failed:timeout",
+        "given up, and its row is sampled again: failed: timeout",
         "issued to w at version 0",
         f"its group came at version 0: 6 tokens, N B, sampled by {SERVER} with version 0",
         "leased to the learner",

@@ -15,6 +15,7 @@ from deploy.commands.report import save
 from deploy.planning.advice import plan, with_counts
 from deploy.planning.calibration import calibrated
 from deploy.planning.rates import read_record
+from deploy.servers.vllm_server import on_cpu
 from protocol.config import ConfigError, RunConfig
 from protocol.history import PlannedChange
 
@@ -47,7 +48,8 @@ def run(
     record = read_record(source)
     planned = with_counts(config, servers, workers)
     try:
-        found = plan(planned, calibrated(record), steps, record.notes)
+        shared = record.config if on_cpu() else None
+        found = plan(planned, calibrated(record), steps, record.notes, measured_with=shared)
     except RuntimeError as error:
         raise ConfigError(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"

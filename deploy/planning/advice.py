@@ -9,11 +9,15 @@ from typing import Any
 
 import msgspec
 
+from deploy.planning.calibration import sharing_cores
 from deploy.planning.rates import Rates, server_count
 from deploy.planning.simulation import Prediction, Simulation
 from protocol.config import RunConfig
 from protocol.status import Limit
 from rollout_queue.observe.limits import LimitInputs, limit_of
+
+OWN = "a server or worker more is taken to have a machine or GPU of its own"
+SHARED = "servers that vllm.count starts share this machine's cores; another server or worker has a machine of its own"
 
 # A gain below this cannot be told from chance.
 MIN_GAIN = 0.03
@@ -51,15 +55,29 @@ class _Case:
     rates: Rates
 
 
-def plan(config: RunConfig, rates: Rates, steps: int, notes: tuple[str, ...] = (), seed: int = 0) -> Plan:
-    """Simulate a run of `steps` steps as it is, and with each change."""
+def plan(
+    config: RunConfig,
+    rates: Rates,
+    steps: int,
+    notes: tuple[str, ...] = (),
+    seed: int = 0,
+    measured_with: RunConfig | None = None,
+) -> Plan:
+    """Simulate a run of `steps` steps as it is, and with each change.
+
+    Args:
+        measured_with: Settings of the run that the rates are of, if servers share one machine's cores, as on a CPU.
+    """
+    shares = measured_with is not None and not (measured_with.vllm.servers or config.vllm.servers)
+    if measured_with is not None and shares:
+        rates = sharing_cores(rates, measured_with, config)
 
     def simulated(case: _Case) -> Change:
         prediction = Simulation(case.config, case.rates, seed).run(steps)
         return Change(case.text, prediction.steps_per_s / found.steps_per_s - 1, prediction)
 
     found = Simulation(config, rates, seed).run(steps)
-    changes = sorted(map(simulated, _changes(config, rates)), key=lambda change: -change.gain)
+    changes = sorted(map(simulated, _changes(config, rates, shares)), key=lambda change: -change.gain)
     return Plan(
         servers=server_count(config),
         workers=config.worker.count,
@@ -68,7 +86,7 @@ def plan(config: RunConfig, rates: Rates, steps: int, notes: tuple[str, ...] = (
         limit=_limit(config, rates, found),
         changes=changes,
         advice=_advice(changes[0]),
-        notes=[*notes, "a server or worker more is taken to have a machine or GPU of its own"],
+        notes=[*notes, SHARED if shares else OWN],
     )
 
 
@@ -109,13 +127,16 @@ def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
     )
 
 
-def _changes(config: RunConfig, rates: Rates) -> Iterator[_Case]:
-    """Yield the run with one setting changed."""
+def _changes(config: RunConfig, rates: Rates, shares: bool) -> Iterator[_Case]:
+    """Yield the run with one setting changed. `shares`: whether servers share this machine's cores."""
     bound, every, groups = config.queue.max_staleness, config.weight_sync.every, config.learner.groups_per_step
     servers, size = server_count(config), config.rollout.group_size
-    yield _Case("one more vLLM server", with_counts(config, servers=servers + 1), rates)
+    more = with_counts(config, servers=servers + 1)
+    if shares:
+        yield _Case(f"vllm.count = {servers + 1}, on the same cores", more, sharing_cores(rates, config, more))
+    yield _Case("one more vLLM server", more, rates)
     slots = -(-config.worker.episodes * (servers + 1) // servers)
-    filled = _with(with_counts(config, servers=servers + 1), "worker", episodes=slots)
+    filled = _with(more, "worker", episodes=slots)
     yield _Case(f"one more vLLM server and worker.episodes = {slots}", filled, rates)
     yield _Case("one more worker", with_counts(config, workers=config.worker.count + 1), rates)
     for other in (bound - 1, bound + 1):

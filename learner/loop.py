@@ -124,7 +124,8 @@ class Loop:
         if self._position.step == 0:
             self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
-        with Feeder(self._config, self._client, self._position, pin=pin) as feeder:
+        branches = self._trainer.policy.layout == "trie"
+        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches) as feeder:
             self._publisher.on_failure = feeder.fail
 
             def lost(error: RankLost) -> None:

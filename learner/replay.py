@@ -115,7 +115,6 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
     _introduce(config, checkpoint, chosen, request, progress)
     with progress.phase("loading the model"):
         trainer = build_trainer(config, checkpoint)
-    config = start.with_layout(config, trainer.policy.layout)
     return _Replay(config, trainer, request, progress).run(first, chosen)
 
 
@@ -198,7 +197,8 @@ class _Replay:
         return outcome
 
     def _batch(self, recorded: RecordedStep, groups: Sequence[RecordPosition]) -> Batch:
-        draft = Draft(self._config, recorded.step, recorded.version - 1, "replay")
+        branches = self._trainer.policy.layout == "trie"
+        draft = Draft(self._config, recorded.step, recorded.version - 1, "replay", branches)
         try:
             dropped = draft.add(LeasedGroup(place.group(), place.head.arrival_version) for place in groups)
         except RecordError as error:

@@ -108,7 +108,6 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 team = ranks.enter_context(launch.lead_team(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
-            config = start.with_layout(config, policy.layout)
             if policy.layout_note:
                 progress.say(policy.layout_note)
             by_shares = sends_shares(config, team)

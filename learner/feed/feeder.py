@@ -66,6 +66,7 @@ class Feeder:
         start: Position of the run when the session began.
         clock: Seconds, monotonic.
         pin: Whether rows are put into page-locked memory, for a learner on a GPU.
+        branches: Whether the tokens that sequences share stand in a row once.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class Feeder:
         start: RunPosition,
         clock: Callable[[], float] = time.monotonic,
         pin: bool = False,
+        branches: bool = True,
     ) -> None:
         self._config = config
         self._client = client
         self._start = start
         self._clock = clock
         self._pin = pin
+        self._branches = branches
         self._ready: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
@@ -175,7 +178,7 @@ class Feeder:
             while (step := number - self._lead) > min(start.total_steps, self._step + max_staleness):
                 self._moved.clear()
                 await self._moved.wait()
-            draft = Draft(self._config, step, self._version_at(step), f"{start.session}-{number}")
+            draft = Draft(self._config, step, self._version_at(step), f"{start.session}-{number}", self._branches)
             await self._fill(draft)
             self._ready.put(_Prepared(draft, self._finished(draft)))
 

@@ -24,7 +24,6 @@ from learner.feed.judged_groups import (
     rewards_of,
     step_rollouts,
 )
-from learner.feed.packing import PACKED_ATTENTION as VARLEN_SDPA
 from learner.feed.packing import PackedRow, Sample, pack
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
@@ -92,13 +91,18 @@ class _Standing:
 
 
 class Draft:
-    """A step that is being filled. Groups are judged at the version that will train on them."""
+    """A step that is being filled. Groups are judged at the version that will train on them.
 
-    def __init__(self, config: RunConfig, step: int, version: int, lease_id: str) -> None:
+    Args:
+        branches: Whether the tokens that sequences share stand in a row once.
+    """
+
+    def __init__(self, config: RunConfig, step: int, version: int, lease_id: str, branches: bool = True) -> None:
         self.step = step
         self.version = version
         self.lease_id = lease_id
         self._config = config
+        self._branches = branches
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: dict[str, JudgedGroup] = {}
@@ -179,8 +183,7 @@ class Draft:
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         ranks = self._config.learner.ranks
-        branches = self._config.learner.layout in ("auto", "trie") and self._config.model.attention == VARLEN_SDPA
-        rows = pack(samples, budget, branches=branches, ranks=ranks)
+        rows = pack(samples, budget, branches=self._branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = count_step(judged, self._metrics, weights, rows, budget, bound)

@@ -29,7 +29,6 @@ from deploy.commands import probe
 from deploy.planning.calibration import calibrated, sharing_cores
 from deploy.planning.rates import Measured, Rates, read_record
 from deploy.planning.simulation import Simulation
-from deploy.servers.vllm_server import on_cpu
 from protocol.config import RunConfig
 
 ROOT = Path(__file__).parent.parent
@@ -165,7 +164,7 @@ def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         rates = calibrated(learnt)
         for name in arguments.variants:
             record = learnt if name == "plain" else read_record(run(name, folder, model, arguments))
-            shared = sharing_cores(told(name, rates), learnt.config, record.config, on_cpu())
+            shared = sharing_cores(told(name, rates), learnt.config, record.config)
             lines.append(compare(name, record.config, shared, record.measured))
             print(json.dumps(lines[-1]), flush=True)
     return lines

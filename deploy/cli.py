@@ -125,7 +125,12 @@ def config(
 app.add_typer(queue.app, name="queue")
 
 
-@app.command(**reading("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len", "run.seed", *QUEUE))
+@app.command(
+    **reading(
+        *("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len"),
+        *("run.seed", "tracking.traces", *QUEUE),
+    )
+)
 def worker(
     context: typer.Context,
     run_file: RunFilePath,
@@ -241,11 +246,17 @@ def plan(
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="run to learn rates from; default: the run's own")
     ] = None,
     as_json: AsJson = False,
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="draw it too, in one HTML file")
+    ] = None,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="first start one of the run's vLLM servers here, and measure it")
+    ] = False,
 ) -> None:
     """Predict speed and waits from a run's record; say which change helps most."""
     from deploy.commands.plan import run
 
-    run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json)
+    run(load(run_file, context.args), learnt_from, servers, workers, steps, as_json, out, probe)
 
 
 app.command(**reading(*QUEUE))(look.status)

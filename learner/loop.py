@@ -8,7 +8,7 @@ until the step is acknowledged. Then leases are given back, and a checkpoint is 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +16,7 @@ import torch
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.feeder import Feeder
+from learner.feed.step_draft import Batch
 from learner.model.adapter import Adapter
 from learner.ranks.liveness import RankLost
 from learner.ranks.stopping import Stop, Stopped
@@ -24,6 +25,7 @@ from learner.report.records import StepRecord, StepTimes
 from learner.report.token_views import with_tokens
 from learner.session import Session, begin_session
 from learner.training.trainer import StepMetrics, Trainer
+from protocol import tracing
 from protocol.client import RunFinished
 from protocol.config import RunConfig, adapter_checks
 from weight_sync.fleet import adapter_publication
@@ -164,37 +166,46 @@ class Loop:
             except RunFinished:
                 return
             wait_s += time.perf_counter() - waiting
-            metrics = self._session.attempts.step(batch, feeder)
-            if metrics is None:
-                continue
-            step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
-            times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
-            ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
-            tokens = batch.counts.tokens + reports.num_tokens
-            self._record_publications()
-            record = StepRecord(
-                step=batch.step,
-                version=batch.version + 1,
-                counts=batch.counts,
-                metrics=metrics,
-                times=times,
-                num_tokens=tokens,
-                evaluations=self._evaluator.fresh(),
-                weight_sync=reports.weight_sync(),
-            )
-            self._watch_servers(metrics)
-            scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
-            samples = with_tokens(batch, scores, self._session.texts)
-            report = self._session.notices.added_to(record.report(self._publisher.in_flight))
-            self._position = feeder.trained(batch, report)
-            reports.step(record, samples)
-            self._stop.release()
-            blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
+            with tracing.span("step", links=self._traces(batch), step=batch.step, version=batch.version) as span:
+                metrics = self._session.attempts.step(batch, feeder)
+                if metrics is None:
+                    span.fail("left_out")
+                    continue
+                step_s, cpu_s = time.perf_counter() - ended, time.process_time() - cpu
+                times = StepTimes(wait_s, step_s, cpu_s, publish_blocked_ms=blocked_s * 1e3)
+                ended, cpu, wait_s = ended + step_s, cpu + cpu_s, 0.0
+                tokens = batch.counts.tokens + reports.num_tokens
+                self._record_publications()
+                record = StepRecord(
+                    step=batch.step,
+                    version=batch.version + 1,
+                    counts=batch.counts,
+                    metrics=metrics,
+                    times=times,
+                    num_tokens=tokens,
+                    evaluations=self._evaluator.fresh(),
+                    weight_sync=reports.weight_sync(),
+                )
+                self._watch_servers(metrics)
+                scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
+                samples = with_tokens(batch, scores, self._session.texts)
+                report = self._session.notices.added_to(record.report(self._publisher.in_flight))
+                self._position = feeder.trained(batch, report)
+                span.set(
+                    groups=len(batch.ticket_ids), tokens=batch.counts.tokens_trained, reward=batch.counts.reward_mean
+                )
+                reports.step(record, samples)
+                self._stop.release()
+                blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             reports.show(record, batch.samples, self._evaluator.records)
             wish = self._callbacks.stepped(record)
             if batch.step < learner.steps and not wish.stop:
                 self._evaluator.ask_if_due(batch.step, self._published, wish.evaluate)
             self._keeper.keep_if_due(self._position, wish.save)
+
+    def _traces(self, batch: Batch) -> Iterator[tracing.TicketTrace]:
+        """Yield the traces of a batch's groups."""
+        return (tracing.TicketTrace(self._position.run, ticket_id) for ticket_id in batch.ticket_ids)
 
     def _watch_servers(self, metrics: StepMetrics) -> None:
         for text in self._session.watch.step(metrics.beside):

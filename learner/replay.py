@@ -115,6 +115,7 @@ def replay(config: RunConfig, request: Request, progress: TerminalProgress) -> O
     _introduce(config, checkpoint, chosen, request, progress)
     with progress.phase("loading the model"):
         trainer = build_trainer(config, checkpoint)
+    config = start.with_layout(config, trainer.policy.layout)
     return _Replay(config, trainer, request, progress).run(first, chosen)
 
 

@@ -31,6 +31,7 @@ from learner.report.progress import TerminalProgress
 from learner.report.queue_status import Watch
 from learner.training.trainer import Trainer
 from protocol import checkpoints as places
+from protocol import tracing
 from protocol.client import QueueClient
 from protocol.config import ConfigError, RunConfig, adapter_checks, checks
 from protocol.config.checks import find_algorithm_warnings
@@ -69,6 +70,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
     accepted = config.rollout.accept_sampler_mismatch
     progress = TerminalProgress(config.learner.steps, config.learner.groups_per_step, show_sampler_kl=accepted)
     with (
+        tracing.sending(config.tracking.traces, "learner", config.run.name),
         Stop(config.deploy.grace_s) as stop,
         BlockingQueueClient(QueueClient(url, config.token_for("learner"))) as client,
         progress,
@@ -106,6 +108,9 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 team = ranks.enter_context(launch.lead_team(config, place, stop, progress.warn))
                 trainer = build_trainer(config, checkpoint, team)
             policy = trainer.policy
+            config = start.with_layout(config, policy.layout)
+            if policy.layout_note:
+                progress.say(policy.layout_note)
             by_shares = sends_shares(config, team)
             if by_shares or not team.sharded:
                 snapshot.expect(trainer.share() if by_shares else policy.named_weights(), policy.precision.servers)

@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from learner.attention.layouts import Layout
 from learner.checkpoints import resuming
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
 from learner.report.journal import newest_version
@@ -26,6 +27,11 @@ from protocol.messages import BeginSession, RunPosition
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
 # Set by a script: the argument of its train() that resumes the run.
 RESUME_VARIABLE = "SLIPSTREAM_RESUME"
+
+
+def with_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """Set the layout of the rows to the one that the policy takes."""
+    return config.model_copy(update={"learner": config.learner.model_copy(update={"layout": layout})})
 
 
 def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:

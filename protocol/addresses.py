@@ -1,10 +1,18 @@
-"""Checks addresses: URLs, MCP servers, names and URLs of vLLM servers. A ValueError names the remedy."""
+"""Addresses: checks URLs, MCP servers, names and URLs of vLLM servers, and knows which of a run's queues to ask.
+
+A ValueError names the remedy. Of several queues on one database one is active, and the others stand by.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
+
+T = TypeVar("T")
 
 
 def checked_url(url: str) -> str:
@@ -77,3 +85,108 @@ def normal_url(url: str) -> str:
     named = f"[{host}]" if ":" in host else host.rstrip(".")
     shown = "" if port in (None, _PORTS[parts.scheme]) else f":{port}"
     return f"{parts.scheme}://{named}{shown}{parts.path.rstrip('/')}"
+
+
+# With several queues, the active one is asked so often whether it still is, and has so long to answer, seconds.
+CHECK_EVERY_S = 1.0
+
+
+class Moved(Exception):
+    """Another queue is the active one while a call waits for an answer."""
+
+
+def split_urls(given: str) -> list[str]:
+    """Return the URLs in a list that is separated by commas. Raises `ValueError`, which names the one that is none."""
+    found = [url.strip().rstrip("/") for url in given.split(",")]
+    for url in found:
+        if not re.fullmatch(r"https?://[^/\s]+(/\S*)?", url):
+            raise ValueError(f"{url!r} is not the URL of a queue; write it as http://host:port")
+    return found
+
+
+class QueueUrls:
+    """Knows which of a run's queues to ask.
+
+    Args:
+        given: Their URLs, separated by commas. Raises `ValueError` if one is none.
+    """
+
+    def __init__(self, given: str) -> None:
+        self._urls = split_urls(given)
+        self._at = 0
+        self._under_way: dict[asyncio.Future[None], str] = {}  # the URL of each call; set if it is not the active one's
+
+    @property
+    def current(self) -> str:
+        """URL of the queue to ask: the active one, as far as is known."""
+        return self._urls[self._at]
+
+    @property
+    def count(self) -> int:
+        return len(self._urls)
+
+    @property
+    def are_several(self) -> bool:
+        return self.count > 1
+
+    def __str__(self) -> str:
+        return ", ".join(self._urls)
+
+    def failed(self, url: str) -> None:
+        """Note that a queue did not answer, or is not active: the next one is asked. Other calls to it go on."""
+        if url == self.current:
+            self._at = (self._at + 1) % len(self._urls)
+
+    async def watch(self, is_active: Callable[[str], Awaitable[bool]]) -> None:
+        """Ask the current queue whether it is the active one, and find the one that is if not. Runs until cancelled.
+
+        A queue that was stopped still accepts connections, so calls alone would wait for it until their time-outs.
+        """
+        loop = asyncio.get_running_loop()
+        asked, at = [self.current], loop.time()
+        while True:
+            at = max(at + CHECK_EVERY_S, loop.time())
+            await asyncio.sleep(at - loop.time())
+            found = await _first_active(asked, is_active)
+            if found is not None:
+                self._is_active(found)
+            # None of them may be active for a while. All at once: one that was stopped takes its whole time.
+            asked = [self.current] if found is not None else self._urls
+
+    async def unless_moved(self, url: str, call: Coroutine[Any, Any, T]) -> T:
+        """Make a call to the queue at a URL. Raises `Moved` as soon as another one is known to be the active one."""
+        if not self.are_several:
+            return await call
+        asked, moved = asyncio.ensure_future(call), asyncio.get_running_loop().create_future()
+        self._under_way[moved] = url
+        try:
+            await asyncio.wait((asked, moved), return_when=asyncio.FIRST_COMPLETED)
+            if not asked.done():
+                raise Moved
+            return asked.result()
+        finally:
+            del self._under_way[moved]
+            asked.cancel()
+
+    def _is_active(self, url: str) -> None:
+        """Ask this queue from now on, and break off the calls that wait for another one."""
+        self._at = self._urls.index(url)
+        for moved, asked in self._under_way.items():
+            if asked != url and not moved.done():
+                moved.set_result(None)
+
+
+async def _first_active(urls: Sequence[str], is_active: Callable[[str], Awaitable[bool]]) -> str | None:
+    """Return the URL that is the first to answer as the active queue; None if none does."""
+    asking = {asyncio.ensure_future(is_active(url)): url for url in urls}
+    left = set(asking)
+    try:
+        while left:
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
+            for answered in done:
+                if answered.result():
+                    return asking[answered]
+        return None
+    finally:
+        for unanswered in left:
+            unanswered.cancel()

@@ -30,7 +30,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from protocol import access, codec, reasons
+from protocol import access, codec, reasons, tracing
+from protocol.addresses import CHECK_EVERY_S, Moved, QueueUrls
 from protocol.messages import (
     BeginSession,
     Checkpointed,
@@ -53,7 +54,6 @@ from protocol.messages import (
     WorkerReply,
     WorkerReport,
 )
-from protocol.queue_urls import CHECK_EVERY_S, Moved, QueueUrls
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, EvaluationRequest, Status
 
@@ -350,6 +350,7 @@ class QueueClient:
             Unreachable: The queue did not answer.
         """
         data, headers = _body(message)
+        headers |= tracing.headers()
         attempts = AsyncRetrying(
             retry=retry_if_exception_type(_Transient),
             wait=self._pause_s,

@@ -238,14 +238,53 @@ class RunColumns:
         return row, step
 
 
+class PlanNode(msgspec.Struct, frozen=True):
+    """A part of the loop in a plan. `shares`: of its time, by what it does; `lines`: two, below its main figure."""
+
+    big: str
+    lines: list[str]
+    shares: list[tuple[str, float]] = []
+
+
+class PlannedChange(msgspec.Struct, frozen=True):
+    """A change and what it would bring. `gain`: of steps a second, as a share, 0 if it cannot be told from chance; the
+    texts are for people."""
+
+    text: str
+    gain: float
+    shown_gain: str
+    steps_per_s: str
+    staleness: str
+
+
+class PlanView(msgspec.Struct, frozen=True):
+    """A plan as the page shows it, in words for people.
+
+    Attributes:
+        weights: How often new weights come.
+        nodes: Of servers, workers, queue and learner.
+        figures: Name, predicted value, and the one in the record.
+        changes: The best first.
+    """
+
+    title: str
+    advice: str
+    weights: str
+    nodes: dict[str, PlanNode]
+    figures: list[tuple[str, str, str]]
+    changes: list[PlannedChange]
+    notes: list[str]
+
+
 class PageData(msgspec.Struct):
-    """Everything that the page shows, of a run under way or of one that is over.
+    """Everything that the page shows: of a run under way, of one that is over, or of one that is planned.
 
     Attributes:
         now: Wall clock as of which it is, seconds.
         statuses: The state at some seconds, for the time slider; empty for a run under way.
         time, steps: Columns over wall time and over optimiser steps.
         compare: `run`, `time` and `steps` of another run.
+        plan: Of a run that is planned; `status` has its rates and waits then.
     """
 
     run: str
@@ -262,3 +301,4 @@ class PageData(msgspec.Struct):
     rollouts: list[RolloutView] = []
     evaluations: list[Evaluation] = []
     compare: Mapping[str, Any] | None = None
+    plan: PlanView | None = None

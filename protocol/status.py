@@ -307,6 +307,16 @@ class Cause(msgspec.Struct, frozen=True):
     since_s: float = 0.0
 
 
+LimitingPart = Literal["learner", "servers", "workers' slots", "tools", "judge", "staleness bound", "publication"]
+
+
+class Limit(msgspec.Struct, frozen=True):
+    """What limits the speed of a run. `part`: None if none does by itself; `text`: a sentence with the figures."""
+
+    part: LimitingPart | None
+    text: str
+
+
 class Notice(msgspec.Struct):
     """A text that tells a person what to fix, given once.
 
@@ -344,6 +354,7 @@ class Status(msgspec.Struct):
         drops: Dropped tickets by reason. `rejections`: refused groups by reason.
         gave_up: Why the run was given up; None if it was not.
         diagnosis: What keeps the run from learning, the likeliest cause first; empty if all is well.
+        limit: What limits the run's speed; None before a few steps, and once it has finished.
         evaluations: Open ones and the newest of the others, in the order of their requests.
     """
 
@@ -376,6 +387,7 @@ class Status(msgspec.Struct):
     notices: list[Notice] = []
     gave_up: str | None = None
     diagnosis: list[Cause] = []
+    limit: Limit | None = None
     evaluations: list[Evaluation] = []
     connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import uvicorn
 from fastapi import FastAPI
 
-from protocol import access
+from protocol import access, tracing
 from protocol.config import ConfigError, RunConfig
 from rollout_queue import store
 from rollout_queue.api.app import create_app
@@ -43,13 +43,15 @@ def serve(config: RunConfig) -> None:
         access.secret_of(config.token or "")
     except access.TokenError as error:
         raise ConfigError(str(error)) from None
-    while True:
-        try:
-            _serve_once(config)
-            return
-        except Superseded as error:
-            # A queue that was stopped finds another in its place. Where the store allows, it stands by from here on.
-            logger.warning("%s", error)
+    with tracing.sending(config.tracking.traces, "queue", config.run.name):
+        while True:
+            try:
+                _serve_once(config)
+                return
+            except Superseded as error:
+                # A queue that was stopped finds another in its place. Where the store allows, it stands by from here
+                # on.
+                logger.warning("%s", error)
 
 
 def _serve_once(config: RunConfig) -> None:

@@ -13,9 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any, get_args
 
-from protocol import reasons
+from protocol import reasons, tracing
 from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
 from rollout_worker.chat.parsers.base import Message
@@ -71,6 +72,7 @@ class GroupRunner:
             raise TicketFailed(reasons.TICKET_KIND, detail, retryable=False)
         started_at, born = self.wall_clock(), self.pool.tick
         row = await self._row(ticket)
+        tracing.current().set(row=row.number, epoch=row.epoch)
         min_rollouts = MIN_ROLLOUTS if ticket.kind == "train" else 1
         with ExitStack() as after:
             own = OwnParams(ticket.temperature)
@@ -84,7 +86,7 @@ class GroupRunner:
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         for episode in rewarded:
             episode.rollout.segments = episode.segments(server_names)
-        return Group(
+        group = Group(
             ticket_id=ticket.id,
             index=ticket.index,
             epoch=row.epoch,
@@ -95,6 +97,8 @@ class GroupRunner:
             finished_at=self.wall_clock(),
             reward_weights=self.rewards.weights,
         )
+        _describe(group)
+        return group
 
     def _keep_messages(self, episodes: list[Episode]) -> None:
         prompts: dict[int, list[bytes]] = {}  # most episodes have the same prompt
@@ -189,7 +193,7 @@ class GroupRunner:
             self.counters.failures[reasons.REWARD_RETRIED] += error.retryable
 
         try:
-            with self.capacity.being("judgement", len(episodes)):
+            with self.capacity.being("judgement", len(episodes)), tracing.span("reward"):
                 scores = await self.rewards.score(batch, note)
         except RewardError as error:
             if isinstance(error.__cause__, user_code.NotCalled):
@@ -228,6 +232,17 @@ class GroupRunner:
         texts = Counter(episode.why_no_reward.text for episode in without)
         parts = [f"for {count} of {of} episodes {text}" for text, count in texts.items()]
         return reason, f"{'; '.join(parts)}; the task has no reward functions, which Task(rewards=[...]) may give it"
+
+
+def _describe(group: Group) -> None:
+    """Describe a group in its trace."""
+    if (span := tracing.current()).is_recording:
+        span.set(
+            rollouts=len(group.rollouts),
+            tokens=group.sampled_tokens,
+            reward=fmean(rollout.reward for rollout in group.rollouts),
+            servers=group.server_names,
+        )
 
 
 def _shut_off(why: Exception) -> TicketFailed:

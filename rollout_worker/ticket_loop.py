@@ -14,7 +14,7 @@ from functools import partial
 
 import msgspec
 
-from protocol import reasons
+from protocol import reasons, tracing
 from protocol.client import QueueError, QueueRefused, RunFinished, retry_pause_s
 from protocol.config import RunConfig
 from protocol.messages import (
@@ -227,24 +227,30 @@ class Worker:
     async def _work(self, ticket: Ticket, reservation: Reservation) -> None:
         """Make a ticket's group and submit it. A failure is counted and the ticket given back, also where the group
         cannot be sent. Raises `QueueError`."""
-        try:
-            await self._submit(ticket, await self._groups.run(ticket, reservation))
-        except TicketFailed as failure:
-            await self._fail(ticket, failure)
-        except QueueError:
-            raise
-        except Exception as error:
-            logger.exception("ticket %s failed unexpectedly", ticket.id)
-            why = str(failure_of(error, None))
-            self._notices.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
-            await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
+        trace = tracing.TicketTrace(self._pool.run_id, ticket.id)
+        with tracing.span("group", trace, ticket=ticket.id, worker=self._id, version=ticket.version) as span:
+            try:
+                await self._submit(ticket, await self._groups.run(ticket, reservation))
+            except TicketFailed as failure:
+                span.fail(failure.reason)
+                await self._fail(ticket, failure)
+            except QueueError:
+                raise
+            except Exception as error:
+                logger.exception("ticket %s failed unexpectedly", ticket.id)
+                span.fail(reasons.INTERNAL)
+                why = str(failure_of(error, None))
+                self._notices.add("ticket", reasons.INTERNAL, f"a ticket failed: {why}")
+                await self._fail(ticket, TicketFailed(reasons.INTERNAL, why, retryable=True))
 
     async def _submit(self, ticket: Ticket, group: Group) -> None:
         try:
-            await self.heartbeat.when_registered(partial(self._queue.submit, group))
+            with tracing.span("submit", kind="client"):
+                await self.heartbeat.when_registered(partial(self._queue.submit, group))
             self._failed_in_a_row = self._pauses = 0
             self.capacity.cautious = False
         except QueueRefused as refusal:
+            tracing.current().fail(reasons.refused(refusal.reason))
             # 410: the queue has ended the ticket itself.
             if refusal.status == 410:
                 self.counters.failures[reasons.LOST] += 1

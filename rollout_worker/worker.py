@@ -13,6 +13,7 @@ from functools import partial
 
 import uvloop
 
+from protocol import tracing
 from protocol.client import QueueClient
 from protocol.config import RunConfig
 from protocol.messages import WorkerReport
@@ -56,7 +57,10 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
         count_eval_rows(task.eval_rows, config.eval.rows)
     sys.setswitchinterval(_SWITCH_S)
     own_name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with (
+        tracing.sending(config.tracking.traces, "worker", config.run.name),
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
         try:
             return runner.run(_run(config, task, queue_url or config.queue.address, worker_id or own_name))
         except UserCodeShutOff as error:

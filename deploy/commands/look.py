@@ -12,9 +12,9 @@ import typer
 from deploy.commands.arguments import AsJson, print_json
 from deploy.servers import servers
 from protocol import access
+from protocol.addresses import split_urls
 from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError, RunConfig, load
-from protocol.queue_urls import split_urls
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.status import Status
 from rollout_queue import store

@@ -8,78 +8,88 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.commands import probe
 from deploy.commands.arguments import print_json
-from deploy.planning.advice import MIN_GAIN, Plan, plan, with_counts
-from deploy.planning.rates import Measured, Record, read_record
-from deploy.planning.simulation import Prediction
+from deploy.commands.plan_page import page_data, view
+from deploy.commands.report import save
+from deploy.planning.advice import plan, with_counts
+from deploy.planning.calibration import calibrated
+from deploy.planning.rates import read_record
+from deploy.servers.vllm_server import on_cpu
 from protocol.config import ConfigError, RunConfig
+from protocol.history import PlannedChange
+
+# A terminal below this width shows two settings of one change in two lines, and shorter bars.
+_WIDE = 100
 
 
 def run(
-    config: RunConfig, learnt_from: Path | None, servers: int | None, workers: int | None, steps: int, as_json: bool
+    config: RunConfig,
+    learnt_from: Path | None,
+    servers: int | None,
+    workers: int | None,
+    steps: int,
+    as_json: bool,
+    out: Path | None,
+    probes: bool,
 ) -> None:
-    """Plan a run and print the plan. Raises `ConfigError` if there is no record to learn from."""
-    record = read_record(learnt_from or config.run_dir)
+    """Plan a run, print the plan, and draw it in a file if `out` names one.
+
+    Args:
+        probes: Whether to measure a server first; what it finds stays beside the record.
+
+    Raises:
+        ConfigError: There is no record to learn from, the run would never make a step, no server can be measured, or
+            the file cannot be written.
+    """
+    source = learnt_from or config.run_dir
+    if probes:
+        probe.measure(read_record(source), source)
+    record = read_record(source)
     planned = with_counts(config, servers, workers)
     try:
-        found = plan(planned, record.rates, steps, record.notes)
+        shared = record.config if on_cpu() else None
+        found = plan(planned, calibrated(record), steps, record.notes, measured_with=shared)
     except RuntimeError as error:
         raise ConfigError(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"
         ) from None
+    shown = view(found, planned, record, str(source))
+    if out is not None:
+        save(page_data(found, planned, shown), out)
     if as_json:
         print_json(found)
         return
     console = Console()
-    console.print(
-        Text.assemble(
-            (f"vLLM servers: {found.servers}, workers: {found.workers}", "bold"),
-            f": {found.steps} steps simulated on the rates of {learnt_from or config.run_dir} "
-            f"({record.measured.steps} steps)",
-        )
-    )
-    console.print(_facts(found.prediction, record))
-    console.print(_changes(found))
-    limit = "No part by itself limits it" if found.limit is None else f"What limits: {found.limit}"
-    console.print(Text(f"{limit}. {found.advice}", style="bold"))
-    for note in found.notes:
-        console.print(Text(f"Note: {note}", style="dim"))
-
-
-def _facts(found: Prediction, record: Record) -> Table:
-    """Draw what is predicted beside what the record measured."""
+    console.print(Text(shown.title, style="bold"))
+    console.print()
     table = Table("", "predicted", "in the record", box=None, pad_edge=False, header_style="dim")
     for column in table.columns[1:]:
         column.justify = "right"
-    measured = record.measured
-    for text, name, form in (
-        ("steps a second", "steps_per_s", ".3f"),
-        ("tokens sampled a second", "tokens_per_s", ",.0f"),
-        ("tokens trained a second", "trained_tokens_per_s", ",.0f"),
-        ("staleness, mean", "staleness_mean", ".2f"),
-        ("staleness, greatest", "staleness_max", "d"),
-        ("the learner waits for groups", "learner_wait", ".0%"),
-        ("workers' slots wait for tickets", "worker_wait", ".0%"),
-        ("servers without a request", "server_idle", ".0%"),
-        ("requests on a server", "running", ".0f"),
-    ):
-        table.add_row(text, _shown(found, name, form), _shown(measured, name, form))
-    for reason, count in found.drops.items():
-        table.add_row(f"groups dropped: {reason}", f"{count}", "")
-    return table
+    for figure in shown.figures:
+        table.add_row(*map(Text, figure))
+    console.print(table)
+    console.print()
+    console.print(Text(found.limit.text, style="bold"))
+    console.print()
+    console.print(_changes(shown.changes, console.width))
+    console.print()
+    console.print(Text(shown.advice, style="bold"))
+    for note in shown.notes:
+        console.print(Text(f"Note: {note}", style="dim"))
+    if out is not None:
+        console.print(Text(f"{out}: the plan drawn; open it in a browser"))
 
 
-def _shown(of: Prediction | Measured, name: str, form: str) -> str:
-    value = getattr(of, name, None)
-    return "" if value is None else format(value, form)
-
-
-def _changes(found: Plan) -> Table:
-    table = Table("change", "steps/s", "gain", "", "staleness", box=None, pad_edge=False, header_style="dim")
-    for change in found.changes:
-        told = abs(change.gain) >= MIN_GAIN
-        bar = Text("█" * min(20, round(abs(change.gain) * 20)), style="green" if change.gain > 0 else "red")
-        gain = f"{change.gain:+.0%}" if told else "none"
-        made = change.prediction
-        table.add_row(Text(change.text), f"{made.steps_per_s:.3f}", gain, bar, f"{made.staleness_mean:.2f}")
+def _changes(changes: list[PlannedChange], width: int) -> Table:
+    """Draw what each change brings. The longest bar is the greatest gain, or loss."""
+    table = Table("change", "", "gain", "steps/s", "staleness", box=None, pad_edge=False, header_style="dim")
+    for column in table.columns[2:]:
+        column.justify = "right"
+    longest, most = (20 if width >= _WIDE else 10), max(1.0, *(abs(change.gain) for change in changes))
+    for change in changes:
+        cells = max(1, round(longest * abs(change.gain) / most)) if change.gain else 0
+        bar = Text("█" * cells, style="green" if change.gain > 0 else "red")
+        text = change.text if width >= _WIDE else change.text.replace(" and ", "\nand ")
+        table.add_row(Text(text), bar, change.shown_gain, change.steps_per_s, change.staleness)
     return table

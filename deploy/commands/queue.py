@@ -35,7 +35,7 @@ app = typer.Typer(cls=_QueueGroup, help="Run the rollout queue; back up its stor
 
 
 @app.command(
-    **reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share"),
+    **reading("run", "queue", "rollout.group_size", "learner.groups_per_step", "eval.share", "tracking.traces"),
     epilog="slipstream queue backup, queue copy and queue new care for its store: see their --help.",
 )
 def run(context: typer.Context, run_file: RunFilePath) -> None:

@@ -24,7 +24,7 @@ from protocol.config import ConfigError, load
 from protocol.history import Columns, Event, PageData, Row, RunColumns
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
-from protocol.status import Evaluation, Status
+from protocol.status import Evaluation, Limit, Status
 from rollout_queue import page
 
 EVALUATIONS, RUN_FILE = "evaluations.jsonl", "run.toml"
@@ -72,11 +72,16 @@ def write(run_dir: Path, out: Path, compare: Path | None = None) -> PageData:
     if compare is not None:
         other = read_run(compare)
         data.compare = {"run": other.run, "time": other.time, "steps": other.steps}
+    save(data, out)
+    return data
+
+
+def save(data: PageData, out: Path) -> None:
+    """Write the page with its data as one file. Raises `ConfigError` if it cannot be written."""
     try:
         out.write_text(as_one_file(data), encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{out}: cannot be written: {error.strerror}; choose another place with -o") from error
-    return data
 
 
 def read_run(run_dir: Path) -> PageData:
@@ -94,18 +99,20 @@ def read_run(run_dir: Path) -> PageData:
     statuses, columns = _Sample[tuple[float, Status]](MAX_STATUSES), RunColumns()
     events: list[Event] = []
     newest: tuple[float, Status] | None = None
+    limit: Limit | None = None
     for entry in history.read(run_dir / history.FOLDER):
         if entry.status is not None:
             newest = entry.at, entry.status
+            limit = entry.status.limit or limit
             statuses.add(newest)
             columns.add(*newest)
         if entry.event is not None:
             events.append(entry.event)
             del events[: -2 * MAX_EVENTS]
     if newest is not None:
-        newest = newest[0], _as_it_ended(run_dir, newest[1])
+        newest = newest[0], _as_it_ended(run_dir, newest[1], limit)
         last_at, last = statuses.kept[-1]
-        statuses.kept[-1] = last_at, _as_it_ended(run_dir, last)
+        statuses.kept[-1] = last_at, _as_it_ended(run_dir, last, limit)
     rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
     for view in read_json_lines(run_dir / ROLLOUTS, RolloutView):
         rollouts.add(view)
@@ -126,9 +133,10 @@ def read_run(run_dir: Path) -> PageData:
     )
 
 
-def _as_it_ended(run_dir: Path, status: Status) -> Status:
-    """Return the status with what kept the run from learning by its end, which the queue did not live to see."""
-    return msgspec.structs.replace(status, diagnosis=causes_at_end(run_dir, status))
+def _as_it_ended(run_dir: Path, status: Status, limit: Limit | None) -> Status:
+    """Return the status with what kept the run from learning by its end, which the queue did not live to see, and with
+    what limited it last."""
+    return msgspec.structs.replace(status, diagnosis=causes_at_end(run_dir, status), limit=limit)
 
 
 def as_one_file(data: PageData) -> str:

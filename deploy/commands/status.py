@@ -99,6 +99,8 @@ def _notices(status: Status) -> Table:
 def _metrics(status: Status) -> Table:
     groups, stale, rates = status.groups, status.staleness, status.rates
     table = Table(box=None, pad_edge=False, show_header=False)
+    if status.limit is not None:
+        table.add_row("limit", _text(status.limit.text))
     table.add_row(
         "outstanding",
         f"{groups.outstanding} groups of {groups.limit} = "

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from deploy.planning.rates import EpisodeTimes, Rates, server_count
+from deploy.planning.calibration import sharing_cores
+from deploy.planning.rates import Rates, server_count
 from deploy.planning.simulation import Prediction, Simulation
 from protocol.config import RunConfig
+from protocol.status import Limit
+from rollout_queue.observe.limits import LimitInputs, limit_of
+
+OWN = "a server or worker more is taken to have a machine or GPU of its own"
+SHARED = "servers that vllm.count starts share this machine's cores; another server or worker has a machine of its own"
 
 # A gain below this cannot be told from chance.
 MIN_GAIN = 0.03
@@ -28,7 +35,6 @@ class Plan(msgspec.Struct, frozen=True):
     """What a run will do, what limits it, and what changes would bring, the best first.
 
     Attributes:
-        limit: What twice the speed of helps most; None if nothing does.
         notes: What it rests on, and what it leaves out.
     """
 
@@ -36,7 +42,7 @@ class Plan(msgspec.Struct, frozen=True):
     workers: int
     steps: int
     prediction: Prediction
-    limit: str | None
+    limit: Limit
     changes: list[Change]
     advice: str
     notes: list[str]
@@ -49,26 +55,38 @@ class _Case:
     rates: Rates
 
 
-def plan(config: RunConfig, rates: Rates, steps: int, notes: tuple[str, ...] = (), seed: int = 0) -> Plan:
-    """Simulate a run of `steps` steps as it is, and with each change."""
+def plan(
+    config: RunConfig,
+    rates: Rates,
+    steps: int,
+    notes: tuple[str, ...] = (),
+    seed: int = 0,
+    measured_with: RunConfig | None = None,
+) -> Plan:
+    """Simulate a run of `steps` steps as it is, and with each change.
+
+    Args:
+        measured_with: Settings of the run that the rates are of, if servers share one machine's cores, as on a CPU.
+    """
+    shares = measured_with is not None and not (measured_with.vllm.servers or config.vllm.servers)
+    if measured_with is not None and shares:
+        rates = sharing_cores(rates, measured_with, config)
 
     def simulated(case: _Case) -> Change:
         prediction = Simulation(case.config, case.rates, seed).run(steps)
         return Change(case.text, prediction.steps_per_s / found.steps_per_s - 1, prediction)
 
     found = Simulation(config, rates, seed).run(steps)
-    limits = sorted(map(simulated, _faster(config, rates)), key=lambda change: -change.gain)
-    changes = sorted(map(simulated, _changes(config, rates)), key=lambda change: -change.gain)
-    limit = limits[0].text if limits[0].gain >= MIN_GAIN else None
+    changes = sorted(map(simulated, _changes(config, rates, shares)), key=lambda change: -change.gain)
     return Plan(
         servers=server_count(config),
         workers=config.worker.count,
         steps=steps,
         prediction=found,
-        limit=limit,
+        limit=_limit(config, rates, found),
         changes=changes,
-        advice=_advice(limit, changes),
-        notes=[*notes, "a server or worker more is taken to have a machine or GPU of its own"],
+        advice=_advice(changes[0]),
+        notes=[*notes, SHARED if shares else OWN],
     )
 
 
@@ -79,42 +97,46 @@ def with_counts(config: RunConfig, servers: int | None = None, workers: int | No
     return config if workers is None else _with(config, "worker", count=workers)
 
 
-def _advice(limit: str | None, changes: list[Change]) -> str:
-    best = changes[0]
+def _advice(best: Change) -> str:
     if best.gain >= MIN_GAIN:
         return f"What helps most: {best.text}, {best.gain:+.0%} steps a second."
-    if limit is None:
-        return "No change by itself brings more steps a second."
-    return f"None of these changes brings more steps a second: only faster work of {limit} would."
+    return "None of these changes by itself brings more steps a second."
 
 
-def _faster(config: RunConfig, rates: Rates) -> Iterator[_Case]:
-    """Yield the run with one part of it at twice its speed."""
-    yield _Case("the vLLM servers", config, replace(rates, curve=rates.curve.scaled(0.5)))
-    learner = replace(rates, step_s=rates.step_s / 2, trained_token_s=rates.trained_token_s / 2)
-    yield _Case("the learner", config, learner)
-    yield _Case("the workers' slots", _with(config, "worker", episodes=2 * config.worker.episodes), rates)
-    if any(times.tools_s or times.judge_s for times in rates.episodes):
-        faster = tuple(_waiting_half(times) for times in rates.episodes)
-        yield _Case("tools and judges", config, replace(rates, episodes=faster))
-    brief = tuple(
-        replace(times, transfer_s=times.transfer_s / 2, total_s=times.total_s / 2, pause_s=times.pause_s / 2)
-        for times in rates.publications
+def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
+    """Name what limits the run by the rule that its queue goes by once it is under way."""
+    tools_s = fmean(times.tools_s for times in rates.episodes)
+    judge_s = fmean(times.judge_s for times in rates.episodes)
+    running = max(1.0, found.running)
+    twice = min(2 * running, config.vllm.max_num_seqs)
+    sampling_s = fmean(times.tokens for times in rates.episodes) * rates.curve.token_s(running)
+    publications_per_s = found.steps_per_s / config.weight_sync.every
+    return limit_of(
+        LimitInputs(
+            learner_wait=found.learner_wait,
+            ticket_wait=found.worker_wait,
+            open_wait=found.worker_full,
+            in_tools=tools_s / (sampling_s + tools_s + judge_s),
+            in_judgement=judge_s / (sampling_s + tools_s + judge_s),
+            publishing=min(1.0, publications_per_s * fmean(times.total_s for times in rates.publications)),
+            slots=config.worker.count * config.worker.episodes,
+            requests=server_count(config) * config.vllm.max_num_seqs,
+            more=rates.curve.tokens_per_s(twice) / rates.curve.tokens_per_s(running) - 1,
+        ),
+        config,
     )
-    yield _Case("publication", config, replace(rates, publications=brief))
 
 
-def _waiting_half(times: EpisodeTimes) -> EpisodeTimes:
-    return replace(times, tools_s=times.tools_s / 2, judge_s=times.judge_s / 2)
-
-
-def _changes(config: RunConfig, rates: Rates) -> Iterator[_Case]:
-    """Yield the run with one setting changed."""
+def _changes(config: RunConfig, rates: Rates, shares: bool) -> Iterator[_Case]:
+    """Yield the run with one setting changed. `shares`: whether servers share this machine's cores."""
     bound, every, groups = config.queue.max_staleness, config.weight_sync.every, config.learner.groups_per_step
     servers, size = server_count(config), config.rollout.group_size
-    yield _Case("one more vLLM server", with_counts(config, servers=servers + 1), rates)
+    more = with_counts(config, servers=servers + 1)
+    if shares:
+        yield _Case(f"vllm.count = {servers + 1}, on the same cores", more, sharing_cores(rates, config, more))
+    yield _Case("one more vLLM server", more, rates)
     slots = -(-config.worker.episodes * (servers + 1) // servers)
-    filled = _with(with_counts(config, servers=servers + 1), "worker", episodes=slots)
+    filled = _with(more, "worker", episodes=slots)
     yield _Case(f"one more vLLM server and worker.episodes = {slots}", filled, rates)
     yield _Case("one more worker", with_counts(config, workers=config.worker.count + 1), rates)
     for other in (bound - 1, bound + 1):

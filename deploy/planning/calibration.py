@@ -34,8 +34,6 @@ def calibrated(record: Record) -> Rates:
     return tried
 
 
-def sharing_cores(rates: Rates, record: RunConfig, planned: RunConfig, on_cpu: bool) -> Rates:
-    """Return the rates for as many servers as are planned, if all of them share this machine's cores."""
-    if not on_cpu or planned.vllm.servers:
-        return rates
+def sharing_cores(rates: Rates, record: RunConfig, planned: RunConfig) -> Rates:
+    """Return the rates of servers of which as many as are planned share the cores of those of the record."""
     return replace(rates, curve=rates.curve.scaled(server_count(planned) / server_count(record)))

@@ -20,8 +20,8 @@ import aiohttp
 from deploy.run.processes import Child, Children, ProcessKind, Program, describe_end
 from deploy.run.terminal import Terminal
 from protocol import access, reasons
+from protocol.addresses import split_urls
 from protocol.config import RunConfig
-from protocol.queue_urls import split_urls
 
 # Exit code for a wrong setting: a restarted process would end in the same way.
 WRONG_SETTING = 2

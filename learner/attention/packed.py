@@ -89,6 +89,10 @@ def varlen_sdpa(
     Raises:
         ConfigError: The model's attention is of another kind.
     """
+    if attention_mask is not None:
+        raise ConfigError(
+            f"model.attention = {PACKED_ATTENTION} knows no mask, and this model makes one of its own: choose another"
+        )
     _refuse_others(kwargs)
     window = _window(module, sliding_window)
     width, value_width = query.shape[-1], value.shape[-1]

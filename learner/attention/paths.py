@@ -48,10 +48,11 @@ class Paths:
     first: torch.Tensor
 
 
-def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) -> Paths:
+def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device, min_share: float = MIN_SHARE) -> Paths:
     """Plan a row.
 
     Args:
+        min_share: A batch's shortest path has at least this share of its longest.
         starts: n + 1 indices: where each of the n nodes begins, and where the last ends.
         reach: n indices: where the descendants of each node end.
     """
@@ -69,7 +70,7 @@ def layout(starts: Sequence[int], reach: Sequence[int], device: torch.device) ->
     offset = place = 0
     while place < len(found):
         length = len(found[place])
-        members = [path for path in found[place:] if len(path) >= MIN_SHARE * length]
+        members = [path for path in found[place:] if len(path) >= min_share * length]
         padded = torch.zeros(len(members), length, dtype=torch.int64)
         for i, path in enumerate(members):
             padded[i, : len(path)] = path

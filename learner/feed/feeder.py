@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from learner.feed.blocking_client import BlockingQueueClient
+from learner.feed.group_spans import GroupSpans
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec, reasons
 from protocol.client import QueueError, QueueRefused, RunFinished
@@ -92,6 +93,7 @@ class Feeder:
         self._renew_every_s = config.queue.lease_timeout_s / 3
         self._waiting_since: float | None = None
         self._last_arrival = clock()
+        self._spans = GroupSpans(start.run)
 
     def __enter__(self) -> Self:
         self._client.call(lambda _: self._open())
@@ -131,6 +133,7 @@ class Feeder:
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
         self._leases.discard(batch.lease_id)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
+        self._spans.trained(batch.ticket_ids, batch.step, batch.version)
         self._step += 1
         self._client.loop.call_soon_threadsafe(self._moved.set)
         if position.version != batch.version + 1:
@@ -218,10 +221,12 @@ class Feeder:
         if not draft.ticket_ids:
             self._leases.discard(draft.lease_id)
         if dropped:
+            self._spans.dropped(dropped, draft.step, draft.version)
             await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dict(dropped)))
 
     async def _revoke(self, draft: Draft, revoked: Mapping[str, str]) -> None:
         draft.revoke(revoked)
+        self._spans.dropped(revoked, draft.step, draft.version)
         if not draft.ticket_ids:
             self._leases.discard(draft.lease_id)
         # The queue has dropped the rest itself.
@@ -242,10 +247,10 @@ class Feeder:
             self._leases.add(draft.lease_id)
             self._renew_every_s = reply.expires_in_s / 3
             self._leased.set()
-            dropped = draft.add(
-                LeasedGroup(codec.decode(bytes(raw), Group), version)
-                for raw, version in zip(reply.groups, reply.version_at_arrival, strict=True)
-            )
+            groups = [codec.decode(bytes(raw), Group) for raw in reply.groups]
+            self._spans.came(groups)
+            dropped = draft.add(map(LeasedGroup, groups, reply.version_at_arrival))
+            self._spans.dropped(dropped, draft.step, draft.version)
             if not draft.ticket_ids:
                 self._leases.discard(draft.lease_id)
             if dropped:

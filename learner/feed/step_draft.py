@@ -179,7 +179,8 @@ class Draft:
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
         samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
         ranks = self._config.learner.ranks
-        rows = pack(samples, budget, branches=self._config.model.attention == VARLEN_SDPA, ranks=ranks)
+        branches = self._config.learner.layout in ("auto", "trie") and self._config.model.attention == VARLEN_SDPA
+        rows = pack(samples, budget, branches=branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
         weights, bound = [of.weights for of in standing], self._config.queue.max_staleness
         counts = count_step(judged, self._metrics, weights, rows, budget, bound)

@@ -7,7 +7,8 @@ at the whole row all show in the log-probs, so no list of such models is needed.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from accelerate import PartialState
 
-from learner.feed import packing
-from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.attention import layouts
+from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
 from learner.model import export, loading
 from learner.model.adapter import Adapter
 from learner.model.loading import load_network
@@ -65,19 +66,14 @@ def load_policy(
     policy = None
     if team is not None and team.sharded:
         policy = _loaded_by_part(path, model, scoring, precision, longest, team)
+    tried = layouts.possible(learner.layout, model.attention)
     if policy is None:
-        network = load_network(path, model, kept, PartialState().device, longest)
+        others = layouts.BATCH_ATTENTION if "padded" in tried and model.attention == PACKED_ATTENTION else ()
+        network = load_network(path, model, kept, PartialState().device, longest, others)
         policy = Policy(network, model.attention, scoring, precision)
+    policy.one_batch = team is not None and team.sharded
     network = policy.model
-    try:
-        policy.run(partial(_check, policy, longest))
-    except ConfigError:
-        raise
-    except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
-        raise ConfigError(
-            f"model.path = {path}: {type(network).__name__} cannot score a row with model.attention = "
-            f"{model.attention}: {type(error).__name__}: {error}; choose another model.attention, or another model"
-        ) from error
+    policy.run(partial(_choose_layout, policy, tried, path, longest))
     wrapping.resharded(policy)
     if adapted and lora is not None:
         policy.adapter = Adapter(network, lora, model, kept)
@@ -105,8 +101,6 @@ def _loaded_by_part(
             logger.warning("model.path = %s: each rank loads the whole model first, %s", path, why or "as another must")
         return None
     network = outline.network
-    if longest is not None:
-        loading.check_lengths(network.config.get_text_config(), path, longest)
     loading.freeze_all_but_text(network)
     device = PartialState().device
     policy = Policy(network, model.attention, scoring, precision)
@@ -118,7 +112,41 @@ def _loaded_by_part(
     return policy
 
 
-def _check(policy: Policy, longest: int | None) -> None:
+def _choose_layout(policy: Policy, tried: Sequence[layouts.Layout], path: str, longest: int | None) -> None:
+    """Give the policy the first layout that is exact for it. Raises `ConfigError`: none is."""
+    refused: list[ConfigError] = []
+    for layout in tried:
+        try:
+            policy.use(layout)
+            _check(policy, path, longest)
+        except ConfigError as error:
+            refused.append(error)
+        except torch.OutOfMemoryError:
+            raise
+        except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+            text = (
+                f"model.path = {path}: {type(policy.model).__name__} cannot score a row with model.attention = "
+                f"{policy.attention}, learner.layout = {layout}: {type(error).__name__}: {error}; choose another "
+                f"model.attention, or another model"
+            )
+            refused.append(ConfigError(text))
+        else:
+            if refused:
+                policy.layout_note = f"learner.layout: {layout}, since {_reason(refused[0])}"
+            return
+    raise refused[-1]
+
+
+def _reason(refused: ConfigError) -> str:
+    """Return what a refusal says between the model that it names and its remedy."""
+    text = re.sub(r"^model\.path[^:]*: ", "", str(refused))
+    return re.split(r"; |: choose|, compared with", text)[0]
+
+
+def _check(policy: Policy, path: str, longest: int | None) -> None:
+    if longest is not None:
+        config = policy.model.config.get_text_config()
+        loading.check_lengths(config, path, longest, padded=policy.layout == "padded")
     policy.check_logits()
     policy.check_routing()
     check_packing(policy, longest)
@@ -129,8 +157,15 @@ TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
 
 TOLERANCE_OF_16_BITS = 0.2
 
-# Tokens of the made-up sequences: the first two share their first `SHARED` tokens, the others nothing.
-LENGTHS = (13, 9, 12, 7)
+# Nats, of any token, for what has no effect: other tokens in the same computation, of the same shape. Nearly always the
+# difference is 0; a mixture may add its experts' tokens up in another order.
+LEAK = {torch.float32: 5e-6, torch.float64: 5e-6}
+
+LEAK_OF_16_BITS = 0.02
+
+# Tokens of the made-up sequences: the first two share their first `SHARED` tokens, the others nothing. Padded, the last
+# one stands beside the second.
+LENGTHS = (13, 9, 12, 8)
 
 SHARED = 5
 
@@ -146,9 +181,55 @@ def check_packing(policy: Policy, longest: int | None) -> None:
     row, sequences = _made_up(policy)
     with _eager(policy) as eager:
         alone = [_alone(policy, ids, eager) for ids in sequences]
+        cut = LENGTHS[0] // 2
+        later = _redrawn(policy, sequences[0], torch.arange(cut, device=policy.device))
+        ahead = float((_alone(policy, later, eager)[: cut - 1] - alone[0][: cut - 1]).abs().max())
+    if ahead > LEAK.get(policy.precision.compute, LEAK_OF_16_BITS):
+        raise ConfigError(
+            f"model.path: {type(policy.model).__name__} scores a token by what comes after it: it is no causal "
+            f"language model; choose a decoder-only model"
+        )
     _compare(policy, row, alone, "")
-    if longest is not None and longest > max(LENGTHS):
+    _check_apart(policy, row)
+    # A batch counts its positions; rotary embeddings may still look at the longest of its sequences.
+    reads_length = policy.layout != "padded" or bool(
+        getattr(policy.model.config.get_text_config(), "rope_parameters", None)
+    )
+    if reads_length and longest is not None and longest > max(LENGTHS):
         _compare(policy, _with_far_position(row, longest - 1), alone[:-1], f" at position {longest - 1}")
+
+
+def _check_apart(policy: Policy, row: PackedRow) -> None:
+    """Raise `ConfigError` if a score changes with tokens of other sequences, or with later tokens.
+
+    Weights that were never trained hardly show it: all their scores are nearly alike. But where nothing leaks, nothing
+    changes at all.
+    """
+    before = policy.at(row, 1.0).logprobs
+    for rollout, length in enumerate(LENGTHS):
+        own = row.rollout == rollout
+        kept = row.positions[row.scored[own]][: length // 2]
+        others = replace(row, input_ids=_redrawn(policy, row.input_ids[0], kept)[None])
+        after = policy.at(others, 1.0).logprobs
+        leak = float((after[own] - before[own])[: length // 2].abs().max())
+        if leak > LEAK.get(policy.precision.compute, LEAK_OF_16_BITS):
+            raise ConfigError(
+                f"model.path: {type(policy.model).__name__} scores a token {leak:.1g} nats differently where "
+                f"other sequences of its row change{_layers_of(policy)}: the learner's rows would mix sequences"
+            )
+
+
+def _redrawn(policy: Policy, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """Draw other tokens, int64 [T], for all but the places `kept`."""
+    random = np.random.default_rng(1)
+    size = policy.vocabulary_size
+    other = (ids + torch.from_numpy(random.integers(1, size, len(ids))).to(ids.device)) % size
+    return other.index_copy(0, kept, ids[kept])
+
+
+def _layers_of(policy: Policy) -> str:
+    kinds = sorted(set(getattr(policy.model.config.get_text_config(), "layer_types", None) or []))
+    return f" (layers of type {', '.join(kinds)})" if kinds else ""
 
 
 def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
@@ -162,7 +243,7 @@ def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
         weights = np.ones(len(ids), dtype=np.float32)
         weights[0] = 0.0
         samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout))
-    row = pack_row(samples, branches=policy.implementation == packing.PACKED_ATTENTION).to(policy.device)
+    row = pack_row(samples, branches=policy.layout == "trie").to(policy.device)
     return row, [torch.from_numpy(ids).to(policy.device, torch.int64) for ids in sequences]
 
 
@@ -172,7 +253,7 @@ def _with_far_position(row: PackedRow, position: int) -> PackedRow:
     positions = row.position_ids.clone()
     places = row.positions[row.scored[row.rollout == len(LENGTHS) - 1]]
     positions[0, places.max()] = position
-    return replace(row, position_ids=positions)
+    return replace(row, position_ids=positions, longest=position + 1)
 
 
 def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
@@ -180,7 +261,7 @@ def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
     if not eager:
         return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
     with policy.precision.autocast(policy.device):
-        hidden = policy.text(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
+        hidden = policy.tower(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
         return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
 
 
@@ -196,7 +277,7 @@ def _eager(policy: Policy) -> Iterator[bool]:
     try:
         yield network.config._attn_implementation == "eager"
     finally:
-        network.set_attn_implementation(policy.implementation)
+        network.set_attn_implementation(policy.attention)
 
 
 def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str) -> None:
@@ -216,9 +297,7 @@ def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str
             f"{refusal}, because another sequence has a token{far}: its position embeddings look at the whole row. "
             f"Lower vllm.max_model_len to the length that the model was trained on before it was extended"
         )
-    kinds = sorted(set(getattr(policy.model.config.get_text_config(), "layer_types", None) or []))
-    layers = f" (layers of type {', '.join(kinds)})" if kinds else ""
     raise ConfigError(
-        f"{refusal}, through its eager attention{layers}: the learner's rows would mix sequences, or model.attention = "
-        f"{policy.implementation} computes something else; choose a model with attention layers only"
+        f"{refusal}, through its eager attention{_layers_of(policy)}: the learner's rows would mix sequences, or "
+        f"model.attention = {policy.attention} computes something else; choose a model with attention layers only"
     )

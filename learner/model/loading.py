@@ -6,7 +6,7 @@ what the servers compute. Layers may be compiled, or computed again in the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,7 +33,12 @@ LIMITS = {
 
 
 def load_network(
-    path: str, model: ModelSection, dtype: torch.dtype, device: torch.device, longest: int | None = None
+    path: str,
+    model: ModelSection,
+    dtype: torch.dtype,
+    device: torch.device,
+    longest: int | None = None,
+    others: Sequence[str] = (),
 ) -> Any:
     """Load the network, ready to score rows.
 
@@ -43,9 +48,10 @@ def load_network(
         path: Folder or hub name of the weights.
         dtype: Type of the weights.
         longest: Tokens of the longest sequence, the servers' `max_model_len`.
+        others: Attention to load it with, the first that it takes, if it does not take `model.attention`.
 
     Raises:
-        ConfigError: It cannot be loaded, or a sequence can be longer than the learner computes correctly.
+        ConfigError: It cannot be loaded.
     """
     precision.check_quantisation(model)
     revision = model.revision if path == model.path else None
@@ -53,16 +59,26 @@ def load_network(
     try:
         config = AutoConfig.from_pretrained(path, **hub)
         packed = precision.quantisation_arguments(model, dtype)
-        network = kind_of(config).from_pretrained(
-            path, dtype=dtype, attn_implementation=model.attention, **hub, **packed
-        )
+        load = partial(kind_of(config).from_pretrained, path, dtype=dtype, **hub, **packed)
+        network = _with_attention(load, [model.attention, *others])
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ConfigError(refusal(path, model, error)) from error
     if longest is not None:
-        check_lengths(network.config.get_text_config(), path, longest)
         fix_rope_frequencies(network, longest)
     freeze_all_but_text(network)
     return network if packed else network.to(device)
+
+
+def _with_attention(load: Callable[..., Any], names: Sequence[str]) -> Any:
+    """Load with the first attention that the network takes. Raises the error of the first one if it takes none."""
+    first: ValueError | ImportError | KeyError | None = None
+    for name in names:
+        try:
+            return load(attn_implementation=name)
+        except (ValueError, ImportError, KeyError) as error:
+            first = first or error
+    assert first is not None
+    raise first
 
 
 def refusal(path: str, model: ModelSection, error: Exception) -> str:
@@ -83,21 +99,28 @@ def kind_of(config: Any) -> Any:
 def text_tower(network: Any) -> Any:
     """Return the part that turns tokens into hidden states; in a model with vision, the part that knows only text."""
     tower = network.get_decoder()
-    return network.model if tower is network and hasattr(network, "model") else tower
+    if tower is network or tower is network.get_output_embeddings():
+        return getattr(network, "model", network.base_model)
+    return tower
 
 
 def text_parameters(network: Any) -> set[int]:
     """Return the ids of the parameters that rows pass through: they train, or an adapter does in their place."""
-    parts = (text_tower(network), network.get_output_embeddings())
+    only_text = network.config.get_text_config() is network.config
+    parts = (network,) if only_text else (text_tower(network), network.get_output_embeddings())
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
 
-def check_lengths(config: Any, path: str, longest: int) -> None:
-    """Raise `ConfigError` if a sequence can be longer than the learner computes correctly."""
+def check_lengths(config: Any, path: str, longest: int, padded: bool) -> None:
+    """Raise `ConfigError` if a sequence can be longer than the learner computes correctly.
+
+    Args:
+        padded: Whether the network's own attention computes whole sequences.
+    """
     kinds = set(getattr(config, "layer_types", None) or [])
     for kind, name in LIMITS.items():
         limit = getattr(config, name, None)
-        if kind in kinds and limit is not None and longest > limit:
+        if not padded and kind in kinds and limit is not None and longest > limit:
             raise ConfigError(
                 f"model.path = {path}: its layers of type {kind} are computed as full attention, which is right for "
                 f"sequences of up to {name} = {limit} tokens, and vllm.max_model_len = {longest}: lower it to {limit}"

@@ -37,13 +37,14 @@ class TokenScores(NamedTuple):
 
 @dataclass(frozen=True)
 class LmHead:
-    """The output layer: logits = softcap(hidden @ weight.T + bias) / temperature.
+    """The output layer: logits = softcap(scale * (hidden @ weight.T + bias)) / temperature.
 
     Attributes:
         weight: [V, h].
         bias: [V] or None.
         softcap: `final_logit_softcapping`, c in c * tanh(x / c), or None.
         logits_bytes: Bytes that logits, and all that is made from them, may take at one time.
+        scale: Factor of the product.
     """
 
     weight: torch.Tensor
@@ -51,6 +52,7 @@ class LmHead:
     softcap: float | None
     temperature: float
     logits_bytes: int
+    scale: float = 1.0
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits, float32 [n, V], of hidden states [n, h]."""
@@ -128,7 +130,11 @@ class _TokenScores(torch.autograd.Function):
             place = targets - words.start
             own = torch.where((place >= 0) & (place < gradient.shape[1]), upstream, 0.0)
             gradient.scatter_add_(1, place.clamp_(0, gradient.shape[1] - 1)[:, None], own[:, None])
-            gradient = chunks.computed(gradient if slope is None else gradient.mul_(slope))
+            if slope is not None:
+                gradient.mul_(slope)
+            if lm_head.scale != 1.0:
+                gradient.mul_(lm_head.scale)
+            gradient = chunks.computed(gradient)
             _add_product(to_hidden, gradient, chunks.weight[words])
             if to_weight is not None:
                 _set_product(to_weight[words], gradient.T, inputs)
@@ -163,6 +169,8 @@ class _Chunks:
             torch.addmm(self._bias[words], hidden, weight.T, out=product)
         if self._product is not self._logits:
             logits.copy_(product)
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
         if head.softcap is not None:
             logits.div_(head.softcap).tanh_().mul_(head.softcap)
         return logits if head.temperature == 1.0 else logits.div_(head.temperature)

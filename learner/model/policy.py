@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -14,8 +15,8 @@ import torch
 from transformers.utils import SAFE_WEIGHTS_NAME
 
 from learner.algorithm.loss_terms import Routing
-from learner.attention import packed
-from learner.feed.packing import PackedRow, Sample, pack_row
+from learner.attention import layouts
+from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
 from learner.model import export
 from learner.model.adapter import Adapter
 from learner.model.loading import text_tower
@@ -24,6 +25,9 @@ from learner.model.precision import Precision
 from protocol.config import ConfigError
 
 Result = TypeVar("Result")
+
+# How near a measured scale of logits is to the number in the config that it comes from.
+_SAME_SCALE = 0.01
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Policy(torch.nn.Module):
         implementation: `model.attention`.
 
     Attributes:
+        attention: Name of the model's attention.
+        layout: How rows go through the model.
+        layout_note: Why it is not the fastest one; "" if it is.
+        one_batch: Whether a padded row is one batch.
+        whole: Whether rows go through the whole model up to its output layer, in place of the tower.
+        logit_scale: Factor of the model's logits, found by `check_logits`.
         adapter: The adapter that trains; None if the model's own weights train.
     """
 
@@ -64,7 +74,12 @@ class Policy(torch.nn.Module):
         super().__init__()
         self.model = model.eval()
         self.precision = precision or Precision()
-        self.implementation = implementation
+        self.attention = self._wanted = implementation
+        self.layout: layouts.Layout = "trie" if implementation == PACKED_ATTENTION else "packed"
+        self.layout_note = ""
+        self.one_batch = False
+        self.whole = False
+        self.logit_scale = 1.0
         self.adapter: Adapter | None = None
         self._scoring = scoring
 
@@ -82,11 +97,24 @@ class Policy(torch.nn.Module):
     def at(self, row: PackedRow, temperature: float) -> TokenScores:
         """Score the row as `forward` does, at a given temperature."""
         with self.precision.autocast(self.device):
-            output = self._output(row)
-            hidden = output.last_hidden_state[0, row.positions]
-            scores = token_scores(self.lm_head(temperature), hidden, row.targets)
-            routing = self._routing(row, output) if self._scoring.routing else None
+            states = self._states(row)
+            scores = token_scores(self.lm_head(temperature), states.hidden[row.positions], row.targets)
+            routing = self._routing(row, states) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
+
+    def use(self, layout: layouts.Layout) -> None:
+        """Score rows in this layout. Raises `ConfigError` if the model lacks the attention for it."""
+        self.layout = layout
+        if layout != "padded":
+            with suppress(ValueError, ImportError):
+                self.model.set_attn_implementation(self._wanted)
+            if self.model.config._attn_implementation != self._wanted:
+                raise ConfigError(f"model.path: {type(self.model).__name__} takes no attention but its own")
+            self.attention = self._wanted
+            return
+        self.attention = self.model.config._attn_implementation
+        if self.attention == PACKED_ATTENTION:
+            self.attention = layouts.set_batch_attention(self.model)
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns. Where ranks hold parts of the weights it runs as a forward pass does: with the
@@ -102,7 +130,7 @@ class Policy(torch.nn.Module):
         """
         row = plain_row(token_ids).to(self.device)
         with self.precision.autocast(self.device):
-            scores = token_scores(self.lm_head(1.0), self._hidden(row)[row.positions], row.targets)
+            scores = token_scores(self.lm_head(1.0), self._states(row).hidden[row.positions], row.targets)
         return cast("npt.NDArray[np.float32]", scores.logprobs.cpu().numpy())
 
     def named_weights(self) -> export.Published:
@@ -117,6 +145,11 @@ class Policy(torch.nn.Module):
     def text(self) -> Any:
         """The part that turns tokens into hidden states; in a model with vision, its text tower."""
         return text_tower(self.model)
+
+    @property
+    def tower(self) -> Any:
+        """What rows go through before the output layer."""
+        return layouts.UpToOutput(self.model) if self.whole else self.text
 
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:
         """Write a model folder with the weights as they are, an adapter merged, or with those in `state`.
@@ -161,20 +194,34 @@ class Policy(torch.nn.Module):
 
     @torch.no_grad()
     def check_logits(self) -> None:
-        """Raise `ConfigError` if the model computes its logits otherwise than `LmHead` (scaling, further layers).
+        """Find the scale of the logits. Raise `ConfigError` if the model computes them otherwise than `LmHead`, as with
+        further layers.
 
-        Ours must agree with the model's own on a short sequence: a model that scales its logits would otherwise train
-        on wrong log-probs, silently.
+        Ours must agree with the model's own on a short sequence, or it would train on wrong log-probs, silently. Where
+        a model has more between its tower and its output layer, rows go through all of it.
         """
+        self.whole = False
+        try:
+            self._find_scale()
+        except (ConfigError, TypeError, AttributeError, KeyError, IndexError, ValueError):
+            self.whole = True
+            self._find_scale()
+
+    def _find_scale(self) -> None:
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
         with self.precision.autocast(self.device):
-            ours = self.lm_head(1.0).logits(self._hidden(row))
-            theirs = self.model(**self._model_inputs(row)).logits[0].float()
+            hidden = self._states(row).hidden
+            theirs = self.model(**layouts.arguments(row, self.layout, self.attention)).logits[0].float()
+            self.logit_scale = 1.0
+            ours = self.lm_head(1.0).logits(hidden)
+            if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
+                self.logit_scale = _scale(self.model.config.get_text_config(), ours, theirs)
+                ours = self.lm_head(1.0).logits(hidden)
         if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
             raise ConfigError(
                 f"model.path: {type(self.model).__name__} computes its logits in a way that the learner does not know "
                 f"(they differ by {float((ours - theirs).abs().max()):.3g}): choose a model whose logits are "
-                f"lm_head(hidden), with or without final_logit_softcapping"
+                f"lm_head(hidden), times a number, with or without final_logit_softcapping"
             )
 
     @torch.no_grad()
@@ -183,8 +230,7 @@ class Policy(torch.nn.Module):
         if not self._scoring.routing:
             return
         config, row = self.model.config.get_text_config(), plain_row([0, 1]).to(self.device)
-        router_logits = getattr(self._output(row), "router_logits", None) or ()
-        if not router_logits or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
+        if not self._states(row).router_logits or not _choices(config) or not hasattr(config, "router_aux_loss_coef"):
             raise ConfigError(
                 f"learner.router_aux_loss_coef: {type(self.model).__name__} is not a mixture of experts whose routers "
                 f"transformers shows: set it to 0"
@@ -203,33 +249,34 @@ class Policy(torch.nn.Module):
             ) from error
         self.zero_grad()
 
-    def _output(self, row: PackedRow) -> Any:
+    def _states(self, row: PackedRow) -> layouts.States:
         more = {"output_router_logits": True} if self._scoring.routing else {}
-        return self.text(**self._model_inputs(row), **more)
+        return layouts.states(self.tower, row, self.layout, self.attention, self.one_batch, **more)
 
-    def _hidden(self, row: PackedRow) -> torch.Tensor:
-        """Return the hidden states, [T, h]."""
-        return cast(torch.Tensor, self._output(row).last_hidden_state[0])
-
-    def _routing(self, row: PackedRow, output: Any) -> Routing:
+    def _routing(self, row: PackedRow, states: layouts.States) -> Routing:
         top_k = _choices(self.model.config.get_text_config())
-        return Routing.of([layer.flatten(0, -2) for layer in output.router_logits], top_k, row.copies)
-
-    def _model_inputs(self, row: PackedRow) -> dict[str, Any]:
-        return {
-            "input_ids": row.input_ids,
-            "position_ids": row.position_ids,
-            "use_cache": False,
-            **packed.model_arguments(self.implementation, row),
-        }
+        return Routing.of(states.router_logits or [], top_k, row.copies)
 
     def lm_head(self, temperature: float) -> LmHead:
         """Return the output layer at a sampler's temperature."""
         output = self.model.get_output_embeddings()
         softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
         return LmHead(
-            output.weight, getattr(output, "bias", None), softcap, temperature, self._scoring.logits_mib << 20
+            output.weight,
+            getattr(output, "bias", None),
+            softcap,
+            temperature,
+            self._scoring.logits_mib << 20,
+            self.logit_scale,
         )
+
+
+def _scale(config: Any, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Return the factor between two versions of the same logits: that of the config, if it has it, else as measured."""
+    measured = float((ours * theirs).sum() / ours.square().sum())
+    named = [value for value in vars(config).values() if isinstance(value, float) and value]
+    near = [factor for value in named for factor in (value, 1 / value) if abs(factor / measured - 1) < _SAME_SCALE]
+    return min(near, key=lambda factor: abs(factor - measured), default=measured)
 
 
 def _choices(config: Any) -> int:

@@ -13,7 +13,7 @@ from fastapi import Response
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from protocol import access, reasons
+from protocol import access, reasons, tracing
 from protocol.messages import ErrorBody
 from rollout_queue.api import requests
 from rollout_queue.api.access import Gate
@@ -57,7 +57,9 @@ class Entrance:
                 return
             else:
                 self._broker.check_ready()
-                response = await self._answer(handle, Request(scope, receive), name)
+                with tracing.serving(f"{method} {route.path}", scope["headers"]) as span:
+                    response = await self._answer(handle, Request(scope, receive), name)
+                    span.set(http_status=response.status_code)
         except Refusal as refusal:
             response = requests.error_response(refusal)
         except ClientDisconnect:

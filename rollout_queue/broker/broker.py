@@ -38,6 +38,7 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
+from rollout_queue.observe.ticket_spans import TicketSpans
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
 
@@ -89,6 +90,7 @@ class Broker:
         self.history = History(config.run_dir / FOLDER if config.run_dir.is_dir() else None, config.queue.history_bytes)
         self.trained = TrainedRollouts(config.run_dir / ROLLOUTS)
         self.viewers = Viewers()
+        self.spans = TicketSpans()
         self.on_failure: Callable[[], None] = lambda: None
         self.writer = Writer(store, self.fail, self.observations.histograms.commit_s)
 
@@ -185,6 +187,11 @@ class Broker:
             raise self.writer.fail(error) from error
         try:
             self.observations.decided(decision, self.now)
+            self.spans.moved(self.ledger.run.id, decision.tickets, self.clock.wall())
+            if decision.run is not None or decision.servers:
+                version = self.ledger.run.version
+                published = version - version % self.config.weight_sync.every
+                self.observations.limits.versions(published, self.fleet.served_version, self.now)
         except Exception:  # the change has taken effect: a fault in the report of it must not undo that
             logger.exception("the status misses a change")
         self._wake(decision, session, had_tickets)

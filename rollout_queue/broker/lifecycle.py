@@ -119,6 +119,7 @@ async def _load(broker: Broker) -> None:
     broker.ledger = Ledger(broker.config, contents, broker.now)
     broker.fleet = ServerRegistry(contents.servers)
     broker.early_failures.begin(broker.ledger.ever_accepted)
+    broker.spans.load([*contents.live, *contents.evaluation_tickets], broker.clock.wall())
 
 
 def _register_servers(broker: Broker) -> None:

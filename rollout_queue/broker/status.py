@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.messages import Server, ServerState
-from protocol.status import Evaluation, GroupCounts, Notice, ServerStatus, Stall, Status, Wait, WorkerStatus
+from protocol.status import Evaluation, GroupCounts, Limit, Notice, ServerStatus, Stall, Status, Wait, WorkerStatus
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import diagnosis, stall
+from rollout_queue.observe.limits import limit_of
 from rollout_queue.observe.stall import alarm_after_s
 from rollout_queue.observe.waits import LEARNER, group_alike
 from rollout_queue.store.base import MAX_SILENCE_S
@@ -72,6 +73,7 @@ def assemble(broker: Broker) -> Status:
         notices=notices,
         gave_up=broker.early_failures.gave_up,
         diagnosis=seen.cause_times.timed(causes, now),
+        limit=_limit(broker, workers, servers),
         evaluations=evaluations[-_MAX_EVALUATIONS:],
         connections=seen.connections.status(now),
     )
@@ -114,6 +116,12 @@ def _groups(broker: Broker) -> GroupCounts:
         capacity_bytes=queue.capacity_bytes,
         limit=broker.admission.limit(ledger.run.version, broker.fleet.served_version),
     )
+
+
+def _limit(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequence[Server]) -> Limit | None:
+    slots = sum(worker.capacity for worker in workers if not worker.is_gone)
+    inputs = broker.observations.limits.inputs(slots, broker.config.vllm.max_num_seqs * len(servers), broker.now)
+    return None if inputs is None or broker.ledger.run.finished else limit_of(inputs, broker.config)
 
 
 def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequence[Evaluation]) -> list[Wait]:

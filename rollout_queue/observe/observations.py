@@ -18,6 +18,7 @@ from rollout_queue.ledger.registration import SILENT_S
 from rollout_queue.observe.connections import ConnectionCounts
 from rollout_queue.observe.diagnosis import CauseTimes, Symptoms
 from rollout_queue.observe.histograms import Histograms
+from rollout_queue.observe.limits import LimitWindow
 from rollout_queue.observe.notices import Notices
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
@@ -60,7 +61,8 @@ class Observations:
         self.started = now
         self.histograms = Histograms()
         self.connections = ConnectionCounts(max_workers)
-        self.workers = WorkerReports(max_workers)
+        self.limits = LimitWindow()
+        self.workers = WorkerReports(max_workers, self.limits.slots)
         self.progress = StepProgress(now, start_s)
         self.notices = Notices()
         self.symptoms = Symptoms(groups_per_step)
@@ -84,6 +86,7 @@ class Observations:
         self._learner_at = now
         self.progress.session_began(now)
         self.symptoms.session_began()
+        self.limits.session_began()
         self.waits.end(LEARNER)
 
     def learner_waits(self, what: str | None, now: float) -> None:
@@ -144,6 +147,7 @@ class Observations:
         if report is not None:
             self.symptoms.stepped(report.metrics.get("grad_norm"))
             self._reports.append(report)
+            self.limits.stepped(report)
             self._learner_waited_s += report.wait_s
             self._learner_s += report.step_s
         wait_share = report.wait_s / report.step_s if report and report.step_s > 0 else 0.0

@@ -15,6 +15,7 @@ import msgspec
 from protocol.messages import WorkerReport
 from protocol.status import EPISODE_PLACES, WorkerActivity, WorkerStatus
 from rollout_queue.ledger.registration import SILENT_S
+from rollout_queue.observe.limits import SlotTimes
 from rollout_queue.observe.waits import SESSION
 
 _KEPT_S = 3600.0
@@ -30,12 +31,38 @@ class _Heard(msgspec.Struct):
     that is `refused`, for that reason."""
 
     status: WorkerStatus
-    slot_s: float
-    idle_slot_s: float
+    elapsed_s: float
+    waited_s: float
+    full_s: float
     cpu_s: float
     at: float
     left: bool = False
     refused: str | None = None
+
+    @property
+    def slot_s(self) -> float:
+        return self.elapsed_s * self.status.capacity
+
+    @property
+    def idle_slot_s(self) -> float:
+        return self.waited_s * self.status.capacity
+
+    def since(self, known: _Heard | None) -> SlotTimes:
+        """Return what passed for its slots and episodes since an earlier report, or since its start."""
+        if known is None or known.elapsed_s > self.elapsed_s:
+            passed_s, waited_s, full_s = self.elapsed_s, self.waited_s, self.full_s
+        else:
+            passed_s, waited_s = self.elapsed_s - known.elapsed_s, max(0.0, self.waited_s - known.waited_s)
+            full_s = max(0.0, self.full_s - known.full_s)
+        slots, status = self.status.capacity, self.status
+        return SlotTimes(
+            slot_s=slots * passed_s,
+            ticket_wait_s=slots * waited_s,
+            open_wait_s=slots * full_s,
+            episode_s=passed_s * sum(getattr(status, f"episodes_{place}") for place in EPISODE_PLACES),
+            tools_s=passed_s * status.episodes_in_tools,
+            judgement_s=passed_s * status.episodes_in_judgement,
+        )
 
     def lives(self, now: float) -> bool:
         return not self.left and self.refused is None and now - self.at <= SILENT_S
@@ -46,10 +73,12 @@ class WorkerReports:
 
     Args:
         max_workers: How many are kept.
+        passed: Called with what passed for a worker's slots since its last report, and the time of this one.
     """
 
-    def __init__(self, max_workers: int) -> None:
+    def __init__(self, max_workers: int, passed: Callable[[SlotTimes, float], None] = lambda *_: None) -> None:
         self._max_workers = max_workers
+        self._passed = passed
         self._heard: OrderedDict[str, _Heard] = OrderedDict()  # the longest silent first
         # Of those that live: the draining servers on which each has no request, and how many have none on each.
         self._done_with: OrderedDict[str, frozenset[str]] = OrderedDict()
@@ -57,7 +86,9 @@ class WorkerReports:
 
     def report(self, report: WorkerReport, now: float) -> None:
         done_with = frozenset(name for name, requests in report.draining.items() if requests == 0)
-        self._keep(report.worker_id, _heard(report, now), done_with)
+        heard = _heard(report, now)
+        self._passed(heard.since(self._heard.get(report.worker_id)), now)
+        self._keep(report.worker_id, heard, done_with)
 
     def seen(self, worker_id: str, now: float) -> None:
         """Note a sign of life without a report. A worker that has left stays so: a long-poll may end after it."""
@@ -166,7 +197,7 @@ def _heard(report: WorkerReport, now: float) -> _Heard:
         cpu_ms_per_episode=1000 * report.cpu_s / episodes if episodes else None,
         seen_s_ago=0.0,
     )
-    return _Heard(status, report.elapsed_s * report.capacity, report.waited_s * report.capacity, report.cpu_s, now)
+    return _Heard(status, report.elapsed_s, report.waited_s, report.full_s, report.cpu_s, now)
 
 
 def _activity(status: WorkerStatus, waits_for: str | None) -> WorkerActivity:

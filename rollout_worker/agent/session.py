@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from protocol import tracing
 from protocol.config import RolloutSection
 from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
@@ -31,7 +32,7 @@ from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.capacity import Capacity
 from rollout_worker.episodes.episode import Episode
 from rollout_worker.episodes.limits import Deadline
-from rollout_worker.episodes.runner import EpisodeRunner
+from rollout_worker.episodes.runner import EpisodeRunner, note_turn
 from rollout_worker.episodes.tool_results import for_policy
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
@@ -159,6 +160,7 @@ class Session:
         self._outgoing = Outgoing()
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._generate_s = 0.0
+        self._span = tracing.current()
 
     @property
     def ended_as(self) -> FinishReason | None:
@@ -311,9 +313,12 @@ class Session:
             with self.agent_clock.policy(), allowance.taken(tokens):
                 async with self._deadline.slot(episodes.capacity, begun=self.turns > 0):
                     began = episodes.clock()
-                    sampled = await episodes.sampler.sample(
-                        self._affinity, context.ids, tokens, None, OwnParams(self.temperature, asked.stop)
-                    )
+                    # A request is answered in a task of the server's, which does not belong to the episode.
+                    with tracing.span("generate", self._span, kind="client") as span:
+                        sampled = await episodes.sampler.sample(
+                            self._affinity, context.ids, tokens, None, OwnParams(self.temperature, asked.stop)
+                        )
+                        note_turn(span, self.turns + 1, sampled)
                     self._generate_s += episodes.clock() - began
                 allowance.spend(len(sampled.token_ids))
         except EpisodeFailed as failure:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
 
-from protocol import reasons, rollouts
+from protocol import reasons, rollouts, tracing
 from protocol.client import retry_pause_s
 from protocol.config import ConfigError, RunConfig, WorkerSection
 from rollout_worker.chat.base import ChatFormat, PromptError
@@ -242,7 +242,7 @@ class _Play:
         """Count the time, and the episode as being at `activity`. An environment that fails serves no other episode."""
         started = self.episodes.clock()
         try:
-            with self.episodes.capacity.being(activity):
+            with self.episodes.capacity.being(activity), tracing.span(metric.removesuffix("_s")):
                 yield
         except UserCodeError as error:
             self.instance.lost = self.instance.lost or not isinstance(error, NotCalled)

@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
-from protocol import reasons
+from protocol import reasons, tracing
 from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import SERVER_MOVES
 from rollout_worker import user_code
@@ -30,6 +30,7 @@ from rollout_worker.episodes.tool_results import describe_defused, for_policy
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
+from rollout_worker.inference.wire import Sampled
 from rollout_worker.tools.base import ToolResult, count_call
 
 # The queue takes no more for one rollout.
@@ -116,9 +117,10 @@ class EpisodeRunner:
             if budget.tokens <= 0:
                 return budget.ends_as
             async with self._slot(episode, first, deadline):
-                with self._timed(episode, "generate"):
+                with self._timed(episode, "generate"), tracing.span("generate", kind="client") as span:
                     pending = None if first is None else first.pending
                     turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own)
+                    note_turn(span, rollout.turns + 1, turn)
             first = None
             await self.loop_yield.passed()
             if following.prompt is not None:
@@ -137,8 +139,13 @@ class EpisodeRunner:
             if parsed.calls:
                 if ended is not None:
                     return ended
-                with self._timed(episode, "tools"), self.capacity.being("tools"):
+                with (
+                    self._timed(episode, "tools"),
+                    self.capacity.being("tools"),
+                    tracing.span("tools", calls=len(parsed.calls)) as span,
+                ):
                     results = await setup.tools.run(parsed.calls)
+                    span.set(failures=sum(result.failed for result in results))
                     results = await for_policy(results, self.limits.tool_result_tokens, chat)
                     await self.loop_yield.passed()
                 self._count(results, rollout)
@@ -233,3 +240,10 @@ class EpisodeRunner:
             yield
         finally:
             episode.rollout.timings[what] += self.clock() - started
+
+
+def note_turn(span: tracing.Span, number: int, turn: Sampled) -> None:
+    """Describe a turn in its trace. `number`: of the turn in its episode, from 1."""
+    last = turn.spans[-1] if turn.spans else None
+    if span.is_recording and last is not None:
+        span.set(turn=number, tokens=len(turn.token_ids), server=last.server, version=last.version)

@@ -12,7 +12,7 @@ from contextlib import AbstractAsyncContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self, TextIO
 
-from protocol import reasons
+from protocol import reasons, tracing
 from protocol.config import RunConfig
 from rollout_worker import user_code
 from rollout_worker.chat.base import ChatFormat, PromptError
@@ -169,13 +169,18 @@ class EpisodeSource(Protocol):
 
 async def outcome(episode: Awaitable[Episode]) -> Episode | EpisodeFailed:
     """Return an episode or its failure, so that one that fails does not end the group's others."""
-    try:
-        return await episode
-    except EpisodeFailed as failure:
+    with tracing.span("episode") as span:
+        try:
+            done = await episode
+            span.set(turns=done.rollout.turns, tokens=done.sampled_tokens, finish_reason=done.rollout.finish_reason)
+            return done
+        except EpisodeFailed as error:
+            failure = error
+        except Exception as error:
+            logger.exception("an episode failed unexpectedly")
+            failure = EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
+        span.fail(failure.reason)
         return failure
-    except Exception as error:
-        logger.exception("an episode failed unexpectedly")
-        return EpisodeFailed(reasons.INTERNAL, str(user_code.failure_of(error, None)), retryable=True)
 
 
 async def side_by_side(

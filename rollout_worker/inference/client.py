@@ -10,7 +10,7 @@ from typing import Self
 import aiohttp
 import msgspec
 
-from protocol import reasons
+from protocol import reasons, tracing
 from protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
 from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
@@ -140,6 +140,7 @@ class InferenceClient:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             raise RuntimeError("use the client as a context manager: async with InferenceClient(...) as client")
+        headers = {**(headers or {}), **tracing.headers()}
         try:
             try:
                 response = await self._session.post(url, data=body, timeout=timeout, headers=headers)

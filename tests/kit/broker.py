@@ -29,9 +29,9 @@ async def running(store: Store | None = None, **sections: dict[str, Any]) -> Asy
     """Run a broker with a learner session and a server that serves version 0."""
     broker = Broker(config(**sections), store or MemoryStore(), FakeTime().clock())
     async with lifecycle.running(broker):
-        await learner.command(broker, BeginSession(0, 0, 100, resume=False))
+        session = (await learner.command(broker, BeginSession(0, 0, 100, resume=False))).session
         for state, version in ((ServerState.JOINING, None), (ServerState.SYNCING, None), (ServerState.SERVING, 0)):
-            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), 1))
+            await learner.put_server(broker, ServerChange(Server(SERVER, URL, state, version), session))
         try:
             yield broker
         finally:

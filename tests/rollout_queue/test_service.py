@@ -463,6 +463,28 @@ async def test_ages_and_the_depth_follow_what_the_learner_meets() -> None:
         assert status.learner.reward_mean == 0.5
 
 
+async def test_the_status_names_what_limits_the_run() -> None:
+    async with running(learner={"groups_per_step": 1, "steps": 5}) as (queue, client):
+        await client.heartbeat(WorkerReport("w", [], capacity=4, elapsed_s=10.0, waited_s=9.0))
+        for number in range(1, 5):
+            assert (await client.status()).limit is None, "four steps are wanted: the first waits for the start"
+            (ticket,) = await take(client, 1)
+            await client.submit(group(ticket))
+            leased = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
+            report = LearnerReport(
+                number, 0.5, wait_s=0.1, step_s=1.0, tokens_trained=6, staleness_mean=0.0, staleness_max=0
+            )
+            await step(client, [leased.ticket_id], number, report=report)
+            await move_server(client, ServerState.SERVING, number)
+            queue.time.now += 1.0
+        limit = (await client.status()).limit
+        assert limit is not None
+        assert limit.part == "learner"
+        assert "the learner waits 10% of its time for groups, the workers' slots 90%" in limit.text
+        await client.finish(1)
+        assert (await client.status()).limit is None
+
+
 async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refused() -> None:
     async with running() as (_, client):
         here, late = await take(client, 2)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import uvicorn
 
+from protocol import tracing
 from protocol.client import QueueClient, QueueError
 from protocol.config import ModelSection, RunConfig, WeightSyncSection
 from protocol.messages import BeginSession, Server, ServerState
@@ -28,6 +29,7 @@ from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm, Fault, serving
 from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
+from tests.kit.traces import traced
 from weight_sync import publisher
 from weight_sync.fleet import decisions, fleet, member, server_publication
 from weight_sync.publisher import Publisher, PublishError
@@ -166,6 +168,28 @@ def mismatched(world: World, index: int) -> None:
 
 def sound(world: World, index: int) -> None:
     world.fakes[index].engine.probe_logprob = logprob_of
+
+
+def test_a_publication_is_in_the_trace_of_the_step_that_made_its_version(world: World) -> None:
+    with traced() as found, world.publisher() as publishing:
+        for version in (1, 2):
+            with tracing.span("step"):
+                publishing.publish(version, weights(), probe())
+            publishing.wait()
+        held = world.hold_transfers()
+        for version in (3, 4, 5, 6):
+            publishing.publish(version, weights(), probe())
+        until(held.began.is_set)
+        held.release()
+        publishing.wait()
+    steps = [span.context for span in found() if span.name == "step"]
+    publications = {span.attributes["slipstream.published"]: span for span in found() if span.name == "publication"}
+    assert [publications[version].parent for version in (1, 2)] == steps
+    assert publications[1].attributes["slipstream.servers"]
+    assert [version for version, span in publications.items() if not span.status.is_ok] == [
+        record.version - number for record in publishing.records for number in range(record.skipped, 0, -1)
+    ]
+    assert len(publications) == 6
 
 
 def test_versions_go_out_to_all_servers_and_are_recorded_as_they_count(world: World) -> None:

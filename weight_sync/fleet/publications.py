@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from protocol import tracing
 from weight_sync.fleet.server_publication import Outcome
 from weight_sync.transports.base import Sent
 
@@ -113,6 +114,7 @@ class Publications:
         self.records: list[PublishRecord] = []
         self.counted: int | None = None
         self._known: dict[int, PublishRecord] = {}
+        self._spans: dict[int, tracing.Span] = {}
 
     def reached(self, version: int) -> list[str]:
         """Return the names of the servers that have `version`."""
@@ -121,6 +123,7 @@ class Publications:
     def handed(self, version: int, snapshot_s: float) -> None:
         """Begin the record of a version. The learner waited for the copy only: `snapshot_s` seconds."""
         self._known[version] = PublishRecord(version, snapshot_s, blocked_s=snapshot_s)
+        self._spans[version] = tracing.span("publication", published=version, snapshot_s=snapshot_s)
 
     def why_failed(self, version: int) -> dict[str, str]:
         """Return the newest reason by server name."""
@@ -150,6 +153,7 @@ class Publications:
             other: version - has for other, has in served.items() if other != name and has is not None and has < version
         }
         self.counted = version
+        self._end_spans(record)
         self.records.append(record)
         kept = {of.version for of in self.records[-_KEPT:]}
         self._known = {of: each for of, each in self._known.items() if of > version or of in kept}
@@ -158,3 +162,22 @@ class Publications:
     def give_up(self) -> None:
         """Forget the versions that have not counted. Nothing waits for them any more."""
         self._known = {of: each for of, each in self._known.items() if self.counted is not None and of <= self.counted}
+        for span in self._spans.values():
+            span.fail("no quorum")
+            span.end()
+        self._spans.clear()
+
+    def _end_spans(self, counted: PublishRecord) -> None:
+        """End the span of a version that counts, and of those that it has overtaken."""
+        for version in [of for of in self._spans if of <= counted.version]:
+            span = self._spans.pop(version)
+            if version < counted.version:
+                span.fail("overtaken")
+            else:
+                span.set(
+                    servers=counted.servers_ok,
+                    transfer_s=counted.transfer_s,
+                    pause_s=counted.pause_s,
+                    sent_bytes=counted.sent_bytes,
+                )
+            span.end()

@@ -134,6 +134,14 @@ class LearnerSection(OptimiserSection):
         description="tokens of one packed micro-batch",
         why="one long episode, or many short ones; on GPUs `slipstream up` takes what fits their memory",
     )
+    layout: Literal["auto", "trie", "packed", "padded"] = setting(
+        "auto",
+        description="how sequences stand in a micro-batch: trie computes what they share once, packed has them end to "
+        "end, padded as a batch. auto takes the first of these that is exact for the model, by a check at the start: "
+        "trie for attention, packed for linear attention and convolutions on a GPU with flash-linear-attention and "
+        "causal-conv1d, padded for every other",
+        why="a model is trained as fast as its layers allow",
+    )
     logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
         512,
         description="maximum MiB of logits and of all that is computed from them, at one time",

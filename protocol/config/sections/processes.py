@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlencode, urlsplit
 
 from pydantic import AfterValidator, field_validator
 
+from protocol.addresses import split_urls
 from protocol.config.sections.base import (
     WILDCARDS,
     Bytes,
@@ -23,7 +24,6 @@ from protocol.config.sections.base import (
     setting,
     url_of,
 )
-from protocol.queue_urls import split_urls
 
 
 def _checked_urls(value: str) -> str:

@@ -231,6 +231,18 @@ class TrackingSection(Section):
         why="their own defaults",
     )
 
+    traces: str | None = setting(
+        None,
+        description="URL of a collector that takes OpenTelemetry traces over HTTP, such as http://collector:4318; each "
+        "group's way becomes a trace there",
+        why="no traces",
+    )
+
+    @field_validator("traces")
+    @classmethod
+    def _collector(cls, value: str | None) -> str | None:
+        return None if value is None else checked_url(value)
+
     @field_validator("report_to", mode="before")
     @classmethod
     def _one_or_several(cls, value: Any) -> Any:

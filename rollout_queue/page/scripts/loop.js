@@ -108,8 +108,17 @@
     };
   }
 
-  /** Draws one node. */
-  function drawNode(drawing, name, box, content, waits, alarm) {
+  /** Returns the same of a run that is planned: the figures and shares of time that the plan names. */
+  function planned(parts, plan) {
+    for (const [name, node] of Object.entries(plan.nodes)) {
+      Object.assign(parts[name], { big: node.big, lines: node.lines, total: 100 });
+      parts[name].parts = node.shares.map(([part, share], i) => [part, 100 * share, `--series-${i ? 10 : 1}`]);
+    }
+    return parts;
+  }
+
+  /** Draws one node. `plan`: whether it is of a run that is planned, where waits have no beginning. */
+  function drawNode(drawing, name, box, content, waits, alarm, plan) {
     const { x, y, w, h } = box;
     const key = (part) => `${name}.${part}`;
     const mood = alarm ? "alarm" : waits.length ? "waits" : "";
@@ -155,6 +164,10 @@
       drawing.text(key("wait0"), x + 14, y + h - 16, "waits for nobody", "small dim", inner);
       return;
     }
+    if (plan) {
+      drawing.twoLines(key("wait0"), x + 14, y + h - 41, `${waits[0].who} ${waits[0].what}`, "small wait", inner);
+      return;
+    }
     const longest = waits.reduce((a, b) => (a.since_s >= b.since_s ? a : b));
     const others = waits.length > 1 ? ` (+${waits.length - 1})` : "";
     drawing.text(
@@ -183,7 +196,7 @@
     return rate >= fast ? 3 : rate >= fast / 10 ? 2 : 1;
   }
 
-  function drawArrows(drawing, layout, status, publishing) {
+  function drawArrows(drawing, layout, status, publishing, plan) {
     const { nodes, wide } = layout;
     const { rates, groups } = status;
     const pairs = [
@@ -200,8 +213,8 @@
         "queue",
         [number(rates.groups, 2), "groups/s"],
         speedOf(rates.groups, 10),
-        [count(groups.tickets), "tickets out"],
-        speedOf(groups.tickets, 100),
+        plan ? [number(rates.groups, 2), "tickets/s"] : [count(groups.tickets), "tickets out"],
+        plan ? speedOf(rates.groups, 10) : speedOf(groups.tickets, 100),
       ],
       [
         "queue",
@@ -248,7 +261,7 @@
       ? `M${middle(from)} ${from.y + from.h + 5}v34q0 12 -12 12H${middle(to) + 12}q-12 0 -12 -12V${to.y + to.h + 9}`
       : `M${from.x - 5} ${from.y + 89}H44q-14 0 -14 -14V${to.y + 103}q0 -14 14 -14H${to.x - 9}`;
     drawArrow(drawing, "weights", path, [], { x: 0, y: 0 }, publishing ? 3 : speedOf(rates.steps, 1));
-    const label = `new weights: version ${count(status.version)}`;
+    const label = plan ? plan.weights : `new weights: version ${count(status.version)}`;
     if (wide) {
       drawing.put("weights.label", "rect", { x: 455, y: 257, width: 200, height: 26, rx: 13, class: "pill" });
       drawing.text("weights.text", 555, 274, label, "rate", 190, "middle");
@@ -301,7 +314,8 @@
     const at = place(status.version - mean);
     drawing.put("ruler.mean", "path", { d: `M${at} ${y + 1}l5 7h-10z`, class: "mean" });
     const ages = `${number(mean, 2)} versions old on average, ${status.staleness.max} at most`;
-    const text = `Versions: the dots are servers; the trained tokens (▲) are ${ages}, and never more than ${bound}`;
+    const dots = heights.size ? "the dots are servers; " : "";
+    const text = `Versions: ${dots}the trained tokens (▲) are ${ages}, and never more than ${bound}`;
     drawing.put("ruler.text", "title", {}, text);
     return text;
   }
@@ -346,14 +360,14 @@
         this.drawing.finish();
         return "";
       }
-      const parts = contents(status);
+      const parts = page.plan ? planned(contents(status), page.plan) : contents(status);
       const waits = Object.fromEntries(Object.keys(NAMES).map((name) => [name, []]));
       for (const wait of status.waits) waits[nodeOf(wait.who)].push(wait);
       const publishing = status.servers.some((server) => server.state === "syncing");
-      drawArrows(this.drawing, layout, status, publishing);
+      drawArrows(this.drawing, layout, status, publishing, page.plan);
       const alarm = status.stall.stalled || status.gave_up !== null;
       for (const [name, box] of Object.entries(layout.nodes)) {
-        drawNode(this.drawing, name, box, parts[name], waits[name], alarm && name === "learner");
+        drawNode(this.drawing, name, box, parts[name], waits[name], alarm && name === "learner", Boolean(page.plan));
       }
       const text = drawRuler(this.drawing, layout.ruler, page, status);
       this.drawing.finish();

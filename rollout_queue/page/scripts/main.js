@@ -69,6 +69,8 @@
         ),
       );
       this.overview = new slipstream.Overview(this.views[""]);
+      this.main.append((this.views.plan = el("section", { class: "view view-overview", hidden: true })));
+      this.plan = new slipstream.Plan(this.views.plan);
       const chartBox = el("div");
       const log = el("aside", { class: "log" });
       this.views.charts.append(chartBox, log);
@@ -170,13 +172,15 @@
       this.drawConnection();
       this.themeButton.textContent = theme.dark() ? "Light" : "Dark";
       if (!page || document.hidden) return;
-      const view = this.views[state.get("view")] ? state.get("view") : "";
+      const view = page.plan ? "plan" : VIEWS.some(([name]) => name === state.get("view")) ? state.get("view") : "";
+      this.tabs.hidden = Boolean(page.plan);
       for (const [name, section] of Object.entries(this.views)) section.hidden = name !== view;
       for (const tab of this.tabs.children) set(tab, { "aria-current": tab.dataset.view === view ? "page" : null });
       const [at, status] = this.moment();
       this.drawHeader(page, status);
       this.drawSlider(page, at);
-      if (view === "") this.overview.draw(page, status, at);
+      if (view === "plan") this.plan.draw(page, status);
+      else if (view === "") this.overview.draw(page, status, at);
       else if (view === "charts") this.drawCharts(page, at);
       else if (view === "fleet") this.fleet.update(page, status);
       else this.rollouts.update(page);
@@ -190,15 +194,14 @@
     drawHeader(page, status) {
       document.title = page.run ? `${page.run} · Slipstream` : "Slipstream";
       this.name.textContent = visible(page.run);
-      let [text, kind] = page.live ? ["running", "good"] : ["over", ""];
+      let [text, kind] = page.live ? ["running", "good"] : [page.plan ? "planned" : "over", ""];
       if (status && status.gave_up) [text, kind] = ["given up", "bad"];
       else if (status && status.stall.stalled) [text, kind] = ["stalled", "bad"];
       else if (status && status.finished) [text, kind] = ["finished", ""];
       set(this.pill, { text, class: `pill ${kind}` });
       const position = status && `step ${count(status.step)} of ${count(status.total_steps)}`;
-      this.progress.textContent = status
-        ? `${position} · version ${count(status.version)} · ${seconds(status.uptime_s)}`
-        : "";
+      const progress = status ? `${position} · version ${count(status.version)} · ${seconds(status.uptime_s)}` : "";
+      this.progress.textContent = page.plan ? visible(page.plan.title) : progress;
     }
 
     drawConnection() {
@@ -208,7 +211,7 @@
         live: "live",
         starting: "loading",
         resting: "loading",
-        file: "report",
+        file: this.source.page && this.source.page.plan ? "plan" : "report",
         ended: "the run is over",
         polling: "reading every 5 s",
         lost: "no connection",

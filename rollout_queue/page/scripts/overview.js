@@ -7,8 +7,8 @@
   /** Returns what keeps the run from learning, the likeliest cause first. */
   const causesOf = (status) => (status && status.diagnosis) || [];
 
-  /** Says in one sentence what limits the run now: the queue's diagnosis where there is one, else by who waits. */
-  function limitOf(status) {
+  /** Says in one sentence how the run stands: the alarm, else what keeps it from learning, else what limits it. */
+  function headlineOf(status) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
     if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
     if (status.stall.stalled) {
@@ -21,17 +21,12 @@
     if (causes.length) return causes[0];
     if (status.finished)
       return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
-    const [learner, worker] = [status.learner_wait_share, status.worker_wait_share];
-    if (!isNumber(learner) || !isNumber(worker))
-      return { text: "The run has just begun: nothing is measured yet.", severity: "info" };
-    const ours = `the learner waits ${percent(learner)} of its time for groups`;
-    const shares = `${ours}, the workers ${percent(worker)} of theirs for tickets`;
-    if (learner > 2 * worker && learner > 0.1)
-      return { text: `Making episodes limits the run: ${shares}.`, severity: "warn" };
-    if (worker > 2 * learner && worker > 0.1)
-      return { text: `The learner limits the run: ${shares}.`, severity: "warn" };
-    return { text: `Nothing limits the run alone: ${shares}.`, severity: "good" };
+    return limitOf(status) || { text: "What limits the run is not known before a few steps.", severity: "info" };
   }
+
+  /** Returns what limits the run's speed; null where it is not known. */
+  const limitOf = (status) =>
+    status && status.limit ? { text: status.limit.text, severity: status.limit.part ? "info" : "good" } : null;
 
   class Overview {
     constructor(view) {
@@ -62,14 +57,17 @@
     /** Draws a moment of the run. `at`: the slider's time, null for the newest. */
     draw(page, status, at) {
       const staleness = this.loop.draw(page, status);
-      const limit = limitOf(status);
-      set(this.limit, { text: visible(limit.text), class: `limit ${limit.severity}` });
+      const headline = headlineOf(status);
+      set(this.limit, { text: visible(headline.text), class: `limit ${headline.severity}` });
       this.staleness.textContent = staleness ? `${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status);
-      const diagnosis = causesOf(status).map((each) => [each.text, each.since_s, each.severity]);
-      if (!diagnosis.length) diagnosis.push([limit.text, null, limit.severity]);
-      list(this.more, diagnosis, "");
+      const limits = [...causesOf(status), limitOf(status) || (causesOf(status).length ? null : headline)];
+      list(
+        this.more,
+        limits.filter(Boolean).map((each) => [each.text, each.since_s, each.severity]),
+        "",
+      );
       list(
         this.waits,
         (status ? status.waits : []).map((wait) => [`${wait.who} waits for ${wait.what}`, wait.since_s, ""]),

@@ -37,6 +37,7 @@
       rollouts: [],
       evaluations: [],
       compare: null,
+      plan: null,
       ...page,
       time: { at: [], ...(page.time || {}) },
       steps: { step: [], at: [], ...(page.steps || {}) },

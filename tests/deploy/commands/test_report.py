@@ -17,7 +17,7 @@ from deploy.commands import report
 from protocol import history
 from protocol.config import ConfigError
 from protocol.history import PageData
-from protocol.status import LearnerStatus
+from protocol.status import LearnerStatus, Limit
 from rollout_queue.observe.history import History
 from tests.kit.status import status
 
@@ -54,7 +54,8 @@ def run_dir(tmp_path: Path) -> Path:
     kept = History(folder / history.FOLDER, 10**9)
     for step in range(5):
         learner = LearnerStatus(session=1, step=step, metrics={"reward": 0.0})
-        kept.add(status(uptime_s=step, step=step, learner=learner), 1000.0 + 10 * step)
+        limit = Limit("servers", "The vLLM servers limit the run.") if step == 3 else None
+        kept.add(status(uptime_s=step, step=step, learner=learner, limit=limit), 1000.0 + 10 * step)
     kept.close()
     return folder
 
@@ -87,6 +88,8 @@ def test_a_report_holds_what_the_run_left_behind(run_dir: Path, tmp_path: Path) 
     assert found.time["step"] == [0, 1, 2, 3, 4]
     assert [view.messages for view in found.rollouts] == [[{"role": "user", "content": HOSTILE}]] * 4
     assert found.evaluations[0].reward == 0.25
+    assert found.status is not None
+    assert found.status.limit == found.statuses[3][1].limit, "the newest that its queue knew"
     assert found.events[0].text == "the queue started"
 
 

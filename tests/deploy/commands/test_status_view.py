@@ -14,6 +14,7 @@ from protocol.status import (
     Evaluation,
     GroupCounts,
     LearnerStatus,
+    Limit,
     Notice,
     Rates,
     ServerStatus,
@@ -70,6 +71,7 @@ def a_status() -> Status:
         learner_wait_share=0.125,
         worker_wait_share=0.5,
         drops={"overage": 3},
+        limit=Limit("learner", "The learner limits the run: the learner waits 12%."),
         rejections={"nan_logprobs": 2},
         evaluations=[
             Evaluation(30, 30, 1, rows=32, done=31, failed=1, ended="complete", reward=0.625, seconds=9.0),
@@ -90,6 +92,7 @@ def shown(status: Status, width: int = 100) -> str:
     "fact",
     [
         "run quickstart  step 41/60  version 41, served 40  reward 0.875",
+        "limit        The learner limits the run: the learner waits 12%.",
         "35 groups of 36 = 12 in work + 7 ready + 16 leased",
         "depth        2.19 steps, target 2.25",
         "2.5 MB of 2147 MB",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deploy.planning.advice import OWN, plan
 from deploy.planning.calibration import calibrated, sharing_cores
 from deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
 from deploy.planning.serving import Curve, SimulatedServer
@@ -182,7 +183,16 @@ def record(rates: Rates, measured: Prediction) -> Record:
 
 def test_servers_on_one_cpu_machine_share_its_cores() -> None:
     one, two = settings(vllm={"count": 1}), settings(vllm={"count": 2})
-    assert sharing_cores(RATES, one, two, on_cpu=True).curve == RATES.curve.scaled(2)
-    assert sharing_cores(RATES, one, two, on_cpu=False) == RATES
+    assert sharing_cores(RATES, one, two).curve == RATES.curve.scaled(2)
+    slow = replace(RATES, curve=Curve.line(0.0, 0.01))
+    beside = plan(one, slow, steps=60, measured_with=one)
+    gains = {change.text: change.gain for change in beside.changes}
+    assert gains["one more vLLM server"] > 0.3
+    assert abs(gains["vllm.count = 2, on the same cores"]) < 0.1
+    assert plan(two, slow, steps=60, measured_with=one).prediction.steps_per_s == pytest.approx(
+        beside.prediction.steps_per_s, rel=0.1
+    )
     elsewhere = settings(vllm={"servers": ["http://a:8100", "http://b:8100"]})
-    assert sharing_cores(RATES, one, elsewhere, on_cpu=True) == RATES
+    apart = plan(elsewhere, slow, steps=60, measured_with=one)
+    assert apart.prediction.steps_per_s > 1.3 * beside.prediction.steps_per_s
+    assert apart.notes[-1] == OWN

@@ -28,7 +28,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class FakeVllm:
-    """A server with `engine` behind it. `requests` holds the generate requests' bodies, `calls` every route asked."""
+    """A server with `engine` behind it. `requests` holds the generate requests' bodies, `traceparents` their header of
+    that name, `calls` every route asked."""
 
     def __init__(
         self,
@@ -47,6 +48,7 @@ class FakeVllm:
         self.says = says or {}
         self.faults = Faults()
         self.requests: list[dict[str, Any]] = []
+        self.traceparents: list[str | None] = []
         self.calls: list[str] = []
         self.adapters = adapters
         self.owner = engine_state.Owner()
@@ -157,6 +159,7 @@ class FakeVllm:
         if not {"token_ids", "sampling_params"} <= body.keys():
             return _refusal(400, "body.token_ids: Field required", "Bad Request", "body.token_ids")
         self.requests.append(body)
+        self.traceparents.append(request.headers.get("traceparent"))
         prompt, params = body["token_ids"], body["sampling_params"]
         if self.adapters is not None and (refusal := self.adapters.refuses(request, body.get("model", "policy"))):
             return _refusal(409, refusal, "Conflict")

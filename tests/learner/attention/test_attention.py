@@ -199,7 +199,7 @@ def test_attention_that_it_would_compute_wrongly_is_refused(arguments: dict[str,
         attended(row, inputs(3, (4, 2)), **arguments)
 
 
-def test_sinks_are_refused_at_load(tmp_path: Path) -> None:
+def test_a_model_with_sinks_is_trained_padded(tmp_path: Path) -> None:
     config = GptOssConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -213,8 +213,9 @@ def test_sinks_are_refused_at_load(tmp_path: Path) -> None:
         pad_token_id=None,
     )
     GptOssForCausalLM(config).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="does not support"):
-        load(tmp_path, "varlen_sdpa")
+    policy = load(tmp_path, "varlen_sdpa")
+    assert (policy.layout, policy.attention) == ("padded", "eager")
+    assert policy.layout_note == "learner.layout: padded, since GptOssForCausalLM takes no attention but its own"
 
 
 def test_values_may_be_narrower_than_keys() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,19 +48,32 @@ def test_weights_have_checkpoint_names_and_no_gradient(make_policy: Callable[...
     assert not any(weight.requires_grad for weight in weights.values())
 
 
-def test_a_model_that_scales_its_logits_is_refused(tmp_path: Path) -> None:
+def test_a_model_that_computes_its_logits_in_a_way_of_its_own_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     CohereForCausalLM(CohereConfig(**SIZES, logit_scale=0.05)).save_pretrained(tmp_path)
+    model = ModelSection(path=str(tmp_path))
+    assert load_policy(model.path, model, SCORING).logit_scale == 0.05
+    forward = CohereForCausalLM.forward
+
+    def squared(*given: Any, **named: Any) -> Any:
+        output = forward(*given, **named)
+        output.logits = (20 * output.logits).square()
+        return output
+
+    monkeypatch.setattr(CohereForCausalLM, "forward", squared)
     with pytest.raises(ConfigError, match=r"CohereForCausalLM computes its logits in a way"):
-        load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="sdpa"), SCORING)
+        load_policy(model.path, model, SCORING)
 
 
-def test_softcapped_logits_are_understood_and_softcapped_attention_is_refused(tmp_path: Path) -> None:
+def test_softcapped_logits_are_understood_and_softcapped_attention_is_computed_padded(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = Gemma2Config(**SIZES, final_logit_softcapping=0.5, attn_logit_softcapping=0.5, query_pre_attn_scalar=16)
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     load_policy(str(tmp_path), ModelSection(path=str(tmp_path), attention="eager"), SCORING)
-    with pytest.raises(ConfigError, match="does not support softcap"):
-        load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
+    policy = load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING)
+    assert policy.layout == "padded"
+    assert "does not support softcap" in policy.layout_note
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

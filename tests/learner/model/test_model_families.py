@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Phi3Config, Phi3ForCausalLM
+from transformers import BertConfig, BertLMHeadModel, Phi3Config, Phi3ForCausalLM
 
 from learner.feed.packing import Sample, pack_row
 from learner.model.build import check_packing, load_policy
-from learner.model.loading import text_tower
 from learner.model.policy import Policy, Scoring
-from protocol.config import ConfigError, ModelSection
-from tests.learner.families import LONGEST, MIXTURES, REFUSED, TEXT, VISION, VOCABULARY
+from protocol.config import ConfigError, LearnerSection, ModelSection
+from tests.kit.model import SIZES
+from tests.learner.families import LONGEST, MIXTURES, PADDED, REFUSED, TEXT, VISION, VOCABULARY
 
 SCORING = Scoring(1.0, 16)
 LENGTHS = (70, 12, 45, 20)
@@ -49,8 +49,7 @@ def alone(network: Any, ids: np.ndarray[Any, Any]) -> torch.Tensor:
     exact.set_experts_implementation("eager")  # the grouped product has no float64
     inputs = torch.from_numpy(ids).long()[None]
     with torch.no_grad():
-        hidden = text_tower(exact)(input_ids=inputs, use_cache=False).last_hidden_state
-        logits = exact.get_output_embeddings()(hidden)[0, :-1]
+        logits = exact(input_ids=inputs, use_cache=False).logits[0, :-1]
     return logits.log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
 
 
@@ -64,6 +63,69 @@ def test_a_packed_row_has_the_log_probs_of_each_sequence_alone(name: str, tmp_pa
     for i, item in enumerate(items):
         expected = alone(policy.model, item.token_ids)
         torch.testing.assert_close(scores[row.rollout == i].double(), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_where_layers_mix_positions_sequences_are_a_batch(name: str, tmp_path: Path) -> None:
+    policy = loaded(PADDED[name], tmp_path)
+    assert policy.layout == "padded"
+    assert policy.layout_note.startswith("learner.layout: padded, since ")
+    items = samples()
+    row = pack_row(items, branches=False)
+    for one_batch in (False, True):
+        policy.one_batch = one_batch
+        with torch.no_grad():
+            scores = policy(row).logprobs
+        for i, item in enumerate(items):
+            expected = alone(policy.model, item.token_ids).double()  # Mamba's scan is in float32 whatever its weights
+            torch.testing.assert_close(scores[row.rollout == i].double(), expected, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("layout", ["trie", "packed", "padded"])
+def test_every_layout_of_a_model_has_the_same_gradients(layout: str, tmp_path: Path) -> None:
+    exact = loaded(TEXT["Qwen3"], tmp_path / "exact").model.double()
+    model = ModelSection(path=str(tmp_path / "exact"))
+    policy = load_policy(model.path, model, SCORING, LearnerSection(layout=layout), longest=LONGEST)
+    assert (policy.layout, policy.layout_note) == (layout, "")
+    items = samples()
+    policy.model.double()
+    policy(pack_row(items, branches=layout == "trie")).logprobs.sum().backward()
+    exact.set_attn_implementation("eager")
+    for item in items:
+        inputs = torch.from_numpy(item.token_ids).long()[None]
+        logits = exact(input_ids=inputs, use_cache=False).logits[0, :-1]
+        logits.log_softmax(-1).gather(1, inputs[0, 1:, None]).sum().backward()
+    for ours, theirs in zip(policy.model.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-4)
+
+
+def test_a_layout_that_a_model_cannot_have_is_refused(tmp_path: Path) -> None:
+    PADDED["LFM2 (convolutions)"]().save_pretrained(tmp_path)
+    model = ModelSection(path=str(tmp_path))
+    with pytest.raises(ConfigError, match="conv"):
+        load_policy(model.path, model, SCORING, LearnerSection(layout="trie"), longest=LONGEST)
+
+
+def test_a_mixing_that_untrained_weights_hardly_show_is_found(tmp_path: Path) -> None:
+    """All scores of such a model are nearly alike, and so are those of a row whose sequences are mixed."""
+    torch.manual_seed(0)
+    network = PADDED["LFM2 (convolutions)"]()
+    for parameter in network.parameters():
+        parameter.data.mul_(0.5)
+    network.save_pretrained(tmp_path)
+    policy = load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING, longest=LONGEST)
+    assert policy.layout == "padded"
+
+
+def test_a_model_that_sees_later_tokens_is_refused(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    BertLMHeadModel(BertConfig(**SIZES)).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="no causal language model"):
+        load_policy(str(tmp_path), ModelSection(path=str(tmp_path)), SCORING, longest=LONGEST)
+
+
+def test_the_logits_of_a_model_are_scaled_as_it_scales_them(tmp_path: Path) -> None:
+    assert loaded(TEXT["Granite (scales its logits)"], tmp_path).logit_scale == 1 / 3
 
 
 @pytest.mark.parametrize("name", [*TEXT, *MIXTURES])
@@ -152,7 +214,7 @@ def test_whatever_mixes_the_sequences_of_a_row_is_found(tmp_path: Path) -> None:
     policy = loaded(TEXT["Llama"], tmp_path)
     check_packing(policy, LONGEST)
     handle = policy.model.model.layers[1].mlp.register_forward_hook(lambda _, __, out: out - out.mean(1, keepdim=True))
-    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a sequence of \d+ tokens .* in a packed row"):
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a (sequence|token)"):
         check_packing(policy, LONGEST)
     handle.remove()
     check_packing(policy, LONGEST)

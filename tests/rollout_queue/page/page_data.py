@@ -19,6 +19,7 @@ from protocol.status import (
     Evaluation,
     GroupCounts,
     LearnerStatus,
+    Limit,
     Notice,
     Rates,
     ServerStatus,
@@ -216,7 +217,8 @@ def make_status(lines: list[Json], done: int, now_s: float, **changes: Any) -> J
         learner_wait_share=0.67,
         worker_wait_share=0.02,
         drops={"zero_variance": 351},
-        diagnosis=[Cause("generation", "Generation limits the run: the learner waits 67 % of its time.", "warn", 41.0)],
+        diagnosis=[Cause("tool multiply", "tool multiply fails in 3 of its newest 9 calls", "warn", 41.0)],
+        limit=Limit("servers", "The vLLM servers limit the run: the learner waits 67% of its time for groups."),
         notices=[Notice(1, "tool", "the tool multiply failed in 2 of 90 calls: bad_arguments", "worker-0", 40.0, 2)],
     )
     return {**msgspec.to_builtins(status), **changes}

@@ -148,10 +148,26 @@ def test_the_loop_says_rates_waits_and_versions(browser: Browser, served: PageSe
             "new weights: version 40",
         ):
             assert said in text, (said, size)
-        assert browser.text(".limit") == served.page["status"]["diagnosis"][0]["text"]
+        # The tool's failures keep the run from learning, and stand first.
+        told = [served.page["status"]["diagnosis"][0]["text"], status["limit"]["text"]]
+        assert browser.text(".limit") == told[0]
+        assert browser.texts("ul.diagnosis li span") == told
         assert "12 more groups" in browser.text("ul.waits")
         assert browser.run("document.documentElement.scrollWidth <= innerWidth")
     assert "Queue: 40 of 48 groups" in browser.run("document.querySelector('svg.loop').getAttribute('aria-label')")
+
+
+def test_what_limits_the_run_is_said_in_the_queues_words(browser: Browser, served: PageServer) -> None:
+    status = served.page["status"]
+    status["diagnosis"] = []
+    browser.show(served.url)
+    served.opened.acquire(timeout=60)
+    for limit in ({"part": "tools", "text": "Tools limit the run."}, {"part": None, "text": "No part by itself."}):
+        served.push("status", {**status, "limit": limit})
+        browser.wait("document.querySelector('.limit').textContent === arguments[0]", limit["text"])
+        assert browser.texts("ul.diagnosis li span") == [limit["text"]]
+    served.push("status", {**status, "limit": None})
+    browser.wait("document.querySelector('.limit').textContent.includes('not known before a few steps')")
 
 
 def test_a_stall_is_said_within_a_second_of_its_status(browser: Browser, served: PageServer) -> None:

@@ -80,7 +80,7 @@ def test_a_run_without_any_history_is_shown_too(browser: Browser, tmp_path: Path
     page = {"run": "crashed", "live": False, "now": 0.0, "max_staleness": 4, "group_size": 8, "groups_per_step": 16}
     url = write_report({**page, "status": None}, tmp_path / "report.html").as_uri()
     browser.show(url)
-    assert browser.text(".limit") == "No state of the run is known."
+    browser.wait("document.querySelector('.limit').textContent === 'No state of the run is known.'")
     for view in ("2", "3", "4", "1"):
         browser.press(view)
         browser.wait(

@@ -11,6 +11,7 @@ from tests.kit.agent import MULTIPLY, USER, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
+from tests.kit.traces import traced
 from tests.kit.worker import TOKENIZER, accuracy, fake, roll, row, until
 
 TALKATIVE = scripted(TOKENIZER, lambda text, index: "words and words")
@@ -49,6 +50,20 @@ async def test_what_an_agent_returns(result, component, metrics, extra):
     assert {name: value for name, value in rollout.metrics.items() if "/" not in name} == metrics
     assert rollout.extra == extra
     assert run.queue.groups[0].reward_weights == {"agent": 1.0}
+
+
+async def test_what_is_sampled_for_an_agent_is_in_the_trace_of_its_episode():
+    async def agent(endpoint):
+        await ask_once(endpoint)
+        return 1.0
+
+    with traced() as found:
+        await roll(agent_task(agent), fake())
+    names = {span.context.span_id: span.name for span in found()}
+    sampled = [span for span in found() if span.name == "generate"]
+    assert [names[span.parent.span_id] for span in sampled] == ["episode", "episode"]
+    assert len({span.parent.span_id for span in sampled}) == 2
+    assert {span.attributes["slipstream.server"] for span in sampled} == {"vllm-0"}
 
 
 async def test_its_own_reward_adds_to_those_of_functions():

@@ -1,0 +1,157 @@
+"""How a row of several sequences goes through the network, so that none sees another: the layout.
+
+- `trie`: tokens that sequences share stand there once, and attention follows each sequence's own path. It needs layers
+  in which attention alone mixes positions.
+- `packed`: sequences stand end to end, and the layers are told where each begins. What keeps them apart are kernels:
+  flash-linear-attention and causal-conv1d for linear attention and convolutions.
+- `padded`: a batch of whole sequences of similar length, as every causal model takes it.
+
+Each computes the same; they differ in what they cost. The check at the start (`learner.model.build`) takes the first
+one that is exact for the model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+
+from learner.attention import packed, paths
+from learner.feed.packing import PACKED_ATTENTION, PackedRow
+
+Layout = Literal["trie", "packed", "padded"]
+
+# Attention of a batch of whole sequences: the best exact one that a network has.
+BATCH_ATTENTION = ("sdpa", "eager")
+
+
+@dataclass(frozen=True)
+class States:
+    """What a network made of a row of T tokens.
+
+    Attributes:
+        hidden: [T, h].
+        router_logits: For each layer that is a mixture, [T, experts]; None where it was not asked for.
+    """
+
+    hidden: torch.Tensor
+    router_logits: list[torch.Tensor] | None
+
+
+def possible(wanted: str, attention: str) -> list[Layout]:
+    """List the layouts to try, best first.
+
+    Args:
+        wanted: `learner.layout`.
+        attention: `model.attention`.
+    """
+    every: list[Layout] = ["trie", "packed", "padded"] if attention == PACKED_ATTENTION else ["packed", "padded"]
+    return [layout for layout in every if wanted in ("auto", layout)]
+
+
+def states(tower: Any, row: PackedRow, layout: Layout, attention: str, one_batch: bool, **more: Any) -> States:
+    """Run the tower over a row.
+
+    Args:
+        attention: Name of the network's attention.
+        one_batch: Whether a padded row is one batch, however different its sequences' lengths are: where ranks hold
+            parts of the weights, each row takes one forward pass of each rank.
+        **more: Further arguments of the tower.
+    """
+    if layout == "padded":
+        return _padded(tower, row, one_batch, **more)
+    output = tower(**arguments(row, layout, attention), **more)
+    logits = getattr(output, "router_logits", None)
+    return States(output.last_hidden_state[0], None if logits is None else [layer.flatten(0, -2) for layer in logits])
+
+
+def arguments(row: PackedRow, layout: Layout, attention: str) -> dict[str, Any]:
+    """Return what a model is given of a row; in the layout `padded`, of a row of one sequence."""
+    if layout == "padded":
+        return {"input_ids": row.input_ids, "use_cache": False}
+    given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
+    given |= packed.model_arguments(attention, row)
+    return given | _sequence_numbers(row) if layout == "packed" else given
+
+
+def set_batch_attention(network: Any) -> str:
+    """Give a network the best attention of its own for whole sequences, and return its name."""
+    for name in BATCH_ATTENTION:
+        try:
+            network.set_attn_implementation(name)
+        except (ValueError, ImportError):
+            continue
+        if network.config._attn_implementation == name:
+            return name
+    return str(network.config._attn_implementation)
+
+
+def _sequence_numbers(row: PackedRow) -> dict[str, Any]:
+    """Return what layers with a state take beside the bounds that attention takes."""
+    bounds = torch.tensor(row.starts, dtype=torch.int32)
+    numbers = torch.repeat_interleave(torch.arange(len(bounds) - 1, dtype=torch.int32), bounds.diff())
+    device = row.input_ids.device
+    sent = paths.sent(bounds, device)
+    return {
+        "cu_seq_lens_q": sent,
+        "cu_seq_lens_k": sent,
+        "max_length_q": row.longest,
+        "max_length_k": row.longest,
+        "seq_idx": paths.sent(numbers[None], device),
+    }
+
+
+def _padded(tower: Any, row: PackedRow, one_batch: bool, **more: Any) -> States:
+    """Padding stands on the right, where no token of a causal model sees it. The model counts positions for itself."""
+    device = row.input_ids.device
+    plan = paths.layout(row.starts, row.reach, device, 0.0 if one_batch else paths.MIN_SHARE)
+    # Only a check has a token beyond the end of its sequence.
+    far = row.longest > plan.batches[0].length and takes_positions(tower)
+    hidden, routed = [], []
+    for batch in plan.batches:
+        shape = batch.count, batch.length
+        inputs = {"input_ids": row.input_ids[0].index_select(0, batch.tokens).view(shape)}
+        if far:
+            inputs["position_ids"] = row.position_ids[0].index_select(0, batch.tokens).view(shape)
+        output = tower(**inputs, use_cache=False, **more)
+        hidden.append(output.last_hidden_state.flatten(0, 1))
+        routed.append(getattr(output, "router_logits", None))
+    found = torch.cat(hidden).index_select(0, plan.first)
+    if any(logits is None for logits in routed):
+        return States(found, None)
+    layers = [torch.cat([logits.flatten(0, -2) for logits in layer]) for layer in zip(*routed, strict=True)]
+    return States(found, [layer.index_select(0, plan.first) for layer in layers])
+
+
+class UpToOutput:
+    """A whole model without its output layer: its hidden states are what that layer would be given."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.forward = model.forward
+
+    def __call__(self, **inputs: Any) -> Any:
+        layer, given = self._model.get_output_embeddings(), list[torch.Tensor]()
+
+        def keep(hidden: torch.Tensor) -> torch.Tensor:
+            given.append(hidden)
+            return hidden[..., :1]
+
+        before = vars(layer).get("forward")
+        layer.forward = keep
+        try:
+            output = self._model(**inputs)
+        finally:
+            if before is None:
+                del layer.forward
+            else:
+                layer.forward = before
+        return SimpleNamespace(last_hidden_state=given[0], router_logits=getattr(output, "router_logits", None))
+
+
+def takes_positions(tower: Any) -> bool:
+    """Tell whether the tower is told each token's position; else it counts for itself."""
+    return "position_ids" in inspect.signature(tower.forward).parameters

@@ -1,0 +1,101 @@
+"""What limits a run under way, from the learner's steps, the workers' slots, and versions on their way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from protocol.messages import LearnerReport, WorkerReport
+from rollout_queue.observe.limits import LimitInputs, LimitWindow, limit_of
+from rollout_queue.observe.workers import WorkerReports
+from tests.kit.config import config
+
+
+def inputs(**changes: Any) -> LimitInputs:
+    shares = dict.fromkeys(LimitInputs.__struct_fields__, 0.0)
+    return LimitInputs(**{**shares, "slots": 128, "requests": 128, "more": 0.3, **changes})
+
+
+@pytest.mark.parametrize(
+    ("given", "queue", "part", "said"),
+    [
+        ({"learner_wait": 0.02, "ticket_wait": 0.6}, {}, "learner", "The learner limits the run: the learner waits 2%"),
+        ({"learner_wait": 0.8}, {}, "servers", "The vLLM servers limit the run: the learner waits 80% of its time"),
+        ({"learner_wait": 0.8, "slots": 32}, {}, "workers' slots", "all 32 are taken, and the servers would run 128"),
+        ({"learner_wait": 0.8, "slots": 32, "more": 0.02}, {}, "servers", "The vLLM servers limit the run"),
+        ({"learner_wait": 0.5, "ticket_wait": 0.5}, {"max_staleness": 0}, "staleness bound", "queue.max_staleness = 0"),
+        ({"learner_wait": 0.5, "ticket_wait": 0.5}, {"depth": 1}, "staleness bound", "queue.depth = 1"),
+        ({"learner_wait": 0.9, "ticket_wait": 0.8, "in_tools": 0.9}, {}, "tools", "90% of their time in tools"),
+        ({"learner_wait": 0.9, "ticket_wait": 0.8, "in_judgement": 0.9}, {}, "judge", "90% of their time in judgement"),
+        ({"learner_wait": 0.9, "open_wait": 0.6, "in_tools": 0.8}, {}, "tools", "80% of their time in tools"),
+        ({"learner_wait": 0.8, "ticket_wait": 0.8, "publishing": 1.0}, {}, "publication", "servers 100% of the time"),
+        ({"learner_wait": 0.02, "ticket_wait": 0.02}, {}, None, "No part by itself limits the run: the learner waits"),
+    ],
+)
+def test_the_part_that_others_wait_for_limits(
+    given: dict[str, Any], queue: dict[str, Any], part: str | None, said: str
+) -> None:
+    limit = limit_of(inputs(**given), config({"queue": queue}))
+    assert limit.part == part
+    assert said in limit.text
+
+
+def step(number: int, wait_s: float) -> LearnerReport:
+    return LearnerReport(number, 0.5, wait_s, 1.0, tokens_trained=1, staleness_mean=0.0, staleness_max=0)
+
+
+def heartbeat(elapsed_s: float, waited_s: float, **counts: int) -> WorkerReport:
+    return WorkerReport("w", [], capacity=4, elapsed_s=elapsed_s, waited_s=waited_s, **counts)
+
+
+def test_a_window_holds_the_newest_steps_and_minutes() -> None:
+    window = LimitWindow()
+    workers = WorkerReports(8, window.slots)
+    window.session_began()
+    # The first step waits for the start; three more are wanted.
+    for number, wait_s in enumerate((60.0, 0.5, 0.5), start=1):
+        window.stepped(step(number, wait_s))
+    workers.report(heartbeat(10.0, 10.0), now=10.0)
+    assert window.inputs(4, 8, now=10.0) is None
+    window.stepped(step(4, 0.2))
+    found = window.inputs(4, 8, now=10.0)
+    assert found is not None
+    assert (found.learner_wait, found.ticket_wait) == (pytest.approx(0.4), 1.0)
+    # Between two heartbeats the slots waited for 2 s of 10; the first ones are forgotten after five minutes.
+    workers.report(heartbeat(290.0, 10.0), now=290.0)
+    workers.report(heartbeat(300.0, 12.0, episodes_generating=1, episodes_in_tools=3), now=300.0)
+    found = window.inputs(4, 8, now=580.0)
+    assert found is not None
+    assert (found.ticket_wait, found.in_tools, found.in_judgement) == (pytest.approx(2 / 290), 0.75, 0.0)
+    found = window.inputs(4, 8, now=605.0)
+    assert found is not None
+    assert found.ticket_wait == pytest.approx(0.2)
+    # A worker that was started again counts from its start.
+    workers.report(heartbeat(1.0, 1.0), now=640.0)
+    found = window.inputs(4, 8, now=640.0)
+    assert found is not None
+    assert found.ticket_wait == 1.0
+
+
+def test_a_version_is_on_its_way_until_all_servers_have_it() -> None:
+    window = LimitWindow()
+    WorkerReports(8, window.slots).report(heartbeat(10.0, 0.0), now=10.0)
+    for number in range(1, 12):
+        window.stepped(step(number, 0.5))
+
+    def share(now: float) -> float:
+        found = window.inputs(4, 8, now)
+        assert found is not None
+        return found.publishing
+
+    window.versions(1, 0, now=10.0)
+    window.versions(2, 0, now=11.0)
+    window.versions(2, 1, now=12.0)
+    assert share(14.0) == pytest.approx(0.4), "of the ten steps' 10 s"
+    window.versions(2, 2, now=15.0)
+    assert share(18.0) == pytest.approx(0.5)
+    assert share(23.0) == pytest.approx(0.2)
+    assert share(30.0) == 0.0
+    window.session_began()
+    assert window.inputs(4, 8, now=30.0) is None

@@ -246,27 +246,30 @@ async def measure_memory(arguments: argparse.Namespace, checkouts: dict[str, Pat
 
 async def measure_page(arguments: argparse.Namespace, checkouts: dict[str, Path]) -> list[dict[str, Any]]:
     """Measure what open pages cost a queue, and whether it answers beside them."""
-    found = []
+    found, counts = [], (0, arguments.viewers)
     for (name, checkout), store, kilobytes in product(checkouts.items(), arguments.stores, arguments.kilobytes):
-        with queue(f"{name} {store}", checkout, store, settings_of()) as of:
-            await ready(of)
-            await begin(of)
-            cycle = Cycle(of, kilobytes, {}, PERMITS_PER_DEPTH)
-            workers, learner = [Connection(of.port) for _ in range(arguments.workers)], Connection(of.port)
-            await cycle.run(max(256, arguments.groups // 4), workers, learner)  # warms up
-            counts = (0, arguments.viewers)
-            cpu, wall, idle = ({count: list[float]() for count in counts} for _ in range(3))
-            asked = {count: {path: list[float]() for path in (access.HEALTH, access.STATUS)} for count in counts}
-            for _, count in product(range(arguments.rounds), counts):
-                async with viewers(of, count):
-                    before, began = of.cpu_s(), time.perf_counter()
-                    async with probed_apart(of, asked[count]):
-                        await cycle.run(arguments.groups, workers, learner)
-                    cpu[count].append((of.cpu_s() - before) / arguments.groups)
-                    wall[count].append((time.perf_counter() - began) / arguments.groups)
-                    before, began = of.cpu_s(), time.perf_counter()
-                    await asyncio.sleep(arguments.idle_s)
-                    idle[count].append((of.cpu_s() - before) / (time.perf_counter() - began))
+        cpu, wall, idle = ({count: list[float]() for count in counts} for _ in range(3))
+        asked = {count: {path: list[float]() for path in (access.HEALTH, access.STATUS)} for count in counts}
+        for _ in range(arguments.rounds):
+            # Each has a new queue: no weights are published, and so many steps would reach the staleness bound.
+            with queue(f"{name} {store}", checkout, store, settings_of()) as of:
+                await ready(of)
+                await begin(of)
+                cycle = Cycle(of, kilobytes, {}, PERMITS_PER_DEPTH)
+                workers, learner = [Connection(of.port) for _ in range(arguments.workers)], Connection(of.port)
+                await cycle.run(max(64, arguments.groups // 4), workers, learner)  # warms up
+                for count in counts:
+                    async with viewers(of, count):
+                        before, began = of.cpu_s(), time.perf_counter()
+                        async with probed_apart(of, asked[count]):
+                            await cycle.run(arguments.groups, workers, learner)
+                        cpu[count].append((of.cpu_s() - before) / arguments.groups)
+                        wall[count].append((time.perf_counter() - began) / arguments.groups)
+                        before, began = of.cpu_s(), time.perf_counter()
+                        await asyncio.sleep(arguments.idle_s)
+                        idle[count].append((of.cpu_s() - before) / (time.perf_counter() - began))
+                for connection in (*workers, learner):
+                    connection.close()
         more = statistics.median(b - a for a, b in zip(*cpu.values(), strict=True))
         found.append(
             {

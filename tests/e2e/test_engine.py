@@ -350,3 +350,71 @@ def test_f2_each_fault_that_is_put_into_a_server_is_found_and_nothing_else(
     assert "NOT FOUND" not in printed
     assert "ALL DONE" in printed
     assert "packed" not in printed or not cpu
+
+
+OTHER_LAYERS = """
+import sys
+import torch
+import transformers
+from vllm import LLM, SamplingParams
+from learner.model.export import Published
+from weight_sync.vllm.engine import shadow, shadow_modules
+from weight_sync.vllm.engine.arrivals import Arrivals
+
+folder, kind = sys.argv[1:]
+torch.manual_seed(0)
+sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, head_dim=32, max_position_embeddings=256)
+more = {
+    "FalconH1": dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_d_state=16, mamba_chunk_size=16),
+    "Gemma2": dict(query_pre_attn_scalar=32, sliding_window=128),
+    "Granite": dict(logits_scaling=3.0),
+}[kind]
+if kind == "Granite":
+    del sizes["head_dim"]
+    sizes["hidden_size"] = 128
+config = getattr(transformers, kind + "Config")(**sizes, **more)
+model = getattr(transformers, kind + "ForCausalLM")(config).eval()
+with torch.no_grad():
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.mul_(3)
+model.save_pretrained(folder)
+model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, max_num_seqs=8,
+          max_num_batched_tokens=256, kv_cache_memory_bytes=64_000_000)
+shadow_modules.install_torch_packing()
+turn = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, detokenize=False)
+
+
+def off(number):
+    prompt = [5, 9, 33, 7, 60, 2, 8 + number]
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], turn, use_tqdm=False)[0].outputs
+    served = torch.tensor([entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids)])
+    ids = torch.tensor([prompt + list(output.token_ids)])
+    with torch.no_grad():
+        ours = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
+    return (ours.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0] - served).abs().max().item()
+
+
+print("OFF", "before", off(0))
+for update in range(2):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    print("OFF", f"stale {update}", off(1 + 2 * update))
+    weights = {name: tensor.clone() for name, tensor in Published(model)}
+    llm.apply_model(lambda served: shadow.build(served, llm.llm_engine.vllm_config, Arrivals.of(weights)).exchange())
+    print("OFF", f"after {update}", off(2 + 2 * update))
+"""
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("kind", ["FalconH1", "Gemma2", "Granite"])
+def test_models_with_states_caps_and_scales_serve_what_is_published(kind: str, tmp_path: Path) -> None:
+    printed = run_script(tmp_path, OTHER_LAYERS, str(tmp_path / "model"), kind)
+    off = {line.split("  ")[0]: float(line.split()[-1]) for line in printed.splitlines() if line.startswith("OFF")}
+    stale = [value for name, value in off.items() if "stale" in name]
+    assert (len(off), len(stale)) == (5, 2)
+    assert min(stale) > 1e-2
+    assert max(value for name, value in off.items() if "stale" not in name) < CLOSE, off

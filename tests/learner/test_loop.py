@@ -25,6 +25,7 @@ from learner import loop
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
 from learner.algorithm.step_data import Tokens
+from learner.feed import packing, step_draft
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
 from learner.ranks.stopping import Stop
@@ -44,6 +45,7 @@ from tests.kit.learner import FakeQueue, endless, sample, status
 from tests.kit.messages import SERVER, VOCABULARY, group
 from tests.kit.model import save_tiny_model
 from tests.kit.ports import free_port
+from tests.learner.families import PADDED
 from weight_sync.fleet.publications import PublishRecord
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.weights.snapshot import Probe
@@ -682,3 +684,22 @@ def test_a_sampler_that_differs_is_told_once_unless_that_was_accepted(
     figures = [line["sampler/kl_staleness_0"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
     assert sum(abs(kl) > sampler_checks.SUSPICIOUS_KL for kl in figures if kl is not None) > 1
     assert sum("sampler/kl_staleness_0" in text for text in warnings) == told
+
+
+def test_a_model_whose_layers_mix_positions_trains_on_rows_of_whole_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    PADDED["LFM2 (convolutions)"]().save_pretrained(tmp_path / "lfm2")
+    tiny_tokenizer().save_pretrained(tmp_path / "lfm2")
+    packed = list[bool]()
+
+    def pack(*given: Any, branches: bool, **named: Any) -> Any:
+        packed.append(branches)
+        return packing.pack(*given, branches=branches, **named)
+
+    monkeypatch.setattr(step_draft, "pack", pack)
+    publisher = train(config_for(tmp_path / "lfm2", tmp_path, steps=2), FakeQueue(endless()))
+    assert set(packed) == {False}
+    assert [record.version for record in publisher.records] == [0, 1, 2]
+    assert any(not torch.equal(publisher.weights[0][name], publisher.weights[2][name]) for name in publisher.weights[0])

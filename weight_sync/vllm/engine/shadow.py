@@ -108,7 +108,8 @@ class Shadow:
             raise
         self.proven = replace(held(all_pairs[0].shadow), products=watched.products)
         self._all = all_pairs
-        self._changes = [change for pair in self.pairs for change in _changes(pair)]
+        viewed = _viewed(all_pairs)
+        self._changes = [change for pair in self.pairs for change in _changes(pair, viewed)]
 
     def exchange(self) -> None:
         """Make the live modules compute with the shadow's tensors. Generation must stand still."""
@@ -243,8 +244,18 @@ def _pack_experts(shadow: Any) -> None:
         kernel.fused_experts.process_weights_after_loading(shadow)
 
 
-def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
-    """Yield calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced."""
+def _viewed(pairs: list[Pair]) -> set[int]:
+    """Return the storages of live buffers: some are views of a weight, as that of Mamba's convolution."""
+    buffers = (buffer for pair in pairs for buffer in pair.live._buffers.values() if buffer is not None)
+    return {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.numel() and not buffer.is_meta}
+
+
+def _changes(pair: Pair, viewed: set[int]) -> Iterator[Callable[[], Any]]:
+    """Yield calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced.
+
+    Args:
+        viewed: Storages of which some buffer is a view.
+    """
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
         for name, tensor in getattr(pair.shadow, container).items():
@@ -253,7 +264,8 @@ def _changes(pair: Pair) -> Iterator[Callable[[], Any]]:
             bind_to_live(tensor, pair)
             live = old.get(name)
             # Others hold references to these: a router's bias, and captured graphs on a GPU.
-            if live is not None and (name in SKIP_TENSORS or live.device.type != "cpu"):
+            kept = live is not None and container == "_parameters" and live.untyped_storage().data_ptr() in viewed
+            if live is not None and (kept or name in SKIP_TENSORS or live.device.type != "cpu"):
                 yield partial(live.data.copy_, tensor.data)
             else:
                 yield partial(_put, old, name, tensor)

@@ -239,9 +239,9 @@ def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) ->
 def plan(
     context: typer.Context,
     run_file: RunFilePath,
-    servers: Annotated[int | None, typer.Option(min=1, help="vLLM servers; default: the run file's")] = None,
-    workers: Annotated[int | None, typer.Option(min=1, help="workers; default: the run file's")] = None,
-    steps: Annotated[int, typer.Option(min=10, max=10_000, help="optimiser steps to simulate")] = 100,
+    servers: Annotated[int | None, typer.Option(min=1, max=256, help="vLLM servers; default: the run file's")] = None,
+    workers: Annotated[int | None, typer.Option(min=1, max=256, help="workers; default: the run file's")] = None,
+    steps: Annotated[int, typer.Option(min=10, max=2000, help="optimiser steps to simulate")] = 100,
     learnt_from: Annotated[
         Path | None, typer.Option("--from", metavar="RUN_DIR", help="run to learn rates from; default: the run's own")
     ] = None,

@@ -197,6 +197,8 @@ def read_json_lines(path: Path, kind: type[T]) -> Iterator[T]:
     A file that is not there, or cannot be read, has none.
     """
     decoder = msgspec.json.Decoder(kind)
+    if not path.is_file():
+        return
     with suppress(OSError), path.open("rb") as file:
         for line in file:
             with suppress(msgspec.DecodeError):

@@ -26,6 +26,9 @@ _PART = re.compile(r"(?P<number>\d{6})-(?P<thinned>\d+)\.jsonl\.gz")
 
 _CHUNK_BYTES = 64 * 1024
 
+# Bytes of a part that are read: a queue writes a hundredth of it.
+_MAX_BYTES = 2**30
+
 # Characters of a line in which it says what it is.
 _HEAD = 64
 
@@ -70,7 +73,7 @@ def parts(folder: Path) -> list[Part]:
     """Return the parts in a folder, oldest first. Of one that was being thinned out, the whole one."""
     found: dict[int, Part] = {}
     for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
-        if (name := _PART.fullmatch(path.name)) is not None:
+        if (name := _PART.fullmatch(path.name)) is not None and path.is_file():
             part = Part(int(name["number"]), int(name["thinned"]), path)
             found[part.number] = part
     return sorted(found.values())
@@ -83,21 +86,20 @@ def read(folder: Path) -> Iterator[Entry]:
 
 
 def read_part(path: Path, every: int = 1) -> Iterator[Entry]:
-    """Yield the entries of one part: a process that was killed leaves its end cut off.
+    """Yield the entries of one part: a process that was killed leaves its end cut off. Lines that are no entry, as of
+    a newer release, are left out.
 
     Args:
         every: Of how many statuses one is yielded; events all are.
     """
     statuses = 0
     decode = msgspec.json.Decoder(Entry)
-    try:
-        for line in _lines(path):
-            is_status = _is_status(line)
-            statuses += is_status
-            if not is_status or not statuses % every:
+    for line in _lines(path):
+        is_status = _is_status(line)
+        statuses += is_status
+        if not is_status or not statuses % every:
+            with suppress(msgspec.DecodeError):
                 yield decode.decode(line)
-    except msgspec.DecodeError:
-        return
 
 
 def newest_status(folder: Path) -> tuple[float, Status] | None:
@@ -114,14 +116,14 @@ def newest_status(folder: Path) -> tuple[float, Status] | None:
 
 def _lines(path: Path) -> Iterator[bytes]:
     """Yield the whole lines of a part, as far as it can be read."""
-    decoder, rest = zlib.decompressobj(wbits=47), b""
-    with path.open("rb") as file:
+    decoder, rest, size = zlib.decompressobj(wbits=47), b"", 0
+    with suppress(OSError, zlib.error), path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
-            try:
-                *lines, rest = (rest + decoder.decompress(chunk)).split(b"\n")
-            except zlib.error:
-                return
-            yield from lines
+            while chunk and size < _MAX_BYTES:
+                found = decoder.decompress(chunk, _CHUNK_BYTES)
+                chunk, size = decoder.unconsumed_tail, size + len(found)
+                *lines, rest = (rest + found).split(b"\n")
+                yield from lines
 
 
 def _is_status(line: bytes) -> bool:

@@ -56,16 +56,17 @@ def status(
     """Show depth, staleness and every wait; of a run that is over, how it ended."""
     from deploy.commands.ended import find as find_ended
     from deploy.commands.ended import show as show_ended
-    from deploy.commands.status import show
+    from deploy.commands.status import of_run, show
 
     config = load(run_file, context.args)
     # A watch goes on when the queue restarts; a single look fails at once.
     client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
+    meant = config.run.name if queue is None else None
     try:
         if as_json:
-            print_json(asyncio.run(_status(client)))
+            print_json(of_run(asyncio.run(_status(client)), meant, client.url))
         else:
-            asyncio.run(show(client, watch))
+            asyncio.run(show(client, watch, meant))
     except QueueError as error:
         if isinstance(error, Unreachable) and queue is None and (ended := find_ended(config, time.time())) is not None:
             show_ended(ended, as_json)
@@ -95,6 +96,10 @@ def rollouts(
         raise ConfigError("--worst and --best: choose one of the two")
     config = load(run_file, context.args)
     if follow:
+        if (over := find_ended(config, time.time())) is not None:
+            raise ConfigError(
+                f"--follow: run {config.run.name} {over.describe(time.time())}: no new rollouts will come"
+            )
         print_followed(config.run_dir, as_json)
         return
     wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)

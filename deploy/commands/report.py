@@ -8,7 +8,7 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
@@ -34,8 +34,14 @@ EVALUATIONS, RUN_FILE = "evaluations.jsonl", "run.toml"
 MAX_STATUSES = 2000
 MAX_EVENTS = 5000
 MAX_ROLLOUTS = 20_000
+# Characters of what they say.
+MAX_TEXT = 200_000_000
+
+# No metric is so large, and a float could not be.
+_HUGE = 1e300
 
 T = TypeVar("T")
+S = TypeVar("S")
 
 
 def report(
@@ -51,7 +57,10 @@ def report(
     """Write one HTML file that shows a run: finished, crashed, or copied from elsewhere."""
     run_dir = _run_dir(run)
     out = out or run_dir / "report.html"
-    data = write(run_dir, out, _run_dir(compare) if compare is not None else None)
+    other = _run_dir(compare) if compare is not None else None
+    if other is not None and other.resolve() == run_dir.resolve():
+        raise ConfigError(f"--compare {compare}: it is the run itself; name another one")
+    data = write(run_dir, out, other)
     steps, rollouts, states = len(data.steps.get("step", [])), len(data.rollouts), len(data.statuses)
     size = out.stat().st_size
     if as_json:
@@ -59,7 +68,8 @@ def report(
         return
     typer.echo(f"{out}: {steps} steps, {rollouts} rollouts, {states} states, {size / 1e6:.1f} MB; open it in a browser")
     if not states:
-        typer.echo("It has no time slider: the run kept no history/, as runs of earlier releases and of other machines")
+        why = "nothing of its history/ can be read" if (run_dir / history.FOLDER).exists() else "it kept no history/"
+        typer.echo(f"It has no time slider: {why}")
 
 
 def write(run_dir: Path, out: Path, compare: Path | None = None) -> PageData:
@@ -78,6 +88,8 @@ def write(run_dir: Path, out: Path, compare: Path | None = None) -> PageData:
 
 def save(data: PageData, out: Path) -> None:
     """Write the page with its data as one file. Raises `ConfigError` if it cannot be written."""
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(f"{out}: the page is written as a file that ends in .html: give it such a name with -o")
     try:
         out.write_text(as_one_file(data), encoding="utf-8")
     except OSError as error:
@@ -113,16 +125,16 @@ def read_run(run_dir: Path) -> PageData:
         newest = newest[0], _as_it_ended(run_dir, newest[1], limit)
         last_at, last = statuses.kept[-1]
         statuses.kept[-1] = last_at, _as_it_ended(run_dir, last, limit)
-    rollouts = _Sample[RolloutView](MAX_ROLLOUTS)
+    rollouts = _Sample[RolloutView](MAX_ROLLOUTS, MAX_TEXT, _characters)
     for view in read_json_lines(run_dir / ROLLOUTS, RolloutView):
         rollouts.add(view)
     return PageData(
-        run=settings.get("run", {}).get("name", run_dir.resolve().name),
+        run=_setting(settings, "run", "name", run_dir.resolve().name),
         live=False,
         now=newest[0] if newest is not None else modified(run_dir / METRICS) or time.time(),
-        max_staleness=settings.get("queue", {}).get("max_staleness", 4),
-        group_size=settings.get("rollout", {}).get("group_size", 8),
-        groups_per_step=settings.get("learner", {}).get("groups_per_step", 16),
+        max_staleness=_setting(settings, "queue", "max_staleness", 4),
+        group_size=_setting(settings, "rollout", "group_size", 8),
+        groups_per_step=_setting(settings, "learner", "groups_per_step", 16),
         status=newest[1] if newest is not None else None,
         statuses=statuses.kept,
         time=columns.time.json(),
@@ -165,20 +177,33 @@ def as_one_file(data: PageData) -> str:
     return html.replace("<head>", f'<head>\n<meta http-equiv="Content-Security-Policy" content="{policy}">', 1)
 
 
-class _Sample(Generic[T]):
-    """Keeps at most `most` of what is added, evenly: of more, every second one is left out, as often as needed."""
+def _characters(view: RolloutView) -> int:
+    return sum(len(str(message)) for message in view.messages or ())
 
-    def __init__(self, most: int) -> None:
+
+class _Sample(Generic[T]):
+    """Keeps at most `most` of what is added, evenly: of more, every second one is left out, as often as needed.
+
+    Args:
+        most_size: Of all that is kept together, as `size_of` measures each.
+    """
+
+    def __init__(self, most: int, most_size: int = 0, size_of: Callable[[T], int] = lambda _: 0) -> None:
         self.kept: list[T] = []
         self._most = most
+        self._most_size = most_size
+        self._size_of = size_of
+        self._size = 0
         self._every = 1
         self._count = 0
 
     def add(self, value: T) -> None:
         if self._count % self._every == 0:
             self.kept.append(value)
+            self._size += self._size_of(value)
         self._count += 1
-        if len(self.kept) > self._most:
+        while len(self.kept) > max(1, self._most) or (self._size > self._most_size and len(self.kept) > 1):
+            self._size -= sum(map(self._size_of, self.kept[1::2]))
             del self.kept[1::2]
             self._every *= 2
 
@@ -197,6 +222,13 @@ def _settings(path: Path) -> Mapping[str, Any]:
         return tomllib.loads(path.read_text())
     except (OSError, ValueError):
         return {}
+
+
+def _setting(settings: Mapping[str, Any], section: str, name: str, default: S) -> S:
+    """Return a setting of a run file that may be anybody's; the default where it is of another type."""
+    of = settings.get(section)
+    found = of.get(name) if isinstance(of, dict) else None
+    return found if isinstance(found, type(default)) else default
 
 
 def _steps(path: Path, seen: Mapping[str, list[float | None]]) -> Mapping[str, list[float | None]]:
@@ -222,4 +254,4 @@ def _time_of(step: float, known: Sequence[tuple[float, float]]) -> float | None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < _HUGE

@@ -13,6 +13,7 @@ from rich.text import Text
 
 from learner.report.rollouts import printable
 from protocol.client import QueueClient
+from protocol.config import ConfigError
 from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
 
 _NOTICES_SHOWN = 8
@@ -23,16 +24,33 @@ _WORKERS_SHOWN = 16
 _MIN_SHOWN_SHARE = 0.05
 
 
-async def show(client: QueueClient, watch: bool) -> None:
-    """Print the status once, or redraw it every second."""
+async def show(client: QueueClient, watch: bool, run: str | None = None) -> None:
+    """Print the status once, or redraw it every second.
+
+    Args:
+        run: Name of the run that is meant; None for whatever the queue serves.
+
+    Raises:
+        ConfigError: The queue serves another run.
+    """
     async with client:
+        first = of_run(await client.status(), run, client.url)
         if not watch:
-            Console().print(render(await client.status()))
+            Console().print(render(first))
             return
-        with Live(render(await client.status()), auto_refresh=False) as live:
+        with Live(render(first), auto_refresh=False) as live:
             while True:
                 await asyncio.sleep(1.0)
-                live.update(render(await client.status()), refresh=True)
+                live.update(render(of_run(await client.status(), run, client.url)), refresh=True)
+
+
+def of_run(status: Status, run: str | None, url: str) -> Status:
+    """Return the status. Raises `ConfigError` if it is not of the run that is meant: another has its port now."""
+    if run is not None and status.run != run:
+        raise ConfigError(
+            f"the queue at {url} serves run {printable(status.run)}, not {run}: give that run's file, or --queue"
+        )
+    return status
 
 
 def render(status: Status) -> RenderableType:

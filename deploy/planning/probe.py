@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,9 @@ FILE_NAME = "probe.json"
 # Seconds until a load is steady, and for which it is measured.
 _SETTLE_S, _MEASURE_S = 0.7, 2.5
 _TIMEOUT_S = 60.0
+
+# Times of a token that a server can have, seconds.
+_MIN_S, _MAX_S = 1e-6, 100.0
 
 # Prompts, new ones and one of which the server has kept all, from which the time of a prompt's token follows.
 _PROMPTS, _TIMES = 32, 5
@@ -53,10 +57,16 @@ def read(folder: Path) -> Curve | None:
     """Read the curve that was measured for a run; None if none was. Raises `ConfigError` if the file is broken."""
     path = folder / FILE_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Curve)
+        curve = msgspec.json.decode(path.read_bytes(), type=Curve)
+        running = [number for number, _ in curve.points]
+        if not running or any(after <= before for before, after in pairwise(running)):
+            raise ValueError("its points are not in ascending order")
+        if running[0] < 0 or not all(_MIN_S < token_s < _MAX_S for _, token_s in curve.points) or curve.prefill_s < 0:
+            raise ValueError("its times are not those of a server")
+        return curve
     except FileNotFoundError:
         return None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}; delete it, and measure again with --probe") from None
 
 

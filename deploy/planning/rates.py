@@ -108,10 +108,23 @@ def read_record(run_dir: Path) -> Record:
     """Read the rates of a run.
 
     Raises:
-        ConfigError: There is no such run, or it made fewer than two steps: the first one waits for the start.
+        ConfigError: There is no such run, it made fewer than two steps (the first one waits for the start), or its
+            files hold what no run writes.
     """
+    try:
+        return _read_record(run_dir)
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{run_dir}: {METRICS}, {ROLLOUTS}, {PUBLICATIONS} or {history.FOLDER} hold what no run writes "
+            f"({type(error).__name__}: {error}): name another run with --from RUN_DIR"
+        ) from error
+
+
+def _read_record(run_dir: Path) -> Record:
     lines = list(read_json_lines(run_dir / METRICS, Line))
-    steps = [line for line in lines if line.get("step_time") and "tokens_sampled" in line][1:][-MAX_STEPS:]
+    steps = [line for line in lines if _is_step(line)][1:][-MAX_STEPS:]
     if not steps:
         raise ConfigError(
             f"{run_dir}: has no run of two steps or more to learn from ({len(lines)} in {METRICS}): make a run of a "
@@ -134,6 +147,10 @@ def read_record(run_dir: Path) -> Record:
         prompt_tokens=_sum(steps, "tokens_prompt") / max(1.0, _sum(steps, "rollouts")),
     )
     return Record(config, rates, _measured(steps, statuses), tuple(notes))
+
+
+def _is_step(line: Line) -> bool:
+    return (line.get("step_time") or 0) > 0 and (line.get("tokens_sampled") or 0) > 0
 
 
 def server_count(config: RunConfig) -> int:

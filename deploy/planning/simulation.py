@@ -26,6 +26,9 @@ from rollout_queue.ledger.admission import Admission, QueueLoad, StepFacts
 # How much longer a publication into a server takes at most, where it has more requests than the rates'.
 _MOST_BUSY = 2.0
 
+# Turns, swaps and the like, of which a simulation takes about a hundred thousand a second.
+_MAX_EVENTS = 2_000_000
+
 # Share of the steps that are not measured: the run begins empty.
 _WARM_UP = 0.1
 
@@ -99,13 +102,14 @@ class Simulation:
         self._late = 0
         self._sums = _Sums()
         self._steps = 1
+        self._happened = 0
         self.issued = self.trained = self.dropped = 0
 
     def run(self, steps: int) -> Prediction:
         """Simulate optimiser steps.
 
         Raises:
-            RuntimeError: Nothing can happen any more, as when no worker may begin a group.
+            RuntimeError: Nothing can happen any more, as when no worker may begin a group, or too much would.
         """
         self._steps = steps
         skipped = max(1, int(steps * _WARM_UP)) if steps > 1 else 0
@@ -124,6 +128,9 @@ class Simulation:
 
     def _advance(self) -> None:
         """Let the next thing happen."""
+        self._happened += 1
+        if self._happened > _MAX_EVENTS:
+            raise RuntimeError(f"more than {_MAX_EVENTS:,} turns and swaps in {self._version} of its steps")
         ends = [server.next_end() for server in self._servers]
         first = min(ends)
         if self._events and self._events[0][0] <= first:

@@ -66,7 +66,8 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
             if resume:
                 settings.enter_context(kept_if_no_step_is_made(config))
             run_file = write_resolved(with_cache_size(counted)).absolute()
-            terminal.say(f"run directory {run_file.parent}, status at {config.queue.local_url}{access.STATUS}")
+            url = config.queue.local_url
+            terminal.say(f"run directory {run_file.parent}, page at {url}/, status at {url}{access.STATUS}")
             if rows is not None and config.learner.epochs is not None:
                 terminal.say(run_directory.describe_steps(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))

@@ -123,7 +123,7 @@ def _choose_layout(policy: Policy, tried: Sequence[layouts.Layout], path: str, l
             refused.append(error)
         except torch.OutOfMemoryError:
             raise
-        except (KeyError, AttributeError, TypeError, ValueError, IndexError, RuntimeError) as error:
+        except Exception as error:  # of any kind: it is the model's own code
             text = (
                 f"model.path = {path}: {type(policy.model).__name__} cannot score a row with model.attention = "
                 f"{policy.attention}, learner.layout = {layout}: {type(error).__name__}: {error}; choose another "
@@ -169,6 +169,10 @@ LENGTHS = (13, 9, 12, 8)
 
 SHARED = 5
 
+# Then the same with sequences so many times as long, for layers that look further back, if servers take them.
+STRETCH = {"cpu": 8}
+STRETCH_ELSEWHERE = 24
+
 
 @torch.no_grad()
 def check_packing(policy: Policy, longest: int | None) -> None:
@@ -178,10 +182,17 @@ def check_packing(policy: Policy, longest: int | None) -> None:
     Args:
         longest: The servers' `max_model_len`; None to leave out the check at far positions.
     """
-    row, sequences = _made_up(policy)
+    _check_rows(policy, LENGTHS, longest)
+    stretch = min(STRETCH.get(policy.device.type, STRETCH_ELSEWHERE), (longest or 0) // max(LENGTHS))
+    if stretch > 1:
+        _check_rows(policy, tuple(stretch * length for length in LENGTHS), longest)
+
+
+def _check_rows(policy: Policy, lengths: tuple[int, ...], longest: int | None) -> None:
+    row, sequences = _made_up(policy, lengths)
     with _eager(policy) as eager:
         alone = [_alone(policy, ids, eager) for ids in sequences]
-        cut = LENGTHS[0] // 2
+        cut = lengths[0] // 2
         later = _redrawn(policy, sequences[0], torch.arange(cut, device=policy.device))
         ahead = float((_alone(policy, later, eager)[: cut - 1] - alone[0][: cut - 1]).abs().max())
     if ahead > LEAK.get(policy.precision.compute, LEAK_OF_16_BITS):
@@ -189,24 +200,24 @@ def check_packing(policy: Policy, longest: int | None) -> None:
             f"model.path: {type(policy.model).__name__} scores a token by what comes after it: it is no causal "
             f"language model; choose a decoder-only model"
         )
-    _compare(policy, row, alone, "")
-    _check_apart(policy, row)
+    _compare(policy, row, alone, lengths)
+    _check_apart(policy, row, lengths)
     # A batch counts its positions; rotary embeddings may still look at the longest of its sequences.
     reads_length = policy.layout != "padded" or bool(
         getattr(policy.model.config.get_text_config(), "rope_parameters", None)
     )
-    if reads_length and longest is not None and longest > max(LENGTHS):
-        _compare(policy, _with_far_position(row, longest - 1), alone[:-1], f" at position {longest - 1}")
+    if reads_length and longest is not None and longest > max(lengths):
+        _compare(policy, _with_far_position(row, longest - 1), alone[:-1], lengths, f" at position {longest - 1}")
 
 
-def _check_apart(policy: Policy, row: PackedRow) -> None:
+def _check_apart(policy: Policy, row: PackedRow, lengths: tuple[int, ...]) -> None:
     """Raise `ConfigError` if a score changes with tokens of other sequences, or with later tokens.
 
     Weights that were never trained hardly show it: all their scores are nearly alike. But where nothing leaks, nothing
     changes at all.
     """
     before = policy.at(row, 1.0).logprobs
-    for rollout, length in enumerate(LENGTHS):
+    for rollout, length in enumerate(lengths):
         own = row.rollout == rollout
         kept = row.positions[row.scored[own]][: length // 2]
         others = replace(row, input_ids=_redrawn(policy, row.input_ids[0], kept)[None])
@@ -232,11 +243,11 @@ def _layers_of(policy: Policy) -> str:
     return f" (layers of type {', '.join(kinds)})" if kinds else ""
 
 
-def _made_up(policy: Policy) -> tuple[PackedRow, list[torch.Tensor]]:
+def _made_up(policy: Policy, lengths: tuple[int, ...]) -> tuple[PackedRow, list[torch.Tensor]]:
     """Make a row, and return it with its sequences, each int64 [T]."""
     random = np.random.default_rng(0)
     size = policy.vocabulary_size
-    sequences = [random.integers(0, size, length).astype(np.int32) for length in LENGTHS]
+    sequences = [random.integers(0, size, length).astype(np.int32) for length in lengths]
     sequences[1][:SHARED] = sequences[0][:SHARED]
     samples = []
     for rollout, ids in enumerate(sequences):
@@ -280,7 +291,9 @@ def _eager(policy: Policy) -> Iterator[bool]:
         network.set_attn_implementation(policy.attention)
 
 
-def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str) -> None:
+def _compare(
+    policy: Policy, row: PackedRow, alone: list[torch.Tensor], lengths: tuple[int, ...], far: str = ""
+) -> None:
     scores = policy.at(row, 1.0).logprobs
     apart = [float((scores[row.rollout == i] - expected).abs().mean()) for i, expected in enumerate(alone)]
     worst = max(apart)
@@ -289,7 +302,7 @@ def _compare(policy: Policy, row: PackedRow, alone: list[torch.Tensor], far: str
     which = apart.index(worst)
     name = type(policy.model).__name__
     refusal = (
-        f"model.path: {name} scores a sequence of {LENGTHS[which]} tokens {worst:.3g} nats a token off where it stands "
+        f"model.path: {name} scores a sequence of {lengths[which]} tokens {worst:.3g} nats a token off where it stands "
         f"in a packed row, compared with alone"
     )
     if far:

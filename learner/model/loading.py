@@ -125,6 +125,12 @@ def check_lengths(config: Any, path: str, longest: int, padded: bool) -> None:
                 f"model.path = {path}: its layers of type {kind} are computed as full attention, which is right for "
                 f"sequences of up to {name} = {limit} tokens, and vllm.max_model_len = {longest}: lower it to {limit}"
             )
+    kept = getattr(config, "keep_window_size", None)
+    if kept is not None and longest > kept:
+        raise ConfigError(
+            f"model.path = {path}: its attention picks tokens of longer sequences by scores that look ahead: it is "
+            f"right up to keep_window_size = {kept} tokens, and vllm.max_model_len = {longest}: lower it to {kept}"
+        )
     parameters = getattr(config, "rope_parameters", None) or {}
     every = [parameters] if "rope_type" in parameters else list(parameters.values())
     bound = getattr(config, "max_position_embeddings", None)

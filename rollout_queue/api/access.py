@@ -51,6 +51,8 @@ class Gate:
         """
         roles = access.roles_of(route)
         given = {name: value for name, value in headers if name in _READ_HEADERS}
+        if self._ring is None and route is not access.READ_HEALTH:
+            self._check_host(given)
         if route is access.SIGN_IN_TO_PAGE or (self._ring is None and route is not access.READ_HEALTH):
             self._check_page(given, reads)
         if self._ring is not None and roles is not None:
@@ -81,7 +83,8 @@ class Gate:
             )
         return access.derive_token(self._secret, "viewer")
 
-    def _check_page(self, headers: Mapping[bytes, bytes], reads: bool) -> None:
+    def _check_host(self, headers: Mapping[bytes, bytes]) -> None:
+        """Refuse a name that a page from elsewhere may have pointed here. A token of the run shows who asks."""
         host = headers.get(b"host", b"").decode("latin-1")
         name = _name(host)
         if name not in self._hosts and not _is_loopback(name):
@@ -90,8 +93,11 @@ class Gate:
                 f"Host is {host[:200]!r}, which is not a name of this machine: use {', '.join(sorted(self._hosts))}, "
                 f"or set a token (SLIPSTREAM_TOKEN or queue.token)",
             )
+
+    def _check_page(self, headers: Mapping[bytes, bytes], reads: bool) -> None:
         if reads:
             return
+        host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if origin and origin.partition("://")[2].lower() != host.lower():
             raise Refusal(

@@ -49,6 +49,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
         head_s: Time-out of the head.
         body_bytes, body_s: At least so many bytes of a body must come in each interval of `body_s`.
         whole_body_s: Time-out of the whole body.
+        unread_s: How long an answer may wait for a client that reads nothing of it.
         linger_s: How long the rest of an answered request is read and discarded, so that the client gets to read the
             answer before the connection is closed.
     """
@@ -59,6 +60,7 @@ class ConnectionLimits(msgspec.Struct, frozen=True):
     body_bytes: int = 128 * 1024
     body_s: float = 10.0
     whole_body_s: float = 300.0
+    unread_s: float = 30.0
     linger_s: float = 5.0
 
 
@@ -89,7 +91,8 @@ class Connection(HttpToolsProtocol):
         self._body_at = 0.0
         self._put_at: float | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._due = 0.0
+        self._due = self._unread_due = 0.0
+        self._unread_timer: asyncio.TimerHandle | None = None
         self._received = self._body = self._body_before = self._head = self._pieces = 0
         self._refusal: _Refused | None = None
         self._refused_next: _Refused | None = None  # to be sent after the answer that is being made
@@ -103,8 +106,32 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_timer()
+        self._stop_unread_timer()
         self.pool.leave(self)
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._start_unread_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stop_unread_timer()
+
+    def _start_unread_timer(self) -> None:
+        self._unread_due = self.loop.time() + self.limits.unread_s
+        self._unread_timer = self.loop.call_at(self._unread_due, self._is_unread)
+
+    def _stop_unread_timer(self) -> None:
+        if self._unread_timer is not None:
+            self._unread_timer.cancel()
+            self._unread_timer = None
+
+    def _is_unread(self) -> None:
+        if self.loop.time() - self._unread_due > _MAX_LATE_S:
+            self._start_unread_timer()
+        else:
+            self.transport.abort()
 
     def drop(self) -> None:
         """Close the connection at once, since another needs its place."""

@@ -13,6 +13,7 @@ import msgspec
 from protocol.addresses import normal_url
 from protocol.config import ConfigError
 from protocol.messages import Server, ServerState
+from protocol.status import Stall
 from protocol.versions import new_run_id
 from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker
@@ -185,7 +186,9 @@ async def _keep_history(broker: Broker) -> None:
             await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
     finally:
         try:
-            broker.history.add(status.assemble(broker), broker.clock.wall(), is_last=True)
+            # Who still waits, and for what, ends with the queue.
+            last = msgspec.structs.replace(status.assemble(broker), waits=[], stall=Stall(False, 0.0, None), limit=None)
+            broker.history.add(last, broker.clock.wall(), is_last=True)
         except Exception:
             logger.exception("the run's history lacks its end")
 
@@ -204,6 +207,7 @@ async def _tell_pages(broker: Broker, shown: int) -> int:
     change = history.add(now, broker.clock.wall())
     if history.failure is not None and failure is None:
         logger.error("%s", history.failure)
+        broker.observations.notices.say("history", history.failure, broker.now, key="history")
     viewers.tell("status", now)
     viewers.tell("time", change.time)
     if change.step is not None:

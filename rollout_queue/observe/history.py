@@ -24,6 +24,9 @@ WRITE_S = 5.0
 
 MAX_EVENTS = 2000
 
+# After a write that failed the next one is tried so much later, seconds.
+RETRY_S = 60.0
+
 # More workers than these are only counted in what is written.
 _MAX_WORKERS = 64
 
@@ -53,7 +56,7 @@ class History:
 
     Attributes:
         may_be_full: Whether `make_room` may have something to do.
-        failure: Why no more is written, if that is so; the history in memory goes on.
+        failure: Why nothing is written now, if that is so; the history in memory goes on.
     """
 
     def __init__(self, folder: Path | None, max_bytes: int) -> None:
@@ -66,6 +69,7 @@ class History:
         self._newest: Status | None = None
         self._written_at = float("-inf")
         self._file: _PartFile | None = None
+        self._failed_at = float("-inf")
 
     def load(self) -> None:
         """Read what earlier queues of the run wrote. Blocks; call it before anything is added."""
@@ -118,7 +122,9 @@ class History:
                 file.close()
 
     def _write(self, entries: Sequence[Entry]) -> None:
-        if self._folder is None or self.failure is not None or not entries:
+        if self._folder is None or not entries:
+            return
+        if self.failure is not None and 0 <= entries[0].at - self._failed_at < RETRY_S:
             return
         try:
             if self._file is not None and self._file.bytes >= _PART_BYTES:
@@ -129,8 +135,11 @@ class History:
                 number = 1 + max((part.number for part in history.parts(self._folder)), default=0)
                 self._file = _PartFile(Part.named(self._folder, number))
             self._file.write(entries)
+            self.failure = None
         except OSError as error:
-            self.failure = f"the history of the run ends here: {self._folder}: {error.strerror or error}"
+            why = error.strerror or error
+            self.failure = f"the run's history, {self._folder}, has a gap until this is over: {why}; make room there"
+            self._failed_at = entries[0].at
             self.close()
 
     def _size(self) -> int:

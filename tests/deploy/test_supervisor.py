@@ -26,7 +26,7 @@ def test_the_run_ends_with_its_learner_and_leaves_no_process(stage: Stage) -> No
     result = stage.run()
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
-    assert lines[0].startswith(f"slipstream: run directory {stage.run_dir}, status at http://127.0.0.1:")
+    assert lines[0].startswith(f"slipstream: run directory {stage.run_dir}, page at http://127.0.0.1:")
     assert lines[1] == f"slipstream: starting queue, vllm-0, worker-0, learner; logs in {stage.logs}"
     assert lines[2:] == ["step 60", "slipstream: learner is done", "slipstream: stopping the others"]
     assert result.stderr == ""

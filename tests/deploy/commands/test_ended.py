@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
+from typer.testing import CliRunner
 
 from deploy import cli
 from deploy.commands.ended import EndedRun, find, render_ended
@@ -32,6 +33,13 @@ def config(run_file: Path) -> RunConfig:
     settings = load(run_file, ["--learner.steps", "9"])
     settings.run_dir.mkdir(parents=True)
     return settings
+
+
+def test_a_run_that_is_over_is_not_followed(config: RunConfig, run_file: Path) -> None:
+    stepped(config, 9)
+    summed_up(config, 9)
+    found = CliRunner().invoke(cli.app, ["rollouts", str(run_file), "--follow", "--learner.steps", "9"])
+    assert "no new rollouts will come" in str(found.exception)
 
 
 def stepped(config: RunConfig, steps: int, at: float = NOW - 3 * HOUR) -> None:

@@ -169,6 +169,12 @@ def test_the_plan_is_drawn_from_the_same_figures(run_dir: Path, tmp_path: Path) 
     assert "choose another place with -o" in str(nowhere.exception)
 
 
+def test_a_record_with_what_no_run_writes_is_named(tmp_path: Path) -> None:
+    run = write(tmp_path / "run", [step(number, tokens_prompt="many") for number in range(9)])
+    with pytest.raises(ConfigError, match="hold what no run writes"):
+        read_record(run)
+
+
 @pytest.mark.parametrize("steps", [[], [step(1)]])
 def test_a_run_without_two_steps_teaches_nothing(tmp_path: Path, steps: list[dict[str, Any]]) -> None:
     run = write(tmp_path / "run", steps)

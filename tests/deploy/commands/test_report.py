@@ -145,3 +145,21 @@ def test_bad_input_what_is_no_run_directory_is_named(run_dir: Path, tmp_path: Pa
         report.report(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match=r"r\.html: cannot be written: .*choose another place with -o"):
         report.write(run_dir, tmp_path / "nowhere" / "r.html")
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl: the page is written as a file that ends in \.html"):
+        report.write(run_dir, run_dir / "metrics.jsonl")
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    with pytest.raises(ConfigError, match="it is the run itself; name another one"):
+        report.report(run_dir, run_dir)
+
+
+def test_what_no_run_writes_is_left_out_of_a_report(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run_dir / "run.toml").write_text("run = 5")
+    (run_dir / "metrics.jsonl").write_text('{"step": 77, "reward": ' + "9" * 400 + "}\n")
+    found = report.read_run(run_dir)
+    assert (found.run, found.max_staleness) == (run_dir.name, 4)
+    assert found.steps["step"][-1] == 77
+    monkeypatch.setattr(report, "MAX_TEXT", 1000)
+    long = {**rollout(1), "messages": [{"role": "assistant", "content": "x" * 400}]}
+    (run_dir / "rollouts.jsonl").write_text((json.dumps(long) + "\n") * 50)
+    assert 0 < len(report.read_run(run_dir).rollouts) <= 3

@@ -6,7 +6,8 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from deploy.commands.status import render
+from deploy.commands.status import of_run, render
+from protocol.config import ConfigError
 from protocol.messages import ServerState
 from protocol.status import (
     Cause,
@@ -25,6 +26,7 @@ from protocol.status import (
     Wait,
     WorkerStatus,
 )
+from tests.kit.status import status
 
 
 def a_status() -> Status:
@@ -238,3 +240,11 @@ def test_a_terminal_is_told_nothing_by_the_names_and_reasons_of_others() -> None
     text = shown(status)
     assert not {"\x1b", "\x07", "\x9b"} & set(text)
     assert "name\ufffd]0;owned" in text
+
+
+def test_the_status_of_another_run_is_not_taken_for_this_one_s() -> None:
+    now = status(run="other")
+    assert of_run(now, None, "http://q:8200") is now
+    assert of_run(now, "other", "http://q:8200") is now
+    with pytest.raises(ConfigError, match="the queue at http://q:8200 serves run other, not mine"):
+        of_run(now, "mine", "http://q:8200")

@@ -67,6 +67,8 @@ def test_a_curve_is_kept_beside_the_record_and_a_broken_one_named(tmp_path: Path
     curve = Curve(((1.0, 0.01), (8.0, 0.02)), 0.001)
     probe.save(curve, tmp_path)
     assert probe.read(tmp_path) == curve
-    (tmp_path / probe.FILE_NAME).write_text("{")
-    with pytest.raises(ConfigError, match="delete it, and measure again with --probe"):
-        probe.read(tmp_path)
+    broken = ["{", '{"points":[]}', '{"points":[[4,0.1],[2,0.1]]}', '{"points":[[1,-0.1]]}', '{"points":[[1,1e-300]]}']
+    for text in (*broken, '{"points":[[1,0.1]],"prefill_s":-1}'):
+        (tmp_path / probe.FILE_NAME).write_text(text)
+        with pytest.raises(ConfigError, match="delete it, and measure again with --probe"):
+            probe.read(tmp_path)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from deploy.planning import simulation
 from deploy.planning.advice import OWN, plan
 from deploy.planning.calibration import calibrated, sharing_cores
 from deploy.planning.rates import EpisodeTimes, Measured, PublicationTimes, Rates, Record
@@ -196,3 +197,10 @@ def test_servers_on_one_cpu_machine_share_its_cores() -> None:
     apart = plan(elsewhere, slow, steps=60, measured_with=one)
     assert apart.prediction.steps_per_s > 1.3 * beside.prediction.steps_per_s
     assert apart.notes[-1] == OWN
+
+
+def test_a_run_that_could_never_fill_a_step_is_not_simulated_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulation, "_MAX_EVENTS", 20_000)
+    drop = {"groups_per_step": 4, "zero_variance": "drop"}
+    with pytest.raises(RuntimeError, match="more than 20,000 turns and swaps in 0 of its steps"):
+        simulate(replace(RATES, zero_variance=(1.0,)), learner=drop)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertLMHeadModel, Phi3Config, Phi3ForCausalLM
+from transformers import BertConfig, BertLMHeadModel, DogeConfig, DogeForCausalLM, Phi3Config, Phi3ForCausalLM
 
 from learner.feed.packing import Sample, pack_row
 from learner.model.build import check_packing, load_policy
@@ -219,6 +219,21 @@ def test_whatever_mixes_the_sequences_of_a_row_is_found(tmp_path: Path) -> None:
     handle.remove()
     check_packing(policy, LONGEST)
     assert policy.model.config._attn_implementation == "varlen_sdpa"
+
+
+def test_a_mixing_that_reaches_far_is_found_too(tmp_path: Path) -> None:
+    """No sequence of the first, short row reaches back so far."""
+    policy = loaded(TEXT["Llama"], tmp_path)
+    mlp = policy.model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda _, __, out: out + torch.nn.functional.pad(out, (0, 0, 64, 0))[:, :-64])
+    check_packing(policy, None)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a"):
+        check_packing(policy, 300)
+
+
+def test_attention_that_picks_tokens_by_scores_that_look_ahead_is_refused_above_its_window(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"keep_window_size = 64 .* vllm\.max_model_len = 100: lower it to 64"):
+        loaded(lambda: DogeForCausalLM(DogeConfig(**SIZES, keep_window_size=64)), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["Qwen3", "Qwen3-MoE", "Gemma 3"])

@@ -26,7 +26,7 @@ from protocol.client import JSON, QueueClient
 from protocol.messages import BeginSession, ErrorBody, LeaseRequest, Server, TicketRequest, WorkerReport
 from protocol.status import Status
 from rollout_queue.api.app import create_app
-from rollout_queue.api.connection import ConnectionLimits, bounded_by
+from rollout_queue.api.connection import Connection, ConnectionLimits, bounded_by
 from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Kind, Shares, fit, kind_of
 from rollout_queue.api.requests import ByteBudget
 from rollout_queue.broker import learner
@@ -699,3 +699,25 @@ def test_a_request_that_came_while_the_process_was_stopped_is_answered(split: in
     finally:
         process.kill()
         process.join()
+
+
+async def test_i8_a_client_that_never_reads_its_answer_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page that hangs would keep its place, though it counts no longer as one that is open."""
+    made, enter = list[Connection](), Connection.connection_made
+
+    def connection_made(self: Connection, transport: Any) -> None:
+        made.append(self)
+        enter(self, transport)
+
+    monkeypatch.setattr(Connection, "connection_made", connection_made)
+    async with door(unread_s=0.5) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(STATUS)
+        await reader.readline()
+        made[0].pause_writing()
+        made[0].resume_writing()
+        await asyncio.sleep(0.6)
+        assert not made[0].transport.is_closing()
+        made[0].pause_writing()
+        await until(lambda: made[0].transport.is_closing())
+        writer.close()

@@ -128,15 +128,33 @@ def test_a_part_whose_thinning_was_killed_counts_once(folder: Path) -> None:
     assert sum(entry.status is not None for entry in stored.read(folder)) == 10
 
 
-def test_a_disk_that_takes_no_more_ends_the_file_and_not_the_history(folder: Path) -> None:
+def test_a_disk_that_takes_no_more_leaves_a_gap_until_there_is_room(folder: Path) -> None:
     folder.parent.mkdir(exist_ok=True)
     folder.write_text("a file is in the way")
     kept = History(folder, MANY)
     fill(kept, 1, 5)
     assert kept.failure is not None
-    assert kept.failure.startswith(f"the history of the run ends here: {folder}: ")
+    assert kept.failure.startswith(f"the run's history, {folder}, has a gap until this is over: ")
     assert len(kept.columns.steps.json()["step"]) == 5
+    folder.unlink()
+    kept.add(status(step=6), 1e6)
+    assert kept.failure is None
     kept.close()
+    assert [entry.status.step for entry in stored.read(folder) if entry.status is not None] == [6]
+
+
+def test_what_is_no_entry_is_left_out_of_a_history_and_what_is_no_file_too(folder: Path) -> None:
+    kept = History(folder, MANY)
+    fill(kept, 1, 3)
+    kept.close()
+    (part,) = stored.parts(folder)
+    lines = gzip.decompress(part.path.read_bytes()).splitlines()
+    newer = b'{"at":1.0,"event":{"at":1.0,"kind":"of a newer release","text":"?"}}'
+    part.path.write_bytes(gzip.compress(b"\n".join([newer, *lines, b""])))
+    assert sum(entry.status is not None for entry in stored.read(folder)) == 3
+    (folder / "000002-0.jsonl.gz").symlink_to("nowhere")
+    (folder / "000003-0.jsonl.gz").mkdir()
+    assert stored.parts(folder) == [part]
 
 
 def said(before: Status | None, after: Status) -> list[tuple[str, str | None, str]]:

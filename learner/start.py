@@ -142,7 +142,8 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
     # The queue may have lost its store, and the steps since the checkpoint made versions that servers know.
     version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
     expected = fingerprint.of(config, tokenizer(config.model))
-    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary)
+    others = changed(config, checkpoint.info) if checkpoint else []
+    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others)
 
 
 def tokenizer(model: ModelSection) -> Any:

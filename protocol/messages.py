@@ -454,7 +454,8 @@ class LeaseRenewed(msgspec.Struct):
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     """Begins a learner session at step 0, or from a checkpoint of `step` and policy `version`.
 
-    `fingerprint`: the fingerprint that workers must have. `vocabulary`: the model's token ids are below it.
+    `fingerprint`: the fingerprint that workers must have. `vocabulary`: the model's token ids are below it. `changed`:
+    settings that are others than before a resume, for people.
     """
 
     step: Natural
@@ -463,6 +464,7 @@ class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     resume: bool
     fingerprint: Fingerprint | None = None
     vocabulary: int | None = None
+    changed: list[str] = []
 
 
 class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):

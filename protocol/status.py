@@ -168,7 +168,8 @@ class ConnectionStatus(msgspec.Struct):
 class LearnerStatus(msgspec.Struct):
     """The learner in the status. `wait_share`: share of the newest steps' time that it waited for groups.
 
-    `metrics`: the main ones of its newest step, by their names in `metrics.jsonl`.
+    `metrics`: the main ones of its newest step, by their names in `metrics.jsonl`. `changed`: settings that are others
+    than before the resume with which its session began.
     """
 
     session: int = 0
@@ -179,6 +180,7 @@ class LearnerStatus(msgspec.Struct):
     wait_share: float | None = None
     seen_s_ago: float | None = None
     metrics: dict[str, float] = {}
+    changed: list[str] = []
 
 
 # Where an open episode of a worker may be, besides over and waiting for its group.

@@ -93,7 +93,7 @@ async def _begin_session(broker: Broker, message: BeginSession) -> None:
         broker.early_failures.begin(broker.ledger.ever_accepted)
     await commit
     broker.admission.observe_session()
-    broker.observations.session_began(broker.now)
+    broker.observations.session_began(broker.now, message.changed)
 
 
 async def ask_for_evaluation(broker: Broker, message: EvaluationRequest) -> list[Evaluation]:

@@ -211,7 +211,8 @@ def _run(before: Status | None, after: Status) -> Iterator[_Said]:
     if before is None or _restarted(before, after):
         yield "run", "the queue started", None
     if after.learner.session and (before is None or after.learner.session != before.learner.session):
-        yield "learner", f"the learner began session {after.learner.session} at step {after.step}", "learner"
+        others = f" with {', '.join(after.learner.changed)}" if after.learner.changed else ""
+        yield "learner", f"the learner began session {after.learner.session} at step {after.step}{others}", "learner"
     if before is None:
         return
     if after.step < before.step:

@@ -24,6 +24,10 @@ from protocol.status import Limit, LimitingPart
 # A part that would bring less, as a share of the run's speed, is not named.
 _MIN_GAIN = 0.05
 
+# Where learner and servers must take turns, that is named from this gain on, whatever faster servers would bring: one
+# version of staleness takes no machine.
+_FREE_GAIN = 0.15
+
 # Share of slots' time from which on they count as taken, and idle share from which on the maximum of open episodes
 # decides how many there are.
 _TAKEN, _CROWDED = 0.8, 0.1
@@ -69,6 +73,8 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
     gains = _gains(inputs, config)
     best = max(gains, key=gains.__getitem__)
     part = best if gains[best] >= _MIN_GAIN else None
+    if part == "servers" and not _bound(config)[0] and gains["staleness bound"] >= _FREE_GAIN:
+        part = "staleness bound"
     taken = 1 - inputs.ticket_wait - inputs.open_wait >= _TAKEN
     if part == "servers" and taken and inputs.slots < inputs.requests and inputs.more >= _MIN_MORE:
         part = "workers' slots"

@@ -41,6 +41,10 @@ _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
 
 
+# Settings that a learner may say to have changed, and characters of each.
+_MAX_CHANGED, _MAX_CHANGED_CHARACTERS = 50, 400
+
+
 class Observations:
     """Collects what happens, for status, metrics, notices and the stall alarm.
 
@@ -75,6 +79,7 @@ class Observations:
         self.rejections: Counter[str] = Counter()
         self._over_age = 0
         self._learner_at: float | None = None
+        self._changed: list[str] = []
         self._reports: deque[LearnerReport] = deque(maxlen=WINDOW_STEPS)
         self._learner_waited_s = self._learner_s = 0.0
 
@@ -82,8 +87,10 @@ class Observations:
         self._learner_at = now
         self.progress.heard(now)
 
-    def session_began(self, now: float) -> None:
+    def session_began(self, now: float, changed: Sequence[str] = ()) -> None:
+        """Note a session. `changed`: settings that are others than before."""
         self._learner_at = now
+        self._changed = [text[:_MAX_CHANGED_CHARACTERS] for text in changed[:_MAX_CHANGED]]
         self.progress.session_began(now)
         self.symptoms.session_began()
         self.limits.session_began()
@@ -212,6 +219,7 @@ class Observations:
             wait_share=sum(report.wait_s for report in self._reports) / step_s if step_s else None,
             seen_s_ago=self.learner_seen_s_ago(now),
             metrics=dict(list(newest.metrics.items())[:_MAX_METRICS]) if newest else {},
+            changed=self._changed,
         )
 
 

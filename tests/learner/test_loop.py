@@ -589,6 +589,7 @@ def test_a_resume_says_from_where_and_what_was_changed(
         "learner.learning_rate = 0.0005 (was 0.001)"
     )
     assert said[2] == "algorithm grpo"
+    assert in_place.begun[-1].changed == ["learner.steps = 3 (was 2)", "learner.learning_rate = 0.0005 (was 0.001)"]
     rates = [line["learning_rate"] for line in lines(tmp_path / "test" / "metrics.jsonl")]
     assert rates == [1e-3, 1e-3, 5e-4]
 

@@ -13,6 +13,7 @@ from deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates
 from deploy.planning.serving import Curve
 from deploy.planning.simulation import Simulation
 from protocol.config import RunConfig
+from rollout_queue.observe.limits import LimitInputs, limit_of
 from tests.kit.config import config
 
 STEPS = 40
@@ -80,6 +81,13 @@ def test_the_rule_names_what_brings_most_at_twice_its_speed(part: str, config: R
     limit = plan(config, of, STEPS).limit
     assert limit.part == part, (limit.text, gains)
     assert gains[part] > 0.8 * max(gains.values()), gains
+
+
+def test_a_bound_of_0_limits_before_servers_do() -> None:
+    """One version of staleness takes no machine, and brings about as much as twice the servers."""
+    inputs = LimitInputs(0.9, 0.25, 0.0, 0.0, 0.0, 0.05, slots=128, requests=128)
+    assert limit_of(inputs, run(0)).part == "staleness bound"
+    assert limit_of(inputs, run(1)).part == "servers"
 
 
 def test_slots_limit_where_servers_would_run_more() -> None:

@@ -190,7 +190,7 @@ def test_what_happened_between_two_looks_is_said_once() -> None:
         checkpoint_step=5,
         servers=[server("v0", ServerState.QUARANTINED, "its proof failed"), server("v2", ServerState.JOINING)],
         workers=[worker("a", failures={"judge": 1}), worker("b", does="left"), worker("c"), worker("e")],
-        learner=LearnerStatus(session=2),
+        learner=LearnerStatus(session=2, changed=["learner.learning_rate = 0.1 (was 0.2)"]),
         notices=[Notice(1, "tool", "old", "a", 1.0), Notice(2, "tool", "new", "e", 1.0)],
         stall=Stall(True, 120.0, "nobody samples"),
         evaluations=[Evaluation(5, 5, 1, ended="complete", reward=0.5, rows=4, done=4)],
@@ -198,7 +198,7 @@ def test_what_happened_between_two_looks_is_said_once() -> None:
         finished=True,
     )
     assert said(first, second) == [
-        ("learner", "learner", "the learner began session 2 at step 5"),
+        ("learner", "learner", "the learner began session 2 at step 5 with learner.learning_rate = 0.1 (was 0.2)"),
         ("learner", "learner", "a checkpoint of step 5 was saved"),
         ("run", None, "no step for 120 s: nobody samples"),
         ("run", None, "the run was given up: nothing is accepted"),

@@ -14,6 +14,7 @@ from benchmarks.gpu_day import FAILED, NEEDS_GPU, PASSED, SECTIONS, STAND_IN, TI
 from docs.generate.measured_on_gpus import PAGE, page
 
 
+@pytest.mark.wide
 def test_the_small_form_runs_and_claims_nothing_about_gpus(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.learner_memory import PARTS_OF_PHASE, measure
 
 
+@pytest.mark.wide
 @pytest.mark.parametrize("whole", [False, True], ids=["by part", "whole"])
 def test_each_phase_of_each_rank_is_measured(whole: bool) -> None:
     found = measure(million=1, ranks=2, whole=whole)

@@ -165,7 +165,7 @@ PAUSED_BY_PERSON = "paused by a person"
 
 
 class Proof(msgspec.Struct, frozen=True):
-    """What bringing a version to a server cost, and how near its log-probs came to the learner's.
+    """Costs of bringing a version to a server, and how near its log-probs came to the learner's.
 
     Attributes:
         max_abs_diff: Largest difference of a log-prob of the probe, in nats.

@@ -111,7 +111,7 @@ class RolloutView(msgspec.Struct):
 
 
 class TicketLife(msgspec.Struct):
-    """What became of a ticket, as far as the queue knows. Times are wall clock, seconds; None for what has not been,
+    """The life of a ticket, as far as the queue knows it. Times are wall clock, seconds; None for what has not been,
     or was long ago or before the queue was started.
 
     Attributes:

@@ -313,7 +313,7 @@ LimitingPart = Literal["learner", "servers", "workers' slots", "tools", "judge",
 
 
 class Limit(msgspec.Struct, frozen=True):
-    """What limits the speed of a run. `part`: None if none does by itself; `text`: a sentence with the figures."""
+    """The limit of a run's speed. `part`: None if none does by itself; `text`: a sentence with the figures."""
 
     part: LimitingPart | None
     text: str

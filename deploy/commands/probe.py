@@ -40,16 +40,12 @@ def measure(record: Record, run_dir: Path) -> Curve:
 
 async def _measured(record: Record, run_dir: Path) -> Curve:
     config = record.config
-    episodes = record.rates.episodes
-    shape = probe.shape_of(
-        [times.turns for times in episodes], [times.tokens for times in episodes], record.rates.prompt_tokens
-    )
     program = next(of for of in run_programs(config, run_dir / config.run_file.name, False) if of.role == "vllm")
     with tempfile.TemporaryDirectory() as logs, Children(_GRACE_S) as children:
         server = children.start(program, Path(logs))
         try:
             await _wait_until_up(server)
-            return await probe.measure(config, config.vllm.urls[0], shape)
+            return await probe.measure(config, config.vllm.urls[0], record.rates.shape)
         finally:
             await children.end([server])
 

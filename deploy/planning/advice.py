@@ -32,7 +32,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What a run will do, what limits it, and what changes would bring, the best first.
+    """A prediction of a run, the part that limits it, and what changes would bring, the best first.
 
     Attributes:
         notes: What it rests on, and what it leaves out.

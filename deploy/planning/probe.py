@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
 from itertools import pairwise
@@ -89,9 +89,9 @@ async def measure(config: RunConfig, url: str, shape: Shape) -> Curve:
         raise ConfigError(f"the vLLM server at {url} does not answer the probe: {failed}") from None
 
 
-def _loads(most: int) -> Iterator[int]:
-    """Yield numbers of requests: 1, powers of 4 or so, the greatest and its half."""
-    return iter(sorted({1, 4, 16, 32, most // 4, most // 2, most} & set(range(1, most + 1))))
+def _loads(most: int) -> list[int]:
+    """Return numbers of requests up to the greatest, so many that a curve shows between them."""
+    return sorted({1, 4, 16, 32, most // 4, most // 2, most} & set(range(1, most + 1)))
 
 
 class _Asking:
@@ -208,9 +208,3 @@ class _Load:
         self._running_s += (now - self._at) * (self.slots - self.free)
         self._at = now
         return self.tokens, self._running_s
-
-
-def shape_of(turns: Sequence[int], tokens: Sequence[float], prompt: float) -> Shape:
-    """Return the mean shape of episodes with these turns and sampled tokens."""
-    mean = sum(turns) / len(turns)
-    return Shape(max(1, round(prompt)), max(1, round(sum(tokens) / sum(turns))), mean)

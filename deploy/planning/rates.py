@@ -58,7 +58,7 @@ class PublicationTimes:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a run measured.
+    """Rates that a run measured.
 
     Attributes:
         episodes, publications: Samples, of which the simulation draws.
@@ -80,9 +80,16 @@ class Rates:
     idle_publication: float = 1.0
     prompt_tokens: float = 0.0
 
+    @property
+    def shape(self) -> probe.Shape:
+        """How its episodes look to a server, on average."""
+        turns, tokens = sum(times.turns for times in self.episodes), sum(times.tokens for times in self.episodes)
+        mean_turns = turns / len(self.episodes)
+        return probe.Shape(max(1, round(self.prompt_tokens)), max(1, round(tokens / turns)), mean_turns)
+
 
 class Measured(msgspec.Struct, frozen=True):
-    """What a run did, under the names of `Prediction`; None where the run kept no record of it."""
+    """Results of a run, under the names of `Prediction`; None where the run kept no record of it."""
 
     steps: int
     steps_per_s: float
@@ -279,7 +286,7 @@ def _mean(steps: Sequence[Line], name: str) -> float | None:
 
 
 class _View(msgspec.Struct):
-    """What counts here of a `RolloutView`."""
+    """The part of a `RolloutView` that counts here."""
 
     turns: int
     sampled_tokens: int

@@ -34,7 +34,7 @@ _WARM_UP = 0.1
 
 
 class Prediction(msgspec.Struct, frozen=True):
-    """What a simulated run did, after its first tenth; counts of tickets are of the whole run.
+    """Results of a simulated run, after its first tenth; counts of tickets are of the whole run.
 
     Attributes:
         steps_per_s, tokens_per_s, trained_tokens_per_s: Rates; tokens are sampled ones of groups that arrived.

@@ -30,7 +30,7 @@ BATCH_ATTENTION = ("sdpa", "eager")
 
 @dataclass(frozen=True)
 class States:
-    """What a network made of a row of T tokens.
+    """Outputs of a network for a row of T tokens.
 
     Attributes:
         hidden: [T, h].
@@ -74,7 +74,7 @@ def arguments(row: PackedRow, layout: Layout, attention: str) -> dict[str, Any]:
         return {"input_ids": row.input_ids, "use_cache": False}
     given = {"input_ids": row.input_ids, "position_ids": row.position_ids, "use_cache": False}
     given |= packed.model_arguments(attention, row)
-    return given | _sequence_numbers(row) if layout == "packed" else given
+    return given | packed.sequence_bounds(row) | {"seq_idx": _sequence_numbers(row)} if layout == "packed" else given
 
 
 def set_batch_attention(network: Any) -> str:
@@ -89,19 +89,11 @@ def set_batch_attention(network: Any) -> str:
     return str(network.config._attn_implementation)
 
 
-def _sequence_numbers(row: PackedRow) -> dict[str, Any]:
-    """Return what layers with a state take beside the bounds that attention takes."""
-    bounds = torch.tensor(row.starts, dtype=torch.int32)
-    numbers = torch.repeat_interleave(torch.arange(len(bounds) - 1, dtype=torch.int32), bounds.diff())
-    device = row.input_ids.device
-    sent = paths.sent(bounds, device)
-    return {
-        "cu_seq_lens_q": sent,
-        "cu_seq_lens_k": sent,
-        "max_length_q": row.longest,
-        "max_length_k": row.longest,
-        "seq_idx": paths.sent(numbers[None], device),
-    }
+def _sequence_numbers(row: PackedRow) -> torch.Tensor:
+    """Return the number of each token's sequence, int32 [1, T]: layers with a state take it beside the bounds."""
+    lengths = torch.tensor(row.starts).diff()
+    numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), lengths)
+    return paths.sent(numbers[None], row.input_ids.device)
 
 
 def _padded(tower: Any, row: PackedRow, one_batch: bool, **more: Any) -> States:

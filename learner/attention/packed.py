@@ -51,8 +51,11 @@ class RowLayout:
 def model_arguments(implementation: str, row: PackedRow) -> dict[str, Any]:
     """Return the arguments that a transformers model needs, beside ids and positions, to keep the sequences of `row`
     apart."""
-    if implementation == PACKED_ATTENTION:
-        return {"row_layout": RowLayout(row)}
+    return {"row_layout": RowLayout(row)} if implementation == PACKED_ATTENTION else sequence_bounds(row)
+
+
+def sequence_bounds(row: PackedRow) -> dict[str, Any]:
+    """Return where the sequences of a row that shares no tokens begin and end, as transformers' layers take it."""
     bounds = sent(torch.tensor(row.starts, dtype=torch.int32), row.input_ids.device)
     return {
         "cu_seq_lens_q": bounds,

@@ -195,7 +195,7 @@ def _check_rows(policy: Policy, lengths: tuple[int, ...], longest: int | None) -
         cut = lengths[0] // 2
         later = _redrawn(policy, sequences[0], torch.arange(cut, device=policy.device))
         ahead = float((_alone(policy, later, eager)[: cut - 1] - alone[0][: cut - 1]).abs().max())
-    if ahead > LEAK.get(policy.precision.compute, LEAK_OF_16_BITS):
+    if ahead > _leak_bound(policy):
         raise ConfigError(
             f"model.path: {type(policy.model).__name__} scores a token by what comes after it: it is no causal "
             f"language model; choose a decoder-only model"
@@ -223,11 +223,15 @@ def _check_apart(policy: Policy, row: PackedRow, lengths: tuple[int, ...]) -> No
         others = replace(row, input_ids=_redrawn(policy, row.input_ids[0], kept)[None])
         after = policy.at(others, 1.0).logprobs
         leak = float((after[own] - before[own])[: length // 2].abs().max())
-        if leak > LEAK.get(policy.precision.compute, LEAK_OF_16_BITS):
+        if leak > _leak_bound(policy):
             raise ConfigError(
                 f"model.path: {type(policy.model).__name__} scores a token {leak:.1g} nats differently where "
                 f"other sequences of its row change{_layers_of(policy)}: the learner's rows would mix sequences"
             )
+
+
+def _leak_bound(policy: Policy) -> float:
+    return LEAK.get(policy.precision.compute, LEAK_OF_16_BITS)
 
 
 def _redrawn(policy: Policy, ids: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

@@ -148,7 +148,7 @@ class Policy(torch.nn.Module):
 
     @property
     def tower(self) -> Any:
-        """What rows go through before the output layer."""
+        """The part that rows go through before the output layer."""
         return layouts.UpToOutput(self.model) if self.whole else self.text
 
     def save(self, folder: Path, state: dict[str, torch.Tensor] | None = None) -> None:

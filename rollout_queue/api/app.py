@@ -87,7 +87,7 @@ async def read_rollouts(request: Request, broker: ReadyBroker) -> Response:
     return Response(seen.json(min(int(limit), _MAX_ROLLOUTS), worst), media_type=JSON)
 
 
-@handles(router, access.READ_METRICS, answers={200: str})
+@handles(router, access.READ_METRICS, answers={200: str}, texts=[prometheus.CONTENT_TYPE])
 async def read_metrics(broker: ReadyBroker) -> Response:
     text = prometheus.render(status.assemble(broker), broker.observations.histograms, await _store_bytes(broker))
     return Response(text, media_type=prometheus.CONTENT_TYPE)

@@ -78,6 +78,31 @@ class _Refused(msgspec.Struct, frozen=True):
     retry_after_s: int | None = None
 
 
+class _Timer:
+    """Calls back once after a time, unless it is stopped or started again."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._due = 0.0
+        self._handle: asyncio.TimerHandle | None = None
+
+    def start(self, after_s: float, call: Callable[[], None]) -> None:
+        self.stop()
+        self._due = self._loop.time() + after_s
+        self._handle = self._loop.call_at(self._due, call)
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+    @property
+    def slept_s(self) -> float:
+        """For how many seconds the process slept before it was called back."""
+        late_s = self._loop.time() - self._due
+        return late_s if late_s > _MAX_LATE_S else 0.0
+
+
 class Connection(HttpToolsProtocol):
     """uvicorn's HTTP protocol within `limits`, with a place in `pool`. Make a type for each queue with `bounded_by`."""
 
@@ -90,9 +115,7 @@ class Connection(HttpToolsProtocol):
         self._phase = self._timed = _Phase.IDLE
         self._body_at = 0.0
         self._put_at: float | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._due = self._unread_due = 0.0
-        self._unread_timer: asyncio.TimerHandle | None = None
+        self._timer, self._unread_timer = _Timer(self.loop), _Timer(self.loop)
         self._received = self._body = self._body_before = self._head = self._pieces = 0
         self._refusal: _Refused | None = None
         self._refused_next: _Refused | None = None  # to be sent after the answer that is being made
@@ -105,31 +128,22 @@ class Connection(HttpToolsProtocol):
         self._time()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._cancel_timer()
-        self._stop_unread_timer()
+        self._timer.stop()
+        self._unread_timer.stop()
         self.pool.leave(self)
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._start_unread_timer()
+        self._unread_timer.start(self.limits.unread_s, self._is_unread)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._stop_unread_timer()
-
-    def _start_unread_timer(self) -> None:
-        self._unread_due = self.loop.time() + self.limits.unread_s
-        self._unread_timer = self.loop.call_at(self._unread_due, self._is_unread)
-
-    def _stop_unread_timer(self) -> None:
-        if self._unread_timer is not None:
-            self._unread_timer.cancel()
-            self._unread_timer = None
+        self._unread_timer.stop()
 
     def _is_unread(self) -> None:
-        if self.loop.time() - self._unread_due > _MAX_LATE_S:
-            self._start_unread_timer()
+        if self._unread_timer.slept_s:
+            self._unread_timer.start(self.limits.unread_s, self._is_unread)
         else:
             self.transport.abort()
 
@@ -230,45 +244,31 @@ class Connection(HttpToolsProtocol):
         """Start the time-out of the current phase, unless it runs already."""
         if self._timed is self._phase:
             return
-        self._cancel_timer()
+        self._timer.stop()
         self._timed = self._phase
         if self._phase is _Phase.HEAD:
-            self._start_timer(self.limits.head_s, self._head_is_late)
+            self._timer.start(self.limits.head_s, self._head_is_late)
         elif self._phase is _Phase.BODY:
             self._body_before = 0
             self._body_at = self.loop.time()
-            self._start_timer(self.limits.body_s, self._check_speed)
-
-    def _start_timer(self, after_s: float, call: Callable[[], None]) -> None:
-        self._due = self.loop.time() + after_s
-        self._timer = self.loop.call_later(after_s, call)
-
-    def _slept_s(self) -> float:
-        """Return for how many seconds the process slept before it called the timer."""
-        late_s = self.loop.time() - self._due
-        return late_s if late_s > _MAX_LATE_S else 0.0
-
-    def _cancel_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+            self._timer.start(self.limits.body_s, self._check_speed)
 
     def _head_is_late(self) -> None:
-        if self._slept_s():
-            self._start_timer(self.limits.head_s, self._head_is_late)
+        if self._timer.slept_s:
+            self._timer.start(self.limits.head_s, self._head_is_late)
         elif self._received:
             self._refuse(_http_refusal(408, f"the request's head did not come within {self.limits.head_s:g} s"))
         else:
             self.transport.abort()
 
     def _check_speed(self) -> None:
-        limits, slept_s = self.limits, self._slept_s()
+        limits, slept_s = self.limits, self._timer.slept_s
         self._body_at += slept_s
         if self._phase is _Phase.BODY and self.loop.time() - self._body_at >= limits.whole_body_s:
             self._refuse(_http_refusal(408, f"the body did not come within {limits.whole_body_s:g} s"))
         elif slept_s or self.flow.read_paused or self._body - self._body_before >= limits.body_bytes:
             self._body_before = self._body
-            self._start_timer(limits.body_s, self._check_speed)
+            self._timer.start(limits.body_s, self._check_speed)
         elif self._phase is _Phase.BODY:
             text = f"the body brought less than {limits.body_bytes} bytes within {limits.body_s:g} s"
             self._refuse(_http_refusal(408, text))
@@ -330,8 +330,7 @@ class Connection(HttpToolsProtocol):
         self.pool.enter(self, Kind.CLOSING)
         self._enter(_Phase.LINGER)
         self._unset_keepalive_if_required()
-        self._cancel_timer()
-        self._start_timer(self.limits.linger_s, self.transport.abort)
+        self._timer.start(self.limits.linger_s, self.transport.abort)
         self.flow.resume_reading()
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -45,12 +45,12 @@ class SignIn(msgspec.Struct):
     token: str
 
 
-@handles(router, access.READ_PAGE, answers={200: str})
+@handles(router, access.READ_PAGE, answers={200: str}, texts=[page.TYPES[".html"]])
 async def read_page() -> Response:
     return _file(page.INDEX)
 
 
-@handles(router, access.READ_PAGE_FILE, answers={200: str})
+@handles(router, access.READ_PAGE_FILE, answers={200: str}, texts=[*page.TYPES.values()])
 async def read_page_file(name: str) -> Response:
     return _file(name)
 
@@ -99,7 +99,7 @@ async def read_ticket(broker: ReadyBroker, id: str) -> Response:
     return reply_json(await ticket_life.read(broker, id))
 
 
-@handles(router, access.FOLLOW_LIVE, answers={200: bytes})
+@handles(router, access.FOLLOW_LIVE, answers={200: str}, texts=["text/event-stream; charset=utf-8"])
 async def follow_live(broker: ReadyBroker) -> Response:
     """Stream what is new: server-sent events named status, time, step, event and rollouts."""
     broker.viewers.check_room()

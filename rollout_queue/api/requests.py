@@ -5,7 +5,7 @@ A body is bounded before it is decoded (its own bytes, and those of all bodies b
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Annotated, Any, Self, TypeVar
@@ -49,13 +49,14 @@ H = TypeVar("H", bound=Callable[..., Any])
 class Endpoint:
     """Handles a declared route. `takes`: type of the message in the body; bytes for a group, None for none.
     `answers`: types of the answers that are no error, by status; None for one without a body. `query`: types of its
-    parameters, none of which is required."""
+    parameters, none of which is required. `texts`: media types of answers of type `str`."""
 
     route: access.Route
     handler: Callable[..., Any]
     takes: Any
     answers: Mapping[int, Any]
     query: Mapping[str, Any]
+    texts: Sequence[str]
 
 
 ENDPOINTS: dict[access.Route, Endpoint] = {}
@@ -67,11 +68,12 @@ def handles(
     takes: Any = None,
     answers: Mapping[int, Any] | None = None,
     query: Mapping[str, Any] | None = None,
+    texts: Sequence[str] = ("text/plain; charset=utf-8",),
 ) -> Callable[[H], H]:
     """Register the decorated handler for a declared route; see `Endpoint`."""
 
     def register(handler: H) -> H:
-        ENDPOINTS[route] = Endpoint(route, handler, takes, answers or {200: None}, query or {})
+        ENDPOINTS[route] = Endpoint(route, handler, takes, answers or {200: None}, query or {}, texts)
         registered: H = router.api_route(route.path, methods=[route.method])(handler)
         return registered
 

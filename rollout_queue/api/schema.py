@@ -19,7 +19,6 @@ from protocol import access, codec
 from protocol.client import JSON, MSGPACK
 from protocol.messages import ErrorBody, Group, LeaseReply
 from rollout_queue.api.requests import ENDPOINTS, HTTP_STATUS, Endpoint, handles
-from rollout_queue.observe.prometheus import CONTENT_TYPE
 
 _REFERENCE = "#/components/schemas/{name}"
 
@@ -55,7 +54,9 @@ def openapi() -> Mapping[str, Any]:
         "paths": paths,
         "components": {
             "schemas": components,
-            "responses": {f"Refused{status}": _refused(status, schemas) for status in {*_OF_ANY, *_OF_BODIES, 401}},
+            "responses": {
+                f"Refused{status}": _refused(status, schemas) for status in {*_OF_ANY, *_OF_BODIES, 401, 404}
+            },
             "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
         },
     }
@@ -93,6 +94,8 @@ def _operation(endpoint: Endpoint, schemas: Mapping[str, Any]) -> dict[str, Any]
         refusals.add(422)
     if route.roles is not None:
         refusals.add(401)
+    if route.method == "GET" and "{" in route.path:
+        refusals.update((404, 410))
     operation: dict[str, Any] = {
         "operationId": endpoint.handler.__name__,
         # Any one of these: the run's secret and the token of each role that may ask.
@@ -126,8 +129,7 @@ def _answer(endpoint: Endpoint, kind: Any, schemas: Mapping[str, Any]) -> dict[s
 
 def _content(endpoint: Endpoint, kind: Any, schemas: Mapping[str, Any]) -> dict[str, Any]:
     if kind is str:
-        media = CONTENT_TYPE if endpoint.route is access.READ_METRICS else "text/plain; charset=utf-8"
-        return {media: {"schema": {"type": "string"}}}
+        return {media: {"schema": {"type": "string"}} for media in endpoint.texts}
     if kind in _BINARY:
         return {MSGPACK: {"schema": {"description": f"{kind.__name__} in msgpack: see protocol/messages.py"}}}
     return {JSON: {"schema": schemas[repr(kind)]}}

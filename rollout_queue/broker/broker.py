@@ -26,6 +26,7 @@ from protocol.trained_record import RECORD_FOLDER
 from rollout_queue.broker.clock import Clock
 from rollout_queue.broker.payload_cache import PayloadCache
 from rollout_queue.broker.recorder import Recorder, heads
+from rollout_queue.broker.ticket_spans import TicketSpans
 from rollout_queue.broker.viewers import Viewers
 from rollout_queue.broker.waiting import TicketLine, WakeUp
 from rollout_queue.broker.writer import Commit, Writer
@@ -38,7 +39,6 @@ from rollout_queue.ledger.server_registry import ServerRegistry
 from rollout_queue.observe.early_failure import EarlyFailureCheck
 from rollout_queue.observe.history import History
 from rollout_queue.observe.observations import Observations
-from rollout_queue.observe.ticket_spans import TicketSpans
 from rollout_queue.store.base import MAX_SILENCE_S, Store, StoreError
 from rollout_queue.store.changes import Payload
 

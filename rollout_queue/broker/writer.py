@@ -170,7 +170,7 @@ class Writer:
 
     @property
     def newest(self) -> Commit:
-        """What to await before anyone is told what memory shows: the store has it then, and is still this queue's.
+        """The commit to await before anyone is told what memory shows: then the store has it and is this queue's.
 
         Raises:
             Refusal: STORE_FAILED.

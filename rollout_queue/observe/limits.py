@@ -46,7 +46,7 @@ _WINDOW_STEPS, _MIN_STEPS = 20, 3
 
 
 class LimitInputs(msgspec.Struct, frozen=True):
-    """What the limit follows from. All but slots and requests are shares, 0 to 1.
+    """Facts from which the limit follows. All but slots and requests are shares, 0 to 1.
 
     Attributes:
         learner_wait: Of the learner's time, for groups.

@@ -11,7 +11,11 @@ INDEX = "index.html"
 # The charts' library, as the Python package `plotly` brings it, with its licence at its head.
 CHARTS = "plotly.js"
 
-TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+}
 
 
 @cache

@@ -58,7 +58,7 @@ def open_for_reading(config: RunConfig) -> StoreReader:
 
 
 class _Checkpoint(msgspec.Struct):
-    """What a checkpoint's state.json says of its place; `run` is "" in those of earlier releases."""
+    """The place of a checkpoint, as its state.json says; `run` is "" in those of earlier releases."""
 
     version: int
     run: str = ""

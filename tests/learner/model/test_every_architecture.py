@@ -5,18 +5,16 @@ from __future__ import annotations
 from contextlib import suppress
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
-from learner.feed.packing import Sample, pack_row
+from learner.feed.packing import pack_row
 from learner.model.build import load_policy
 from protocol.config import ConfigError, ModelSection
 from tests.learner.architectures import RESULTS, NotTiny, tiny
 from tests.learner.families import LONGEST
-from tests.learner.model.test_model_families import SCORING, samples
+from tests.learner.model.test_model_families import SCORING, alone, exact, samples
 
 # Compared in float32, as their layers do not compute in another type.
 SINGLE = {"recurrent_gemma", "xglm", "xlstm"}
@@ -35,18 +33,20 @@ def judge(model_type: str, folder: Path) -> tuple[str, str]:
         policy = load_policy(str(folder), ModelSection(path=str(folder)), SCORING, longest=LONGEST)
     except ConfigError as refusal:
         return "refused", str(refusal)
-    network = policy.model if model_type in SINGLE else as_double(policy.model)
-    alone = deepcopy(network)
+    network = policy.model if model_type in SINGLE else policy.model.double()
+    with suppress(ValueError, AttributeError):  # the grouped product of experts has no float64
+        network.set_experts_implementation("eager")
+    reference = exact(network) if model_type not in SINGLE else deepcopy(network)
     items = samples()
     row = pack_row(items, branches=policy.layout == "trie")
     scores = policy(row).logprobs
-    expected = torch.cat([scored_alone(alone, item) for item in items])
+    expected = torch.cat([alone(reference, item.token_ids) for item in items])
     in_order = torch.cat([scores[row.rollout == item.rollout] for item in items])
     wide = 20 if model_type in SINGLE else 1
     torch.testing.assert_close(in_order.double(), expected.double(), atol=2e-4 * wide, rtol=0)
     in_order.sum().backward()
     expected.sum().backward()
-    for (name, ours), theirs in zip(network.named_parameters(), alone.parameters(), strict=True):
+    for (name, ours), theirs in zip(network.named_parameters(), reference.parameters(), strict=True):
         if theirs.grad is None:
             assert ours.grad is None or not ours.grad.any(), name
         elif theirs.grad.any():
@@ -54,22 +54,6 @@ def judge(model_type: str, folder: Path) -> tuple[str, str]:
             apart = float((ours.grad - theirs.grad).abs().max() / (theirs.grad.abs().max() + 1e-3))
             assert apart < 2e-4 * wide, f"{name}: its gradient is {apart:.1e} off"
     return policy.layout, ""
-
-
-def as_double(network: Any) -> Any:
-    network.double()
-    with suppress(ValueError, AttributeError):  # the grouped product of experts has no float64
-        network.set_experts_implementation("eager")
-    return network
-
-
-def scored_alone(network: Any, item: Sample) -> torch.Tensor:
-    """Log-probs of a sequence by the model's own logits, float64 [T - 1]."""
-    with suppress(ValueError, AttributeError, ImportError):
-        network.set_attn_implementation("eager")
-    inputs = torch.from_numpy(item.token_ids.astype(np.int64))[None]
-    logits = network(input_ids=inputs, use_cache=False).logits[0, :-1]
-    return logits.log_softmax(-1).gather(1, inputs[0, 1:, None])[:, 0]
 
 
 @pytest.mark.families("model_type")

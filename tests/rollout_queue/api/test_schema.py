@@ -162,6 +162,8 @@ def test_whatever_the_schema_allows_or_forbids_is_answered_as_it_says() -> None:
         schema = schemathesis.openapi.from_url(url + access.SCHEMA)
         for found in schema.get_all_operations():
             tried = found.ok()
+            if tried.path == access.FOLLOW_LIVE.path:
+                continue  # an answer without an end
             for mode in schemathesis.GenerationMode:
 
                 @bounded

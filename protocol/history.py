@@ -35,18 +35,23 @@ _HEAD = 64
 # Points of a column: of a longer run every second one is left out, as often as needed.
 MAX_POINTS = 2000
 
-EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice"]
+EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice", "change"]
 
 Row = dict[str, float | None]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened. `at`: wall clock, seconds; `who`: the server, worker or process that it is about."""
+    """Something that happened; a `change` is a setting, a tool or a figure that is another from a step on.
+
+    `at`: wall clock, seconds; `who`: the server, worker or process that it is about; `step`: the newest then, or from
+    which on.
+    """
 
     at: float
     kind: EventKind
     text: str
     who: str | None = None
+    step: int | None = None
 
 
 class Entry(msgspec.Struct, omit_defaults=True, frozen=True):

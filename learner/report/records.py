@@ -31,7 +31,7 @@ MAIN_METRICS = (
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
     *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu", "wait_s", "train_s", "publish_blocked_ms"),
     *("weight_sync/pause_s", "weight_sync/transfer_s", "weight_sync/sent_bytes", "weight_sync/share_changed"),
-    *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
+    *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency", "tools/*/call_s"),
 )
 
 MAX_REPORTED = 64

@@ -17,9 +17,9 @@ from rollout_queue.ledger.records import Decision, RunState, TicketRecord, Ticke
 from rollout_queue.ledger.registration import SILENT_S
 from rollout_queue.observe.connections import ConnectionCounts
 from rollout_queue.observe.diagnosis import CauseTimes, Symptoms
-from rollout_queue.observe.histograms import Histograms
 from rollout_queue.observe.limits import LimitWindow
 from rollout_queue.observe.notices import Notices
+from rollout_queue.observe.prometheus import Histograms
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
 from rollout_queue.observe.windows import (

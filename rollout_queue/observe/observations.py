@@ -39,6 +39,7 @@ LOADING = "loading"
 CHECKPOINT = "checkpoint"
 _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
+_MAX_RANKS = 256
 
 
 # Settings that a learner may say to have changed, and characters of each.
@@ -220,6 +221,7 @@ class Observations:
             seen_s_ago=self.learner_seen_s_ago(now),
             metrics=dict(list(newest.metrics.items())[:_MAX_METRICS]) if newest else {},
             changed=self._changed,
+            ranks=newest.ranks[:_MAX_RANKS] if newest else [],
         )
 
 

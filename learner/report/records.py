@@ -13,7 +13,7 @@ import msgspec
 from learner.feed.judged_groups import StepCounts
 from learner.report.journal import Record
 from learner.training.trainer import StepMetrics
-from protocol.messages import LearnerReport
+from protocol.messages import LearnerReport, RankReport
 from protocol.status import Evaluation
 from weight_sync.fleet.publications import PublishRecord
 
@@ -96,11 +96,12 @@ class StepRecord(Record):
             "forwarded_per_trained": self.counts.tokens_forwarded / trained if trained else None,
         }
 
-    def report(self, publishing: int | None) -> LearnerReport:
+    def report(self, publishing: int | None, ranks: Sequence[RankReport] = ()) -> LearnerReport:
         """Make the report of the step for the status page.
 
         Args:
             publishing: The version on its way to the servers.
+            ranks: Each of several ranks.
         """
         return LearnerReport(
             step=self.step,
@@ -112,6 +113,7 @@ class StepRecord(Record):
             staleness_max=self.counts.staleness_max,
             publishing=publishing,
             metrics=main_metrics(self.flat()),
+            ranks=list(ranks),
         )
 
 

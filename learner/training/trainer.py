@@ -27,12 +27,14 @@ from learner.model.reference import Reference
 from learner.model.share import BUCKET_BYTES, Share
 from learner.model.tensor_files import save_policy
 from learner.ranks import environment, wrapping
+from learner.ranks.figures import RankFigures
 from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, PartFailed, Team
 from learner.training import optimiser, state_files, step_sums
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
+from protocol.messages import RankReport
 
 T = TypeVar("T")
 
@@ -95,6 +97,7 @@ class Trainer:
 
     Attributes:
         optim: Name of the optimiser.
+        ranks: What each of several ranks did in the newest step.
     """
 
     def __init__(
@@ -115,6 +118,8 @@ class Trainer:
         self._max_grad_norm = section.max_grad_norm
         self._router_coef = section.router_aux_loss_coef
         self._meter = Meter(policy, self.device)
+        self._figures = RankFigures(self.team, self.device)
+        self.ranks: list[RankReport] = []
         self._policy = wrapping.wrapped(policy, self.accelerator, self.team)
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
@@ -156,6 +161,7 @@ class Trainer:
     def _step(self, share: RankRows) -> StepMetrics:
         """Do this rank's part of a step."""
         started = time.perf_counter()
+        self._figures.begin()
         self._scored.clear()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
@@ -171,6 +177,8 @@ class Trainer:
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
             with wrapping.synchronising(self._policy, last=number == len(rows)):
                 scores: TokenScores = self._policy(row)
+                if number == len(rows):
+                    self._figures.last_pass()
                 if row.is_padding:
                     self.accelerator.backward(0 * scores.logprobs.sum())
                     continue
@@ -197,6 +205,7 @@ class Trainer:
         grad_norm = float(wrapping.whole(norm))
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
+        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
         objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:

@@ -62,6 +62,7 @@ class History:
 
     Attributes:
         changes: Follows the steps and events.
+        newest_at: Time of the newest entry that `load` read, wall clock, seconds; None if there was none.
         may_be_full: Whether `make_room` may have something to do.
         failure: Why nothing is written now, if that is so; the history in memory goes on.
     """
@@ -74,6 +75,7 @@ class History:
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._folder = folder
         self._max_bytes = max_bytes
+        self.newest_at: float | None = None
         self._newest: Status | None = None
         self._written_at = float("-inf")
         self._file: _PartFile | None = None
@@ -83,10 +85,11 @@ class History:
         """Read what earlier queues of the run wrote. Blocks; call it before anything is added."""
         if self._folder is None:
             return
+        order = history.Order()
         parts = history.parts(self._folder)
         size = sum(_size(part.path) for part in parts)
         for part in parts:
-            for entry in history.read_part(part.path, every=1 + size // _READ_BYTES):
+            for entry in map(order.moved, history.read_part(part.path, every=1 + size // _READ_BYTES)):
                 if entry.status is not None:
                     self._newest = entry.status
                     _, step = self.columns.add(entry.at, entry.status)
@@ -95,6 +98,7 @@ class History:
                 if entry.event is not None:
                     self.events.append(entry.event)
                     self.changes.event(entry.event)
+        self.newest_at = order.newest
         if self._newest is not None:  # of a queue that has ended, however soon
             self._newest = msgspec.structs.replace(self._newest, uptime_s=float("inf"))
 

@@ -255,3 +255,24 @@ def test_a_server_that_dies_is_one_event_however_many_workers_fail_by_it() -> No
         ("server", "v0", f"server v0 was serving and is down: {why}"),
         ("worker", None, "worker w0 and 8 others: the first episodes that failed, for server"),
     ]
+
+
+def test_a_history_of_a_clock_that_was_set_back_is_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "history"
+    for began, steps in ((90_000.0, (1, 2)), (50_000.0, (3, 4))):
+        kept = History(folder, 10**9)
+        for step in steps:
+            learner = LearnerStatus(1, step, step, metrics={"reward": 0.5})
+            kept.add(status(step=step, learner=learner), began + 10.0 * step)
+        kept.close()
+    entries = list(stored.read(folder))
+    assert [entry.status.step for entry in entries if entry.status is not None] == [1, 2, 3, 4]
+    times = [entry.at for entry in entries]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (90_010.0, 90_030.0)
+    assert all(entry.event is None or entry.event.at == entry.at for entry in entries)
+    again = History(folder, 10**9)
+    again.load()
+    assert again.columns.steps.json()["step"] == [1, 2, 3, 4]
+    assert again.columns.time.json()["at"] == sorted(again.columns.time.json()["at"])
+    assert again.newest_at == 90_030.0

@@ -3,10 +3,10 @@
     python -m benchmarks.plan [--variants plain staleness_0 ...] [--steps 20] [--keep DIR]
     python -m benchmarks.plan --records DIR ...
 
-Runs the example as it is, measures its server with a probe, learns rates from both, and predicts each variant, which
-then runs as well. The slow tool sleeps 0.5 s in each call, the slow judge 1 s for each group; a plan gets these seconds
-as given, and everything else from the record. With `--records`, predicts runs that were made before from their own
-records instead, and runs nothing.
+Runs the example, whose policy hardly learns here, measures its server with a probe, learns rates from both, and
+predicts each variant, which then runs as well. The slow tool sleeps 0.5 s in each call, the slow judge 1 s for each
+group; a plan gets these seconds as given, and everything else from the record. With `--records`, predicts runs that
+were made before from their own records instead, and runs nothing.
 
 Prints one JSON line per run: predicted and measured values with the error of the prediction, as a share of the measured
 value for rates, else as a difference; then a line with the median and the worst error of steps a second.
@@ -35,6 +35,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = ROOT / "examples" / "multiply"
 TOOL_S, JUDGE_S = 0.5, 1.0
 SEEDS = 8
+# So small that lengths and flat groups stay as they are: it is speed that is compared.
+LEARNING_RATE = 1e-7
 
 # Settings of each variant.
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -90,6 +92,7 @@ def run(name: str, folder: Path, model: Path, arguments: argparse.Namespace) -> 
         "run.dir": folder,
         "model.path": model,
         "learner.steps": arguments.steps,
+        "learner.learning_rate": LEARNING_RATE,
         "learner.sample_rollouts": 32,
         "learner.checkpoint_every": 0,
         "queue.port": arguments.ports[0],
@@ -159,7 +162,7 @@ def planned(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         build = [sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(model), "--seed", "0"]
         subprocess.run(build, stdout=sys.stderr, check=True)
         first = run("plain", folder, model, arguments)
-        probe.measure(read_record(first), first)
+        probe.measure(read_record(first), first, servers=2)
         learnt = read_record(first)
         rates = calibrated(learnt)
         for name in arguments.variants:

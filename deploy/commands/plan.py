@@ -14,7 +14,7 @@ from deploy.commands.plan_page import page_data, view
 from deploy.commands.report import save
 from deploy.planning.advice import plan, with_counts
 from deploy.planning.calibration import calibrated
-from deploy.planning.rates import read_record
+from deploy.planning.rates import read_record, server_count
 from deploy.servers.vllm_server import on_cpu
 from protocol.config import ConfigError, RunConfig
 from protocol.history import PlannedChange
@@ -43,10 +43,10 @@ def run(
             the file cannot be written.
     """
     source = learnt_from or config.run_dir
-    if probes:
-        probe.measure(read_record(source), source)
-    record = read_record(source)
     planned = with_counts(config, servers, workers)
+    if probes:
+        probe.measure(read_record(source), source, server_count(planned))
+    record = read_record(source)
     try:
         shared = record.config if on_cpu() else None
         found = plan(planned, calibrated(record), steps, record.notes, measured_with=shared)

@@ -36,4 +36,5 @@ def calibrated(record: Record) -> Rates:
 
 def sharing_cores(rates: Rates, record: RunConfig, planned: RunConfig) -> Rates:
     """Return the rates of servers of which as many as are planned share the cores of those of the record."""
-    return replace(rates, curve=rates.curve.scaled(server_count(planned) / server_count(record)))
+    slower = rates.curve.among(server_count(planned)) / rates.curve.among(server_count(record))
+    return replace(rates, curve=rates.curve.scaled(slower))

@@ -6,11 +6,12 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
@@ -63,6 +64,8 @@ def read(folder: Path) -> Curve | None:
             raise ValueError("its points are not in ascending order")
         if running[0] < 0 or not all(_MIN_S < token_s < _MAX_S for _, token_s in curve.points) or curve.prefill_s < 0:
             raise ValueError("its times are not those of a server")
+        if not all(0 < slower < _MAX_S for _, slower in curve.sharing):
+            raise ValueError("its times are not those of a server")
         return curve
     except FileNotFoundError:
         return None
@@ -76,17 +79,36 @@ async def measure(config: RunConfig, url: str, shape: Shape) -> Curve:
     Raises:
         ConfigError: The server does not answer as it should.
     """
+    async with _asked(config, [url], shape) as (server,):
+        await server.sample(1)  # what is compiled or allocated on first use
+        points = [await server.sample(slots) for slots in _loads(config.vllm.max_num_seqs)]
+        return Curve(tuple(sorted(points)), await server.prefill_s())
+
+
+async def measure_sharing(config: RunConfig, urls: Sequence[str], shape: Shape, alone: Curve) -> Curve:
+    """Measure servers that share the cores on which one was measured `alone`, all at one time.
+
+    Raises:
+        ConfigError: A server does not answer as it should.
+    """
+    async with _asked(config, urls, shape) as servers:
+        await asyncio.gather(*(server.sample(1) for server in servers))
+        slots = max(1, config.vllm.max_num_seqs // len(urls))
+        found = await asyncio.gather(*(server.sample(slots) for server in servers))
+        slower = fmean(token_s / alone.token_s(running) for running, token_s in found)
+        return replace(alone, sharing=((len(urls), slower),))
+
+
+@asynccontextmanager
+async def _asked(config: RunConfig, urls: Sequence[str], shape: Shape) -> AsyncIterator[list[_Asking]]:
     try:
         async with InferenceClient(_TIMEOUT_S, config.token) as client:
-            asking = _Asking(config, client, url, shape)
-            await asking.sample(1)  # what is compiled or allocated on first use
-            points = [await asking.sample(slots) for slots in _loads(config.vllm.max_num_seqs)]
-            return Curve(tuple(sorted(points)), await asking.prefill_s())
+            yield [_Asking(config, client, url, shape) for url in urls]
     except* (ServerFailed, Doubtful) as errors:
         failed: BaseException = errors
         while isinstance(failed, BaseExceptionGroup):
             failed = failed.exceptions[0]
-        raise ConfigError(f"the vLLM server at {url} does not answer the probe: {failed}") from None
+        raise ConfigError(f"the vLLM server at {', '.join(urls)} does not answer the probe: {failed}") from None
 
 
 def _loads(most: int) -> list[int]:

@@ -27,6 +27,9 @@ METRICS, PUBLICATIONS, RUN_FILE = "metrics.jsonl", "publications.jsonl", "run.to
 # Parts of a run: a policy that learns answers more and more prompts always or never.
 _PARTS = 10
 
+# Steps of half a run that tell its speed, and how many times as fast one half is if the run changed.
+_HALF, _CHANGED = 8, 1.5
+
 # The newest steps and rollouts of a run that count.
 MAX_STEPS = 500
 MAX_ROLLOUTS = 5000
@@ -141,6 +144,7 @@ def _read_record(run_dir: Path) -> Record:
     statuses = [entry.status for entry in history.read(run_dir / history.FOLDER) if entry.status is not None]
     statuses = [status for status in statuses if status.step and not status.finished]
     notes: list[str] = []
+    _note_change(steps, notes)
     running = _running(config, steps, statuses)
     publications, idle_publication = _publications(run_dir, notes)
     rates = Rates(
@@ -154,6 +158,20 @@ def _read_record(run_dir: Path) -> Record:
         prompt_tokens=_sum(steps, "tokens_prompt") / max(1.0, _sum(steps, "rollouts")),
     )
     return Record(config, rates, _measured(steps, statuses), tuple(notes))
+
+
+def _note_change(steps: Sequence[Line], notes: list[str]) -> None:
+    """Note that a run went at two speeds, since its rates are means of both."""
+    half = len(steps) // 2
+    if half < _HALF:
+        return
+    before, after = (_sum(part, "tokens_sampled") / _sum(part, "step_time") for part in (steps[:half], steps[half:]))
+    if max(before, after) > _CHANGED * min(before, after):
+        notes.append(
+            f"it sampled {before:,.0f} tokens/s in the first half of its steps and {after:,.0f} in the second; this "
+            f"plan rests on both: if a setting, tool or machine changed between, plan from a run of a few steps as it "
+            f"is now"
+        )
 
 
 def _is_step(line: Line) -> bool:

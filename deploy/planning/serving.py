@@ -24,10 +24,13 @@ class Curve:
     Attributes:
         points: Running requests and seconds a token, ascending; on straight lines between them, and beyond the last.
         prefill_s: Seconds in which the server samples nothing, for each token of a prompt that it has not kept.
+        sharing: Numbers of servers that were measured on the same cores at one time, and how many times as long each
+            took as one by itself.
     """
 
     points: tuple[tuple[float, float], ...]
     prefill_s: float = 0.0
+    sharing: tuple[tuple[int, float], ...] = ()
 
     @classmethod
     def line(cls, base_s: float, each_s: float) -> Curve:
@@ -39,7 +42,13 @@ class Curve:
 
     def scaled(self, factor: float) -> Curve:
         """Return the curve of a server that takes `factor` times as long for everything."""
-        return Curve(tuple((running, token_s * factor) for running, token_s in self.points), self.prefill_s * factor)
+        points = tuple((running, token_s * factor) for running, token_s in self.points)
+        return Curve(points, self.prefill_s * factor, self.sharing)
+
+    def among(self, servers: int) -> float:
+        """Return how many times as long each of some servers takes that share the cores of one; where that was not
+        measured, as many times as there are servers."""
+        return dict(self.sharing).get(servers, float(servers))
 
     def token_s(self, running: float) -> float:
         return _token_s(self.points, running)

@@ -90,6 +90,14 @@ def test_a_run_is_learnt_from_its_files(run_dir: Path) -> None:
     assert any("no times of tools" in note for note in record.notes)
 
 
+def test_a_run_that_went_at_two_speeds_is_noted(tmp_path: Path) -> None:
+    alike = write(tmp_path / "alike", [step(n, step_time=5.0 + n % 2) for n in range(20)])
+    assert not any("first half" in note for note in read_record(alike).notes)
+    slower = write(tmp_path / "slower", [step(n, step_time=5.0 if n < 10 else 10.0) for n in range(20)])
+    noted = [note for note in read_record(slower).notes if "first half" in note]
+    assert "64 tokens/s in the first half of its steps and 32 in the second" in noted[0]
+
+
 def test_times_of_tools_rewards_and_turns_are_learnt(tmp_path: Path) -> None:
     """Ten requests of 50 ms a token; how that depends on their number is assumed, and said so."""
     times = {"rollout/generate_s": 1.0, "rollout/tools_s": 0.5, "rollout/reward_s": 0.25}
@@ -126,7 +134,8 @@ def test_the_command_draws_it_or_prints_json(run_dir: Path) -> None:
 
 
 def test_a_plan_is_fitted_to_its_record_and_a_probe_comes_first(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measure(record: Record, folder: Path) -> Curve:
+    def measure(record: Record, folder: Path, servers: int) -> Curve:
+        assert servers == 1
         curve = Curve.line(0.06, 0.004)  # twice as fast as in the run
         probe.save(curve, folder)
         return curve

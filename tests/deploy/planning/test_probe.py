@@ -51,6 +51,24 @@ async def test_a_probe_runs_as_many_requests_as_it_says_and_finds_how_long_they_
     assert {body["sampling_params"]["min_tokens"] for body in (*first, *later)} == {TURN}
 
 
+async def test_servers_that_share_cores_are_measured_at_one_time() -> None:
+    running = 0
+
+    def latency_s(index: int) -> float:
+        """Of a request: 10 ms for each that runs on any of the servers."""
+        nonlocal running
+        running = sum(engine.running for engine in engines)
+        return 0.01 * running
+
+    engines = [FakeEngine(policy=lambda ids, index: [7] * TURN, latency_s=latency_s) for _ in range(2)]
+    async with serving(FakeVllm(engines[0])) as first, serving(FakeVllm(engines[1])) as second:
+        alone = await probe.measure(settings(), first, Shape(8, TURN, 1.5))
+        curve = await probe.measure_sharing(settings(), [first, second], Shape(8, TURN, 1.5), alone)
+    assert curve.points == alone.points
+    assert 1.5 < curve.among(2) < 2.7
+    assert curve.among(3) == 3.0, "not measured"
+
+
 @pytest.mark.parametrize(
     ("fault", "says"), [(Fault("status", None), "500"), (Fault("status", None, status=400), "400")]
 )
@@ -64,11 +82,11 @@ async def test_a_server_that_refuses_is_named(fault: Fault, says: str) -> None:
 
 def test_a_curve_is_kept_beside_the_record_and_a_broken_one_named(tmp_path: Path) -> None:
     assert probe.read(tmp_path) is None
-    curve = Curve(((1.0, 0.01), (8.0, 0.02)), 0.001)
+    curve = Curve(((1.0, 0.01), (8.0, 0.02)), 0.001, ((2, 2.4),))
     probe.save(curve, tmp_path)
     assert probe.read(tmp_path) == curve
     broken = ["{", '{"points":[]}', '{"points":[[4,0.1],[2,0.1]]}', '{"points":[[1,-0.1]]}', '{"points":[[1,1e-300]]}']
-    for text in (*broken, '{"points":[[1,0.1]],"prefill_s":-1}'):
+    for text in (*broken, '{"points":[[1,0.1]],"prefill_s":-1}', '{"points":[[1,0.1]],"sharing":[[2,0]]}'):
         (tmp_path / probe.FILE_NAME).write_text(text)
         with pytest.raises(ConfigError, match="delete it, and measure again with --probe"):
             probe.read(tmp_path)

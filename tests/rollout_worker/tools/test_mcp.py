@@ -147,7 +147,7 @@ async def test_a_slow_call_times_out_and_the_others_go_on():
 
 async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
     async with box_of(STDIO) as box:
-        results = await box.run([ToolCall("die", {}), ToolCall("wait", {"seconds": 60})])
+        results = await box.run([ToolCall("wait", {"seconds": 60}), ToolCall("die", {})])
         assert {result.reason for result in results} == {reasons.TOOL_RAISED}
         assert all("MCP server" in result.content for result in results)
         assert (await one(box, "add", a=2, b=3)).content == "5"

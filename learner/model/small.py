@@ -63,17 +63,23 @@ _MORE: dict[str, dict[str, Any]] = {
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     "gemma3n_text": {
         **_PER_LAYER,
-        "layer_types": ["sliding_attention", "full_attention"],
         "intermediate_size": [64, 64],
         "activation_sparsity_pattern": [0.0, 0.0],
         "laurel_rank": 8,
     },
-    "gemma4_text": {**_PER_LAYER, "head_dim": 8, "global_head_dim": 8},
+    "gemma4_text": {**_PER_LAYER, "head_dim": 8, "global_head_dim": 8, "per_layer_config": {}},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
-    "granitemoehybrid": {**_MAMBA, "layer_types": ["linear_attention", "full_attention"]},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "granitemoehybrid": _MAMBA,
+    "lfm2_moe": {"num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "chunk_size": 16},
     "nemotron": {"num_key_value_heads": 2},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 64,
+        "indexer_compress_ratio": 4,
+    },
     "rembert": {"input_embedding_size": 32, "output_embedding_size": 32},
     "roc_bert": {"pronunciation_vocab_size": VOCABULARY, "shape_vocab_size": VOCABULARY},
     "zamba2": {"attention_hidden_size": 64, "attention_head_dim": 16, "n_mamba_heads": 8, "mamba_headdim": 8},
@@ -112,7 +118,7 @@ def _sizes(default: PretrainedConfig) -> dict[str, Any]:
     for name, size in _SIZES.items():
         try:
             value = getattr(default, name, None)
-        except AttributeError:  # one value for each layer
+        except Exception:  # one value for each layer: the error differs with the config
             continue
         if _can_be_set(default, name) and (value is not None or name == "head_dim") and not isinstance(value, list):
             found[name] = size

@@ -60,6 +60,7 @@
     ]);
     const over = open - places.reduce((sum, place) => sum + place[1], 0);
     if (over > 0) places.push(["ended", over, "--series-3"]);
+    const gone = status.workers.filter((worker) => ["silent", "refused"].includes(worker.does)).length;
     const failed = here.reduce((sum, worker) => sum + worker.episodes_failed, 0);
     const failures = failed ? `; ${plural(failed, "failure")}` : "";
     return {
@@ -80,7 +81,7 @@
             .filter((place) => place[1])
             .map((place) => `${count(place[1])} ${place[0]}`)
             .join(", ") || "no episode is open",
-          `${plural(here.length, "worker")}, idle ${percent(status.worker_wait_share)}${failures}`,
+          `${plural(here.length, "worker")}${gone ? `, ${count(gone)} gone` : ""}, idle ${percent(status.worker_wait_share)}${failures}`,
         ],
       },
       queue: {

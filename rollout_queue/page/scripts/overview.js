@@ -105,7 +105,7 @@
           .filter((event) => event.kind === "change" && (at === null || event.at <= at))
           .slice(-20)
           .reverse()
-          .map((event) => [event.text, isNumber(event.step) ? `step ${count(event.step)}` : null, ""]),
+          .map((event) => [event.text, event.text.includes("from step") ? null : `step ${count(event.step)}`, ""]),
         "No setting, tool or reward has changed from one step to the next.",
       );
     }

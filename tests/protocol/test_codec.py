@@ -20,7 +20,16 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
-from protocol.messages import Group, LeaseReply, PolicyCommand, RoutedExperts, Rollout, RunPosition, Segment, VersionSpan
+from protocol.messages import (
+    Group,
+    LeaseReply,
+    PolicyCommand,
+    Rollout,
+    RoutedExperts,
+    RunPosition,
+    Segment,
+    VersionSpan,
+)
 
 CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply}
 CONTROL = [

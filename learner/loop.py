@@ -190,7 +190,7 @@ class Loop:
                 self._watch_servers(metrics)
                 scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
                 samples = with_tokens(batch, scores, self._session.texts)
-                report = self._session.notices.added_to(record.report(self._publisher.in_flight))
+                report = self._session.notices.added_to(record.report(self._publisher.in_flight, self._trainer.ranks))
                 self._position = feeder.trained(batch, report)
                 span.set(
                     groups=len(batch.ticket_ids), tokens=batch.counts.tokens_trained, reward=batch.counts.reward_mean

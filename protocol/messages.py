@@ -431,6 +431,24 @@ class LeaseReply(msgspec.Struct):
     revoked: dict[str, str] = {}
 
 
+class RankReport(msgspec.Struct, frozen=True):
+    """One rank of the learner in a step.
+
+    Attributes:
+        busy_s: Seconds until its last backward pass, in which the ranks exchange gradients. `wait_s`: by how much the
+            slowest rank was busy longer. `step_s`: of the whole step.
+        tokens: That it passed through the model.
+        memory_bytes: The most that it held: of its GPU in the step, without one of the process since its start.
+    """
+
+    rank: Natural
+    busy_s: Seconds
+    wait_s: Seconds
+    step_s: Seconds
+    tokens: Natural
+    memory_bytes: Natural
+
+
 class LearnerReport(msgspec.Struct):
     """One step's metrics for the status.
 
@@ -439,6 +457,7 @@ class LearnerReport(msgspec.Struct):
         publishing: Version on its way to the servers; None if none is.
         metrics: The main metrics of the step's line in `metrics.jsonl`, by name.
         notices: Failures since the step before.
+        ranks: Each rank of the learner; empty if there is one.
     """
 
     step: Natural
@@ -451,6 +470,7 @@ class LearnerReport(msgspec.Struct):
     publishing: Natural | None = None
     metrics: dict[str, float] = {}
     notices: list[Notice] = []
+    ranks: list[RankReport] = []
 
 
 class LeaseAck(msgspec.Struct):

@@ -53,6 +53,8 @@ _ENCODERS = {
     *("reformer", "rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta"),
     *("xlm-roberta-xl", "xmod"),
 }
+# Half of a head, among time, height and width.
+_MROPE = [2, 1, 1]
 _MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_chunk_size": 16}
 _PER_LAYER = {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0}
 _MORE: dict[str, dict[str, Any]] = {
@@ -125,6 +127,9 @@ def _sizes(default: PretrainedConfig) -> dict[str, Any]:
             found |= {depth: len(found[name]) for depth in _DEPTHS if depth in found}
     if model_type in _ENCODERS:
         found["is_decoder"] = True
+    rope = getattr(default, "rope_parameters", None)
+    if isinstance(rope, dict) and "mrope_section" in rope:
+        found["rope_parameters"] = {**rope, "mrope_section": _MROPE}
     parts = {name: value for name, value in vars(default).items() if isinstance(value, PretrainedConfig)}
     found |= {name: _sizes(part) for name, part in parts.items()}
     return found | _MORE.get(model_type, {})

@@ -27,12 +27,14 @@ from learner.model.reference import Reference
 from learner.model.share import BUCKET_BYTES, Share
 from learner.model.tensor_files import save_policy
 from learner.ranks import environment, wrapping
+from learner.ranks.figures import RankFigures
 from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, PartFailed, Team
 from learner.training import optimiser, replay_effect, state_files, step_sums
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
+from protocol.messages import RankReport
 
 T = TypeVar("T")
 
@@ -95,6 +97,7 @@ class Trainer:
 
     Attributes:
         optim: Name of the optimiser.
+        ranks: What each of several ranks did in the newest step.
     """
 
     def __init__(
@@ -116,6 +119,8 @@ class Trainer:
         self._router_coef = section.router_aux_loss_coef
         self._replay_check = section.router_replay_check_every
         self._meter = Meter(policy, self.device)
+        self._figures = RankFigures(self.team, self.device)
+        self.ranks: list[RankReport] = []
         self._policy = wrapping.wrapped(policy, self.accelerator, self.team)
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
@@ -157,6 +162,7 @@ class Trainer:
     def _step(self, share: RankRows) -> StepMetrics:
         """Do this rank's part of a step."""
         started = time.perf_counter()
+        self._figures.begin()
         self._scored.clear()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
@@ -177,6 +183,8 @@ class Trainer:
                 step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
                 scores: TokenScores = self._policy(row)
+                if number == len(rows):
+                    self._figures.last_pass()
                 if row.is_padding:
                     self.accelerator.backward(0 * scores.logprobs.sum())
                     continue
@@ -207,6 +215,7 @@ class Trainer:
         grad_norm = float(wrapping.whole(norm))
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
+        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
         objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:

@@ -224,7 +224,7 @@ class EpisodeRunner:
         """Count calls and failures in all, by tool and by reason. Errors of the tools' own code become notices."""
         rollout.tool_calls += len(results)
         for result in results:
-            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced)
+            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced, result.seconds)
             rollout.tool_failures += result.failed
             if result.defused:
                 self.tell_of_defused(result.name, result.counted_as)

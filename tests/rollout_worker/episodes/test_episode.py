@@ -303,6 +303,7 @@ async def test_calls_are_counted_by_tool_and_by_reason():
     episode, _ = await play(coerced, wrong, wrong + MALFORMED, nobody, "done")
     assert episode.messages[1]["content"] == "6"
     assert (episode.rollout.tool_calls, episode.rollout.tool_failures) == (5, 4)
+    assert episode.rollout.metrics.pop("tools/multiply/seconds") > 0
     assert episode.rollout.metrics == {
         "tools/multiply/calls": 3,
         "tools/multiply/failures": 2,

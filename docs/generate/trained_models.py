@@ -36,6 +36,10 @@ What is checked, and what to know:
 - **Published**: names and values are those that `save_pretrained` writes. Experts that transformers fuses are
   published one by one, as the checkpoint has them. Qwen3-MoE and Mixtral were updated twice in a real vLLM engine
   on a CPU; its log-probs matched the learner's to 2e-6.
+- **Loaders of their own**: GPT-OSS's experts and attention sinks, and some tensors of other models, are copied into
+  vLLM's parameters past their loaders. A publication takes these copies as well. One that leaves a parameter of the
+  server unwritten is refused with that parameter's name, by every transport. GPT-OSS was updated twice in a real vLLM
+  engine on a CPU: its log-probs matched the learner's to 1e-6; its weights are loaded under the pause.
 - **Vision models** train their text tower and output layer; the rest is frozen and not published. Rollouts are
   text. vLLM has served none of them here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the

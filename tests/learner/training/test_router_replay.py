@@ -11,6 +11,7 @@ import torch
 
 from learner.feed.packing import Sample, pack
 from learner.feed.recorded_experts import RoutedLayers
+from learner.report.sampler_checks import no_experts_warning
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
 from protocol.messages import RoutedExperts, Segment
@@ -53,8 +54,11 @@ def test_what_replay_changes_is_measured_every_so_many_steps(tmp_path: Path) -> 
     assert found[0]["router_replay/recorded"] == 1
     mixed = trainer.step(pack(items, 400), step_rollouts(items)).beside
     assert 0 < mixed["router_replay/recorded"] < 1
-    none = trainer.step(pack([replace(item, experts=None) for item in items], 400), step_rollouts(items)).beside
-    assert none["router_replay/recorded"] == 0
+    none = trainer.step(pack([replace(item, experts=None) for item in items], 400), step_rollouts(items))
+    assert none.beside["router_replay/recorded"] == 0
+    assert "--enable-return-routed-experts" in (no_experts_warning(none) or "")
+    assert no_experts_warning(replace(none, beside=mixed)) is None
+    assert no_experts_warning(replace(none, beside={})) is None
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ its own tokens only (`learner.feed.trie`), and the loss is a sum over tokens wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import torch
 
 from learner.algorithm.step_data import StepRollouts
 from learner.feed import trie
+from learner.feed.images import RowImage
 
 PACKED_ATTENTION = "varlen_sdpa"
 
@@ -38,6 +39,7 @@ class Sample:
         rollout: Number of its rollout in the step.
         group: A number that samples with a common prompt share.
         servers: int32 [T], which of the step's servers sampled each token; None where it does not matter.
+        images: By number; in `token_ids`, -1 - k stands for each token of image k.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -48,6 +50,7 @@ class Sample:
     rollout: int
     group: int = 0
     servers: npt.NDArray[np.int32] | None = None
+    images: Mapping[int, RowImage] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -81,6 +84,7 @@ class PackedRow:
         fresh: bool [N], as in `Sample`.
         rollout: int64 [N], number of its rollout in the step.
         server: int32 [N], its index in the step's `StepRollouts.servers`.
+        images: By number; in `input_ids`, -1 - k stands for each token of image k.
     """
 
     input_ids: torch.Tensor
@@ -98,6 +102,7 @@ class PackedRow:
     fresh: torch.Tensor
     rollout: torch.Tensor
     server: torch.Tensor
+    images: dict[int, RowImage] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -122,11 +127,15 @@ class PackedRow:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {
             name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **changed)
+        images = {
+            number: RowImage(image.tokens, {name: change(value) for name, value in image.inputs.items()})
+            for number, image in self.images.items()
+        }
+        return replace(self, **changed, images=images)
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
@@ -282,6 +291,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         fresh=torch.from_numpy(fresh),
         rollout=torch.from_numpy(rollout),
         server=torch.from_numpy(server),
+        images={number: image for sample in samples for number, image in sample.images.items()},
     )
 
 
@@ -318,7 +328,10 @@ class RankRows:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> RankRows:
         """Read what `plain` returned."""
-        rows = [PackedRow(**row) for row in plain["rows"]]
+        rows = [
+            PackedRow(**{**row, "images": {number: RowImage(*image) for number, image in row["images"].items()}})
+            for row in plain["rows"]
+        ]
         return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from learner.algorithm import advantages
 from learner.algorithm.step_data import StepRollouts
+from learner.feed.images import RowImage, StepImages, unpacked
 from learner.feed.judged_groups import (
     JudgedGroup,
     LossWeights,
@@ -81,6 +82,7 @@ class _Standing:
     group: Group
     weights: LossWeights
     version_at_arrival: int
+    images: dict[str, RowImage] = field(default_factory=dict)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -138,6 +140,11 @@ class Draft:
                 continue
             standing = self._judge(item)
             reason = self._reason_to_drop(standing)
+            if reason is None and group.images:
+                try:
+                    standing = replace(standing, images=unpacked(group))
+                except ValueError:
+                    reason = reasons.BAD_IMAGE
             if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
                 self._metrics.add(group)
             self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
@@ -169,7 +176,9 @@ class Draft:
         self._judged = {ticket_id: judged.at(younger) for ticket_id, judged in self._judged.items()}
         dropped = {}
         for ticket_id, of in list(self._standing.items()):
-            self._standing[ticket_id] = anew = self._judge(LeasedGroup(of.group, of.version_at_arrival))
+            self._standing[ticket_id] = anew = replace(
+                self._judge(LeasedGroup(of.group, of.version_at_arrival)), images=of.images
+            )
             if (reason := self._reason_to_drop(anew)) is not None:
                 dropped[ticket_id] = reason
         self.revoke(dropped)
@@ -181,7 +190,8 @@ class Draft:
         standing = self._in_order()
         rollouts = self._rollouts(standing)
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
-        samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
+        images = StepImages()
+        samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts, images)]
         ranks = self._config.learner.ranks
         rows = pack(samples, budget, branches=self._branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
@@ -265,7 +275,7 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     return int(trained[-1]) + 1 if len(trained) else 0
 
 
-def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Iterator[Sample]:
+def _sequences(standing: _Standing, group: int, rollouts: StepRollouts, images: StepImages) -> Iterator[Sample]:
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
         (segment, first + place)
@@ -277,4 +287,5 @@ def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Itera
     for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
         if weights.any():
             servers = places[segment.token_servers()] if len(places) else None
-            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers)
+            ids, shown = images.token_ids(segment, standing.group, standing.images)
+            yield Sample(ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, shown)

@@ -17,7 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 from learner.algorithm.loss_terms import Routing
 from learner.attention import layouts
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
-from learner.model import export
+from learner.model import export, vision
 from learner.model.adapter import Adapter
 from learner.model.loading import text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
@@ -250,6 +250,8 @@ class Policy(torch.nn.Module):
         self.zero_grad()
 
     def _states(self, row: PackedRow) -> layouts.States:
+        if row.images:
+            return vision.states(self.model, row, self.one_batch)
         more = {"output_router_logits": True} if self._scoring.routing else {}
         return layouts.states(self.tower, row, self.layout, self.attention, self.one_batch, **more)
 

@@ -39,6 +39,7 @@ from rollout_worker.task.task import Task
 from rollout_worker.tools.base import ToolResult
 from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import NotCalled, UserCodeError
+from rollout_worker.vision.messages import images_of, placed
 
 # Maximum number of rows whose environment is checked before a run, and of resets that are tried for each environment.
 MAX_CHECKED_ROWS = 1000
@@ -118,7 +119,8 @@ class EnvironmentSource:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if kind.interface.responds else None
-            setup = EpisodeSetup(prompt, ids, kind.chat, instance.tools(kind.tools), respond, plan.own)
+            tools, images = instance.tools(kind.tools), placed(ids, images_of(prompt))
+            setup = EpisodeSetup(prompt, ids, kind.chat, tools, respond, plan.own, images)
             episode = await episodes.run(setup, affinity)
             if kind.interface.rewards:
                 episode.rewards[kind.interface.cls] = await play.reward()

@@ -32,7 +32,7 @@ from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 from rollout_worker.chat.template_analysis import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
 from rollout_worker.vision.messages import expanded, images_of
-from rollout_worker.vision.processor import ImageProcessor
+from rollout_worker.vision.processor import ImageProcessor, processor_of
 from rollout_worker.vision.sources import ImageError
 
 # Functions that transformers gives to templates.
@@ -185,7 +185,7 @@ class TemplateFormat:
             origin,
             parser=config.chat.parser,
             variables=config.chat.chat_template_kwargs,
-            images=ImageProcessor(config) if config.images.enabled else None,
+            images=processor_of(config),
         )
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:

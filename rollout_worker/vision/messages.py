@@ -6,7 +6,7 @@ prompt, whose images then stand before the first user's text or fill the parts t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rollout_worker.chat.parsers.base import Message
@@ -55,7 +55,7 @@ def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcess
         messages = _with_places(messages, len(beside))
     waiting = iter(beside)
     found = [
-        {**message, "content": [_seen(part, waiting, processor, number) for part in _parts(message)]}
+        {**message, "content": [_seen(part, waiting, processor, f"message {number}") for part in _parts(message)]}
         if any(_is_image(part) for part in _parts(message))
         else message
         for number, message in enumerate(messages)
@@ -65,9 +65,25 @@ def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcess
     return found
 
 
-def seen_parts(parts: Iterable[Any], processor: ImageProcessor) -> list[Any]:
-    """Return content parts with every image opened and processed. Blocks. Raises `ImageError`."""
-    return [_seen(part, iter(()), processor, 0) for part in parts]
+def seen_parts(parts: Iterable[Any], processor: ImageProcessor, text: Callable[[str], str] = str) -> list[Any]:
+    """Return content parts, as plain data, with every image opened and processed. Blocks.
+
+    Args:
+        text: Changes the texts.
+
+    Raises:
+        ImageError: An image cannot be used, or a part is neither text nor an image.
+    """
+    found = []
+    for number, part in enumerate(parts):
+        if _is_image(part):
+            found.append(_seen(part, iter(()), processor, f"part {number}"))
+        elif isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": text(part["text"])})
+        else:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            raise ImageError(f"part {number} is of type {kind!r:.80}; the policy takes text and images")
+    return found
 
 
 def images_of(messages: str | Sequence[Message]) -> list[Seen]:
@@ -115,7 +131,7 @@ def _with_places(messages: list[Message], count: int) -> list[Message]:
     raise ImageError("the row has images, and no user's message that could show them")
 
 
-def _seen(part: Any, waiting: Any, processor: ImageProcessor, number: int) -> Any:
+def _seen(part: Any, waiting: Iterator[Any], processor: ImageProcessor, where: str) -> Any:
     if not _is_image(part):
         return part
     names = (part["type"], "image", "image_url", "url", "path")
@@ -123,11 +139,11 @@ def _seen(part: Any, waiting: Any, processor: ImageProcessor, number: int) -> An
     if source is None:
         source = next(waiting, None)
     if source is None:
-        raise ImageError(f"message {number} has a part of type {part['type']!r} without an image")
+        raise ImageError(f"{where} has a part of type {part['type']!r} without an image")
     try:
         return {"type": "image", "image": processor.see(source)}
     except ImageError as error:
-        raise ImageError(f"an image of message {number}: {error}") from None
+        raise ImageError(f"the image of {where}: {error}") from None
 
 
 def _parts(message: Any) -> Sequence[Any]:

@@ -130,6 +130,20 @@ class ImageProcessor:
         return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size)
 
 
+def processor_of(config: RunConfig) -> ImageProcessor | None:
+    """Return the run's image processor, made once; None if the run has no images. Raises `ConfigError`."""
+    if not config.images.enabled:
+        return None
+    key = repr((config.model.path, config.model.revision, config.images, config.vllm.max_model_len))
+    if key not in _made:
+        _made.clear()
+        _made[key] = ImageProcessor(config)
+    return _made[key]
+
+
+_made: dict[str, ImageProcessor] = {}
+
+
 def _item(arrays: Arrays, fields: Mapping[str, str]) -> str:
     """Encode arrays as vLLM's `mm_serde.decode_mm_kwargs_item` reads them."""
     item = {}

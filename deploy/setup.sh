@@ -36,7 +36,14 @@ slipstream_setup() {
     return 2
   fi
   # vLLM's CPU build asks for these without saying which; builds for another torch keep vLLM from starting.
+  # vLLM's models that see need what is written in Python of torchvision, which only vLLM's processes are shown
+  # (weight_sync/vllm/cpu_server.py).
   if [[ $extras == cpu* ]] && ! python -c 'import torchvision' >/dev/null 2>&1; then
+    local seen="$root/.venv/share/slipstream/torchvision" there
+    there=$(python -c 'from importlib.metadata import version; print(version("torchvision"))' 2>/dev/null) || there=
+    if [ -n "$there" ] && [ ! -d "$seen" ]; then
+      python -m pip install -q --no-deps --target "$seen" "torchvision==${there%%+*}" >>"$log" 2>&1 || rm -rf "$seen"
+    fi
     python -m pip uninstall -q -y torchvision torchaudio torchcodec >>"$log" 2>&1
   fi
   # A stamp a line, so that the extras of one script do not undo another's.

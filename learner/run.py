@@ -200,6 +200,7 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trai
         longest=config.vllm.max_model_len,
         lora=config.lora,
         team=team if by_part else None,
+        images=config.images.enabled,
     )
     if checkpoint is not None and policy.adapter is not None:
         policy.adapter.load(checkpoint.adapter_path)

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from protocol.images import Image, ImagePlace
+
 SCHEMA_VERSION = 3
 
 FinishReason = Literal["stop", "length", "context", "turn_limit", "timeout", "aborted"]
@@ -71,6 +73,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             elsewhere.
         version_spans: Cover exactly the sampled tokens, in order.
         experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
+        images: Where images stand among the tokens, in order; unset without images.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -78,6 +81,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     logprobs: npt.NDArray[np.float32]
     version_spans: list[VersionSpan]
     experts: RoutedExperts | None = None
+    images: list[ImagePlace] | msgspec.UnsetType = msgspec.UNSET
 
     def __post_init__(self) -> None:
         for name, array, dtype in (
@@ -148,6 +152,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
         server_names: Servers that sampled it; version spans are indices into it.
         started_at, finished_at: Seconds since the epoch, on the worker's clock.
         reward_weights: Weight of each of `reward_components`; 1 for one that is not named.
+        images: The images in its segments, each once; unset without images.
     """
 
     ticket_id: str
@@ -160,6 +165,7 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     finished_at: float
     schema_version: int = SCHEMA_VERSION
     reward_weights: dict[str, float] = {}
+    images: list[Image] | msgspec.UnsetType = msgspec.UNSET
 
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""

@@ -42,6 +42,7 @@ EVALUATIONS_OPEN = "evaluations_open"
 
 # Why the queue rejects a submitted group; also UNDECODABLE and TOO_LARGE.
 SCHEMA_VERSION = "schema_version"
+BAD_IMAGE = "bad_image"
 TICKET_MISMATCH = "ticket_mismatch"
 GROUP_SIZE = "group_size"
 NO_SAMPLED_TOKENS = "no_sampled_tokens"

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, get_args
 
+import msgspec
+
 from protocol import reasons, tracing
 from protocol.messages import Group, Ticket, TicketKind, WorkerReport
 from rollout_worker import user_code
@@ -84,8 +86,10 @@ class GroupRunner:
                 self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
+        drafts = [draft for episode in rewarded for draft in episode.drafts]
+        images = {placed.image.wire.hash: placed.image.wire for draft in drafts for placed in draft.images}
         for episode in rewarded:
-            episode.rollout.segments = episode.segments(server_names)
+            episode.rollout.segments = episode.segments(server_names, [*images])
         group = Group(
             ticket_id=ticket.id,
             index=ticket.index,
@@ -96,6 +100,7 @@ class GroupRunner:
             started_at=started_at,
             finished_at=self.wall_clock(),
             reward_weights=self.rewards.weights,
+            images=[*images.values()] or msgspec.UNSET,
         )
         _describe(group)
         return group

@@ -22,6 +22,8 @@ from rollout_worker.sources import source_of
 from rollout_worker.task.reward_classifier import ClassifierReward
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import UserCode
+from rollout_worker.vision.messages import seen_prompt
+from rollout_worker.vision.sources import ImageError
 
 # Rows of each data set whose prompts are rendered, spread over it; of a stream the first ones.
 MAX_RENDERED = 64
@@ -229,7 +231,12 @@ def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None
 
 def _tokens(chat: ChatFormat, row: Any) -> int:
     """Return the tokens of a row's prompt. Raises `PromptError`, or any error of a data set's own row."""
-    return len(asyncio.run(chat.prompt_ids(row["prompt"])))
+    prompt = row["prompt"]
+    try:
+        prompt = prompt if chat.images is None else seen_prompt(prompt, row, chat.images)
+    except ImageError as error:
+        raise PromptError(str(error)) from None
+    return len(asyncio.run(chat.prompt_ids(prompt)))
 
 
 def _length_alone(chat: ChatFormat, row: Any) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import sys
@@ -14,13 +15,15 @@ from deploy.servers import joining as joining_of
 from deploy.servers.device_plan import Part, Seat
 from deploy.servers.devices import SHARE
 from deploy.servers.gpu_memory import Parallelism
+from deploy.servers.model_shape import architecture_of
 from deploy.servers.tokens import check_secret
 from protocol import access
 from protocol.client import QueueClient, QueueError
-from protocol.config import ConfigError, ModelSection, RunConfig, adapter_checks
+from protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME
 from weight_sync.transports.registry import backend, choice
+from weight_sync.vllm import cpu_server
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +83,8 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         *("--worker-extension-cls", "weight_sync.vllm.worker.SlipstreamWorker"),
         "--disable-uvicorn-access-log",
     ]
+    if config.images.enabled:
+        flags += _image_flags(config.images)
     if adapter_checks.is_adapter_published_alone(
         config.weight_sync.adapter_only, config.model, config.lora, not on_cpu()
     ):
@@ -102,7 +107,16 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
             flags += ["--distributed-executor-backend", IN_ENGINE]
     # -P keeps Python from importing from the working directory. `vllm serve` would ask for the release of a package
     # named vllm, which the CPU build is not, and start an API process for each data-parallel engine.
-    return [sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server", *flags, *vllm.args]
+    module = cpu_server.SERVER
+    if on_cpu() and cpu_server.is_needed() and "vision_config" in (architecture_of(config.model) or {}):
+        module = cpu_server.__name__
+    return [sys.executable, "-P", "-m", module, *flags, *vllm.args]
+
+
+def _image_flags(images: ImagesSection) -> list[str]:
+    """Return the flags for images. Workers send them normalised, as the learner computes with them."""
+    limits = json.dumps({"image": images.max_per_episode, "video": 0, "audio": 0})
+    return ["--limit-mm-per-prompt", limits, "--no-mm-device-do-normalize"]
 
 
 def _adapter_flags(config: RunConfig) -> list[str]:

@@ -60,7 +60,7 @@ What is checked, and what to know:
 
 
 def facts(architecture: str) -> tuple[str, str, str]:
-    """Return an architecture's layout, whether it takes adapters, and whether a real server was tried; empty: unknown."""
+    """Return an architecture's layout, whether it takes adapters, and whether a real server was tried."""
     layout = _layouts().get(architecture) or RESULTS.get(architecture, "")
     # Every family of these tables is tried with an adapter.
     adapted = "yes" if _layouts().get(architecture) == "trie" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,12 @@ class Example(NamedTuple):
     written: list[bool]
 
 
-def build_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer with single digits and a Qwen-like chat template."""
+def build_tokenizer(recipe: Recipe, seed: int, further: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer with single digits and a Qwen-like chat template.
+
+    Args:
+        further: Special tokens besides.
+    """
     tokenizer = Tokenizer(models.BPE())
     # The regex takes the first match, so the longest come first.
     whole = [*sorted(map(re.escape, recipe.whole or ()), key=len, reverse=True), r"\d"]
@@ -54,7 +59,7 @@ def build_tokenizer(recipe: Recipe, seed: int) -> PreTrainedTokenizerFast:
     ]
     trainer = trainers.BpeTrainer(
         vocab_size=recipe.vocabulary,
-        special_tokens=SPECIAL + TAGS,
+        special_tokens=[*SPECIAL, *TAGS, *further],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )

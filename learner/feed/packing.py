@@ -6,8 +6,8 @@ its own tokens only (`learner.feed.trie`), and the loss is a sum over tokens wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Self
 
@@ -17,6 +17,7 @@ import torch
 
 from learner.algorithm.step_data import StepRollouts
 from learner.feed import trie
+from learner.feed.images import RowImage
 
 PACKED_ATTENTION = "varlen_sdpa"
 
@@ -40,6 +41,7 @@ class Sample:
         servers: int32 [T], which of the step's servers sampled each token; None where it does not matter.
         experts: int16 [T, layers, top_k], those that its server chose in each layer that is a mixture, -1 where they
             are not known; None if they are for no token.
+        images: By number; in `token_ids`, -1 - k stands for each token of image k.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -51,6 +53,7 @@ class Sample:
     group: int = 0
     servers: npt.NDArray[np.int32] | None = None
     experts: npt.NDArray[np.int16] | None = None
+    images: Mapping[int, RowImage] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -85,6 +88,7 @@ class PackedRow:
         rollout: int64 [N], number of its rollout in the step.
         server: int32 [N], its index in the step's `StepRollouts.servers`.
         experts: int16 [T, layers, top_k], as in `Sample`; of a token that sequences share, the first known ones.
+        images: By number; in `input_ids`, -1 - k stands for each token of image k.
     """
 
     input_ids: torch.Tensor
@@ -103,6 +107,7 @@ class PackedRow:
     rollout: torch.Tensor
     server: torch.Tensor
     experts: torch.Tensor | None = None
+    images: dict[int, RowImage] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -127,11 +132,15 @@ class PackedRow:
         return self._each(torch.Tensor.pin_memory)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Self:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
         changed: dict[str, Any] = {
             name: change(value) for name, value in values.items() if isinstance(value, torch.Tensor)
         }
-        return replace(self, **changed)
+        images = {
+            number: RowImage(image.tokens, {name: change(value) for name, value in image.inputs.items()})
+            for number, image in self.images.items()
+        }
+        return replace(self, **changed, images=images)
 
 
 def pack(samples: Sequence[Sample], token_budget: int, branches: bool = True, ranks: int = 1) -> list[PackedRow]:
@@ -288,6 +297,7 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         rollout=torch.from_numpy(rollout),
         server=torch.from_numpy(server),
         experts=_experts(samples, paths),
+        images={number: image for sample in samples for number, image in sample.images.items()},
     )
 
 
@@ -338,7 +348,10 @@ class RankRows:
     @classmethod
     def of(cls, plain: dict[str, Any]) -> RankRows:
         """Read what `plain` returned."""
-        rows = [PackedRow(**row) for row in plain["rows"]]
+        rows = [
+            PackedRow(**{**row, "images": {number: RowImage(*image) for number, image in row["images"].items()}})
+            for row in plain["rows"]
+        ]
         return cls(rows, StepRollouts(**plain["rollouts"]), plain["surveyed"])
 
 

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from learner.algorithm import advantages
 from learner.algorithm.step_data import StepRollouts
+from learner.feed.images import RowImage, StepImages, unpacked
 from learner.feed.judged_groups import (
     JudgedGroup,
     LossWeights,
@@ -82,6 +83,7 @@ class _Standing:
     group: Group
     weights: LossWeights
     version_at_arrival: int
+    images: dict[str, RowImage] = field(default_factory=dict)
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -149,6 +151,11 @@ class Draft:
                 continue
             standing = self._judge(item)
             reason = self._reason_to_drop(standing)
+            if reason is None and group.images:
+                try:
+                    standing = replace(standing, images=unpacked(group))
+                except ValueError:
+                    reason = reasons.BAD_IMAGE
             if reason not in (reasons.REWARD_NOT_FINITE, reasons.METRIC_NOT_FINITE):
                 self._metrics.add(group)
             self._judged[group.ticket_id] = JudgedGroup.of(group, item.version_at_arrival, self.version, reason)
@@ -180,7 +187,9 @@ class Draft:
         self._judged = {ticket_id: judged.at(younger) for ticket_id, judged in self._judged.items()}
         dropped = {}
         for ticket_id, of in list(self._standing.items()):
-            self._standing[ticket_id] = anew = self._judge(LeasedGroup(of.group, of.version_at_arrival))
+            self._standing[ticket_id] = anew = replace(
+                self._judge(LeasedGroup(of.group, of.version_at_arrival)), images=of.images
+            )
             if (reason := self._reason_to_drop(anew)) is not None:
                 dropped[ticket_id] = reason
         self.revoke(dropped)
@@ -192,8 +201,11 @@ class Draft:
         standing = self._in_order()
         rollouts = self._rollouts(standing)
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
+        images = StepImages()
         samples = [
-            sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts, self._routed)
+            sample
+            for number, of in enumerate(standing)
+            for sample in _sequences(of, number, rollouts, images, self._routed)
         ]
         ranks = self._config.learner.ranks
         rows = pack(samples, budget, branches=self._branches, ranks=ranks)
@@ -279,7 +291,7 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
 
 
 def _sequences(
-    standing: _Standing, group: int, rollouts: StepRollouts, routed: RoutedLayers | None
+    standing: _Standing, group: int, rollouts: StepRollouts, images: StepImages, routed: RoutedLayers | None
 ) -> Iterator[Sample]:
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
@@ -292,7 +304,8 @@ def _sequences(
     for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
         if weights.any():
             servers = places[segment.token_servers()] if len(places) else None
+            ids, shown = images.token_ids(segment, standing.group, standing.images)
             experts = None if routed is None else routed.of(segment)
             yield Sample(
-                segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, experts
+                ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, experts=experts, images=shown
             )

@@ -20,7 +20,7 @@ from accelerate import PartialState
 
 from learner.attention import layouts
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
-from learner.model import export, loading
+from learner.model import export, loading, vision
 from learner.model.adapter import Adapter
 from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
@@ -42,6 +42,7 @@ def load_policy(
     longest: int | None = None,
     lora: LoraSection | None = None,
     team: Team | None = None,
+    images: bool = False,
 ) -> Policy:
     """Load the policy and check that this learner can train it.
 
@@ -54,6 +55,7 @@ def load_policy(
         longest: Tokens of the longest sequence that servers take, `vllm.max_model_len`.
         lora: The adapter that trains in place of the weights, where its `r` is above 0.
         team: Needed to shard the weights. All its ranks must load the policy.
+        images: Whether rows have images. Their layout is `padded`.
 
     Raises:
         ConfigError: This learner cannot train the model.
@@ -66,7 +68,7 @@ def load_policy(
     policy = None
     if team is not None and team.sharded:
         policy = _loaded_by_part(path, model, scoring, precision, longest, team)
-    tried = layouts.possible(learner.layout, model.attention)
+    tried: Sequence[layouts.Layout] = ["padded"] if images else layouts.possible(learner.layout, model.attention)
     if policy is None:
         others = layouts.BATCH_ATTENTION if "padded" in tried and model.attention == PACKED_ATTENTION else ()
         network = load_network(path, model, kept, PartialState().device, longest, others)
@@ -74,6 +76,9 @@ def load_policy(
     policy.one_batch = team is not None and team.sharded
     network = policy.model
     policy.run(partial(_choose_layout, policy, tried, path, longest))
+    if images:
+        policy.run(partial(vision.check, policy))
+        policy.layout_note = "learner.layout: padded, since images.enabled = true"
     wrapping.resharded(policy)
     if adapted and lora is not None:
         policy.adapter = Adapter(network, lora, model, kept)
@@ -101,7 +106,7 @@ def _loaded_by_part(
             logger.warning("model.path = %s: each rank loads the whole model first, %s", path, why or "as another must")
         return None
     network = outline.network
-    loading.freeze_all_but_text(network)
+    loading.freeze_all_but_text(network, model.train_vision)
     device = PartialState().device
     policy = Policy(network, model.attention, scoring, precision)
     policy = wrapping.sharded(policy, device, precision.of_layers)

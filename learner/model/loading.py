@@ -42,7 +42,7 @@ def load_network(
 ) -> Any:
     """Load the network, ready to score rows.
 
-    In a model with vision, the text tower and the output layer train. The rest is frozen, and no row passes through it.
+    In a model with vision, the text tower and the output layer train. The rest is frozen unless `model.train_vision`.
 
     Args:
         path: Folder or hub name of the weights.
@@ -65,7 +65,7 @@ def load_network(
         raise ConfigError(refusal(path, model, error)) from error
     if longest is not None:
         fix_rope_frequencies(network, longest)
-    freeze_all_but_text(network)
+    freeze_all_but_text(network, model.train_vision)
     return network if packed else network.to(device)
 
 
@@ -106,7 +106,7 @@ def text_tower(network: Any) -> Any:
 
 def text_parameters(network: Any) -> set[int]:
     """Return the ids of the parameters that rows pass through: they train, or an adapter does in their place."""
-    only_text = network.config.get_text_config() is network.config
+    only_text = network.config.get_text_config() is network.config or getattr(network, "trains_vision", False)
     parts = (network,) if only_text else (text_tower(network), network.get_output_embeddings())
     return {id(parameter) for part in parts if part is not None for parameter in part.parameters()}
 
@@ -142,8 +142,9 @@ def check_lengths(config: Any, path: str, longest: int, padded: bool) -> None:
         )
 
 
-def freeze_all_but_text(network: Any) -> None:
-    """Freeze the weights that no row passes through."""
+def freeze_all_but_text(network: Any, train_vision: bool = False) -> None:
+    """Freeze the weights that no row passes through; with `train_vision`, none."""
+    network.trains_vision = train_vision
     trained = text_parameters(network)
     for parameter in network.parameters():
         if id(parameter) not in trained:

@@ -21,7 +21,7 @@ from learner.attention import layouts
 from learner.attention.experts import RouterReplay, UnknownRouters
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
 from learner.feed.recorded_experts import RoutedLayers
-from learner.model import export
+from learner.model import export, vision
 from learner.model.adapter import Adapter
 from learner.model.loading import text_tower
 from learner.model.logprobs import LmHead, TokenScores, token_scores
@@ -296,8 +296,10 @@ class Policy(torch.nn.Module):
         self.zero_grad()
 
     def _states(self, row: PackedRow) -> layouts.States:
-        more = {"output_router_logits": True} if self._scoring.routing else {}
         choosing = partial(self._choosing, self.replay, row)
+        if row.images:
+            return vision.states(self.model, row, self.one_batch, choosing)
+        more = {"output_router_logits": True} if self._scoring.routing else {}
         return layouts.states(self.tower, row, self.layout, self.attention, self.one_batch, choosing, **more)
 
     @staticmethod

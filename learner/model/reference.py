@@ -125,5 +125,9 @@ def load_reference(config: RunConfig, scoring: Scoring, policy: Policy, team: Te
     learner, longest = config.learner.model_copy(update=plain), config.vllm.max_model_len
     of_logprobs = replace(scoring, routing=False)
     return ReferenceModel(
-        load_policy(config.model.path, config.model, of_logprobs, learner, longest=longest, team=team)
+        load_policy(
+            *(config.model.path, config.model, of_logprobs, learner, longest),
+            team=team,
+            images=config.images.enabled,
+        )
     )

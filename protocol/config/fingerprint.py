@@ -53,6 +53,7 @@ def of(config: RunConfig, tokenizer: Any) -> Fingerprint:
         rollout={
             **{f"rollout.{name}": str(value) for name, value in rollout.items()},
             "vllm.max_model_len": str(config.vllm.max_model_len),
+            **{f"images.{name}": str(value) for name, value in config.images.model_dump().items()},
             "task.shuffle": str(config.task.shuffle),
             "eval.rows": str(config.eval.rows) if config.eval.is_on else "none",
         },

@@ -18,6 +18,7 @@ from protocol.config.sections import (
     DeploySection,
     EvalSection,
     HubSection,
+    ImagesSection,
     LearnerSection,
     LoraSection,
     ModelSection,
@@ -63,6 +64,7 @@ class RunConfig(Section):
     task: TaskSection
     chat: ChatSection = ChatSection()
     rollout: RolloutSection = RolloutSection()
+    images: ImagesSection = ImagesSection()
     queue: QueueSection = QueueSection()
     worker: WorkerSection = WorkerSection()
     learner: LearnerSection = LearnerSection()

@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
+from rollout_worker.vision.messages import PARTS as IMAGE_PARTS
+from rollout_worker.vision.processor import ImageProcessor, Seen
 
 
 class PromptError(Exception):
@@ -26,6 +28,10 @@ class ChatFormat(Protocol):
     @property
     def stop_token_ids(self) -> list[int]:
         """Return the ids that end a turn."""
+
+    @property
+    def images(self) -> ImageProcessor | None:
+        """Return what opens images for the prompts of this format; None if it renders text alone."""
 
     @property
     def parses_by_user_code(self) -> bool:
@@ -147,6 +153,12 @@ def _check_part(where: str, part: Any, types: Sequence[str]) -> None:
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
     if not isinstance(part, Mapping) or kind not in types:
         remedy = "; give reasoning as reasoning_content" if kind == "thinking" else ""
+        if kind in IMAGE_PARTS:
+            remedy = "; images need images.enabled = true, and a model that sees"
         raise PromptError(f"{where} holds a part of type {kind!r:.80}; only text can be rendered{remedy}")
+    if kind == "image":
+        if not isinstance(part.get(kind), Seen):
+            raise PromptError(f"{where} holds a part of type 'image' without an image")
+        return
     if not isinstance(part.get(kind), str):
         raise PromptError(f"{where} holds a part of type {kind!r} whose {kind!r} is {part.get(kind)!r:.80}; give text")

@@ -17,6 +17,7 @@ from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.format_check import check_answer_format, check_tool_format
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.chat.template import TemplateFormat
+from rollout_worker.vision.processor import ImageProcessor
 
 _SYSTEM_ROLES = ("system", "developer")
 
@@ -35,6 +36,10 @@ class WithSystemPrompt:
     @property
     def stop_token_ids(self) -> list[int]:
         return self._chat.stop_token_ids
+
+    @property
+    def images(self) -> ImageProcessor | None:
+        return self._chat.images
 
     @property
     def parses_by_user_code(self) -> bool:
@@ -69,7 +74,7 @@ _Proof = TypeVar("_Proof")
 
 
 def _chosen(config: RunConfig, tools: Sequence[dict[str, Any]], tokenizer: Any) -> ChatFormat:
-    name = renderer_settings.renderer_name(config)
+    name = None if config.images.enabled else renderer_settings.renderer_name(config)
     if name is None:
         return TemplateFormat.load(config, tools, tokenizer)
     return renderer_settings.load_renderer(config, name, tools, tokenizer)

@@ -102,6 +102,8 @@ class RendererFormat:
         Exception: The library's own, where renderer, tokenizer and tools do not fit together.
     """
 
+    images = None
+
     def __init__(self, tokenizer: Any, renderer_config: Any, tools: Sequence[dict[str, Any]], name: str = "") -> None:
         from renderers import create_renderer
 

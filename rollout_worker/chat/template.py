@@ -31,6 +31,9 @@ from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 from rollout_worker.chat.template_analysis import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
+from rollout_worker.vision.messages import expanded, images_of
+from rollout_worker.vision.processor import ImageProcessor, processor_of
+from rollout_worker.vision.sources import ImageError
 
 # Functions that transformers gives to templates.
 _FUNCTIONS = {"raise_exception", "strftime_now"}
@@ -101,6 +104,7 @@ class TemplateFormat:
         origin: The setting that the template is from, for error messages.
         parser: `chat.parser`.
         variables: `chat.chat_template_kwargs`.
+        images: Opens images; None for text alone.
 
     Raises:
         ConfigError: The template cannot be used with tools, it has a syntax error, or there is no such parser.
@@ -115,8 +119,10 @@ class TemplateFormat:
         *,
         parser: str = "auto",
         variables: dict[str, Any] | None = None,
+        images: ImageProcessor | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self.images = images
         self.stop_token_ids = stop_token_ids
         self._codec = Codec(tokenizer)
         self._stops = frozenset(stop_token_ids)
@@ -179,6 +185,7 @@ class TemplateFormat:
             origin,
             parser=config.chat.parser,
             variables=config.chat.chat_template_kwargs,
+            images=processor_of(config),
         )
 
     async def prompt_ids(self, prompt: str | Sequence[Message]) -> list[int]:
@@ -191,7 +198,7 @@ class TemplateFormat:
                 raise PromptError("the conversation ends in tool calls that no tool message answers; add the answers")
             content = messages[-1].get("content")
             if content if isinstance(content, str | None) else text_of(content):
-                return await self._codec.encode(self._text(messages, continue_final_message=True))
+                return await self._encoded(self._text(messages, continue_final_message=True), messages)
             messages.pop()  # nothing to continue
         return await self.render_ids(messages, generation_prompt=True)
 
@@ -199,7 +206,7 @@ class TemplateFormat:
         return prompt
 
     async def render_ids(self, messages: Sequence[Message], generation_prompt: bool) -> list[int]:
-        return await self._codec.encode(self._text(self._checked(messages), generation_prompt))
+        return await self._encoded(self._text(self._checked(messages), generation_prompt), messages)
 
     async def suffix_ids(
         self, prompt_ids: Sequence[int], turn_ids: Sequence[int], messages: Sequence[Message]
@@ -213,7 +220,10 @@ class TemplateFormat:
         following = template_analysis.following(self._following, self._stop_texts, messages)
         if following is None:
             return None
-        ids = await self._codec.encode(following.text)
+        try:
+            ids = await self._encoded(following.text, messages)
+        except PromptError:
+            return None
         if not ids or ids[0] not in self._stops:
             return None
         return ids[1:] if turn_ids and turn_ids[-1] == ids[0] else ids
@@ -230,9 +240,23 @@ class TemplateFormat:
         turn = self._parser(text, self._before(prompt_ids))
         return _with_ids(turn, len(prompt_ids)) if self._asks_for_ids and turn.calls else turn
 
+    async def _encoded(self, text: str, messages: Sequence[Message]) -> list[int]:
+        """Encode the text of messages, with the tokens of their images."""
+        ids = await self._codec.encode(text)
+        if self.images is None:
+            return ids
+        shown, most = images_of(messages), self.images.max_per_episode
+        if len(shown) > most:
+            raise PromptError(f"it shows {len(shown)} images, images.max_per_episode = {most}: show fewer, or raise it")
+        try:
+            return expanded(ids, shown, self.images.token_id)
+        except ImageError as error:
+            raise PromptError(str(error)) from None
+
     def _checked(self, messages: Sequence[Message]) -> list[Message]:
         source = str(self.tokenizer.chat_template)
-        return checked(messages, knows=lambda role: f"'{role}'" in source or f'"{role}"' in source)
+        parts = ("text",) if self.images is None else ("text", "image")
+        return checked(messages, parts, knows=lambda role: f"'{role}'" in source or f'"{role}"' in source)
 
     def _text(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False

@@ -90,7 +90,8 @@ class Rendering:
                 elif answers in open_ids:
                     open_ids.remove(answers)
             if isinstance(parts := message.get("content"), list | tuple):
-                message = {**message, "content": text_of(parts)}
+                shows = any(part.get("type") == "image" for part in parts)
+                message = {**message, "content": _without_pixels(parts) if shows else text_of(parts)}
             if self.content_as_parts and isinstance(text := message.get("content"), str):
                 message = {**message, "content": [{"type": "text", "text": text}]}
             wanted.append(message)
@@ -115,6 +116,10 @@ class Rendering:
         elif not self.arguments_as_text and isinstance(arguments, str):
             arguments = _as_object(arguments)
         return {"type": "function", "id": call.get("id") or otherwise, "function": {**function, "arguments": arguments}}
+
+
+def _without_pixels(parts: Sequence[Message]) -> list[Message]:
+    return [{"type": "image"} if part.get("type") == "image" else part for part in parts]
 
 
 def call_id(number: int, place: int = 0) -> str:

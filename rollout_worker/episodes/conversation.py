@@ -21,6 +21,7 @@ from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity, Siblings
 from rollout_worker.task.task import Task
 from rollout_worker.tools.toolbox import ToolBox, open_tools
+from rollout_worker.vision.messages import images_of, placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +66,8 @@ class ConversationSource:
         prompt, episodes = plan.row.columns["prompt"], plan.episodes
         limits, sampler, siblings = episodes.limits, episodes.sampler, Siblings()
         ids = await prompt_ids(self.chat, prompt, plan.row, limits.max_model_len, episodes.notices)
-        setup = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own)
+        images = placed(ids, images_of(prompt))
+        setup = EpisodeSetup(prompt, ids, self.chat, self.tools, own=plan.own, prompt_images=images)
         affinities = [Affinity(siblings=siblings, born=plan.born) for _ in range(plan.count)]
         fills: list[asyncio.Task[None]] = []
         runs: list[asyncio.Task[Episode | EpisodeFailed]] = []
@@ -73,7 +75,7 @@ class ConversationSource:
             async with asyncio.TaskGroup() as tasks:
                 async for count in plan.reservation.parts():
                     part = affinities[len(runs) : len(runs) + count]
-                    first = sampler.first_turn(part, ids, limits.turn(0, len(ids)).tokens, plan.own)
+                    first = sampler.first_turn(part, ids, limits.turn(0, len(ids)).tokens, plan.own, images)
                     fills += [tasks.create_task(fill) for fill in first.fills]
                     for affinity, pending in zip(part, first.pending, strict=True):
                         opening = Opening(pending, plan.reservation)

@@ -36,9 +36,10 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
 from rollout_worker.task.environments import EnvironmentKind, Environments, check_row, open_environments
 from rollout_worker.task.task import Task
-from rollout_worker.tools.base import ToolResult
+from rollout_worker.tools.base import Content, ToolResult
 from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import NotCalled, UserCodeError
+from rollout_worker.vision.messages import images_of, placed
 
 # Maximum number of rows whose environment is checked before a run, and of resets that are tried for each environment.
 MAX_CHECKED_ROWS = 1000
@@ -118,7 +119,8 @@ class EnvironmentSource:
             except TicketFailed as failure:
                 raise EpisodeFailed(failure.reason, str(failure), failure.retryable) from None
             respond = play.respond if kind.interface.responds else None
-            setup = EpisodeSetup(prompt, ids, kind.chat, instance.tools(kind.tools), respond, plan.own)
+            tools, images = instance.tools(kind.tools), placed(ids, images_of(prompt))
+            setup = EpisodeSetup(prompt, ids, kind.chat, tools, respond, plan.own, images)
             episode = await episodes.run(setup, affinity)
             if kind.interface.rewards:
                 episode.rewards[kind.interface.cls] = await play.reward()
@@ -168,7 +170,8 @@ class EnvironmentSource:
         except UserCodeError as error:
             return f"no instance of {kind.interface.cls} can be made: {error}{_at(error)}"
         try:
-            observation = await instance.call("reset", observed, self.config.worker.environment_timeout_s, arguments)
+            read = partial(observed, images=kind.chat.images)
+            observation = await instance.call("reset", read, self.config.worker.environment_timeout_s, arguments)
             return len(await kind.chat.prompt_ids(folded(columns["prompt"], observation)))
         except UserCodeError as error:
             instance.lost = True
@@ -194,7 +197,8 @@ class _Play:
         """Return the episode's prompt. Raises `EpisodeFailed`."""
         timeout_s = self.limits.environment_timeout_s
         with self._at_work("tools", rollouts.ENV_RESET_S, reasons.ENVIRONMENT, "reset fails"):
-            observation = await self.instance.call("reset", observed, timeout_s, dict(columns))
+            read = partial(observed, images=self.kind.chat.images)
+            observation = await self.instance.call("reset", read, timeout_s, dict(columns))
         self.prompt = folded(prompt, observation)
         return self.prompt
 
@@ -202,7 +206,8 @@ class _Play:
         """Answer the conversation, as `Respond`."""
         conversation = {"messages": [*self.prompt, *messages]}
         with self._at_work("tools", rollouts.ENV_RESPOND_S, reasons.ENVIRONMENT, "respond fails"):
-            answers = await self.instance.call("respond", answered, self.limits.tool_timeout_s, conversation)
+            read = partial(answered, images=self.kind.chat.images)
+            answers = await self.instance.call("respond", read, self.limits.tool_timeout_s, conversation)
         if answers is None:
             return None
         return [{**message, "content": await self._for_policy(message["content"])} for message in answers]
@@ -228,10 +233,10 @@ class _Play:
         reward: float | None = await self.instance.call("get_reward", rewarded, timeout_s, wait_s=timeout_s)
         return reward
 
-    async def _for_policy(self, text: str) -> str:
+    async def _for_policy(self, content: Content) -> Content:
         """Treat the text as a tool's answer: it may repeat what the policy said."""
         most = self.episodes.limits.tool_result_tokens
-        (read,) = await for_policy([ToolResult("respond", text)], most, self.kind.chat)
+        (read,) = await for_policy([ToolResult("respond", content)], most, self.kind.chat)
         if read.defused:
             text = describe_defused(f"{self.kind.interface.cls}.respond")
             self.episodes.notices.add("environment", "special tokens", text)

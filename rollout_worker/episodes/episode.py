@@ -10,9 +10,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from protocol import reasons
+from protocol.images import ImagePlace
 from protocol.messages import Rollout, Segment, VersionSpan
 from protocol.rollouts import NEW_SEGMENTS
 from rollout_worker.chat.base import ChatFormat
@@ -23,6 +25,7 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams, Sampled, SampledSpan
 from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.vision.messages import Placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,7 @@ class Episode:
     def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:
         timings = {"generate": 0.0, "tools": 0.0, "total": 0.0}
         rollout = Rollout([], reward=math.nan, finish_reason="stop", timings=timings)
-        return cls([SegmentDraft(setup.prompt_ids)], rollout, setup.prompt, affinity)
+        return cls([SegmentDraft(setup.prompt_ids, setup.prompt_images)], rollout, setup.prompt, affinity)
 
     @property
     def ids(self) -> list[int]:
@@ -84,20 +87,27 @@ class Episode:
         segment repeats the conversation, so it is left out."""
         return [token for draft in self.drafts for token in draft.ids[draft.prompt_size :]]
 
-    def add_turn(self, suffix: list[int], turn: Sampled) -> None:
-        """Append the ids of tool messages and the turn that was sampled after them."""
+    @property
+    def images(self) -> list[Placed]:
+        """Images in the current segment."""
+        return self.drafts[-1].images
+
+    def add_turn(self, suffix: list[int], turn: Sampled, images: Sequence[Placed] = ()) -> None:
+        """Append the ids of tool messages, with the images in them, and the turn that was sampled after them."""
+        self.drafts[-1].images += images
         self.drafts[-1].add(suffix, turn)
         self.sampled_tokens += len(turn.token_ids)
         self.rollout.turns += 1
 
-    def open_segment(self, prompt_ids: list[int]) -> None:
+    def open_segment(self, prompt_ids: list[int], images: Sequence[Placed] = ()) -> None:
         """Begin a new segment: later turns belong to it."""
-        self.drafts.append(SegmentDraft(prompt_ids))
+        self.drafts.append(SegmentDraft(prompt_ids, images))
         self.rollout.metrics[NEW_SEGMENTS] = self.rollout.metrics.get(NEW_SEGMENTS, 0.0) + 1.0
 
-    def segments(self, server_names: Sequence[str]) -> list[Segment]:
-        """Return the segments so far. Spans name a server by its index in `server_names`."""
-        return [draft.segment(server_names) for draft in self.drafts]
+    def segments(self, server_names: Sequence[str], images: Sequence[str] = ()) -> list[Segment]:
+        """Return the segments so far. Spans name a server by its index in `server_names`, places an image by that of
+        its hash in `images`."""
+        return [draft.segment(server_names, images) for draft in self.drafts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,9 +128,11 @@ class SegmentDraft:
         logprobs: For each token, its log-prob; 0 where it was not sampled.
         spans: Sampled tokens by policy version and server, counted from the start of the segment.
         experts: Experts that servers recorded of its tokens, in order.
+        images: Images among the tokens, in order.
     """
 
-    def __init__(self, prompt_ids: Sequence[int]) -> None:
+    def __init__(self, prompt_ids: Sequence[int], images: Sequence[Placed] = ()) -> None:
+        self.images = list(images)
         self.prompt_size = len(prompt_ids)
         self.ids = list(prompt_ids)
         self.mask = [False] * self.prompt_size
@@ -139,8 +151,9 @@ class SegmentDraft:
         self.logprobs += turn.logprobs
         self.experts += turn.experts
 
-    def segment(self, server_names: Sequence[str]) -> Segment:
-        """Return the segment so far. Spans name a server by its index in `server_names`."""
+    def segment(self, server_names: Sequence[str], images: Sequence[str] = ()) -> Segment:
+        """Return the segment so far, as `Episode.segments`."""
+        places = [ImagePlace(images.index(placed.image.wire.hash), placed.start) for placed in self.images]
         return Segment(
             token_ids=np.array(self.ids, dtype=np.int32),
             loss_mask=np.array(self.mask, dtype=np.bool_),
@@ -149,6 +162,7 @@ class SegmentDraft:
                 VersionSpan(span.version, span.start, span.end, server_names.index(span.server)) for span in self.spans
             ],
             experts=joined(self.experts),
+            images=places or msgspec.UNSET,
         )
 
 
@@ -175,6 +189,7 @@ class EpisodeSetup:
         chat: The chat format that shows `tools`.
         respond: Answers a turn without calls; without it such a turn is the last.
         own: Sampling parameters of this episode's ticket.
+        prompt_images: Images in `prompt_ids`.
     """
 
     prompt: str | Sequence[Message]
@@ -183,3 +198,4 @@ class EpisodeSetup:
     tools: ToolBox
     respond: Respond | None = None
     own: OwnParams = AS_THE_RUN
+    prompt_images: Sequence[Placed] = ()

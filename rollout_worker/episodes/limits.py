@@ -101,6 +101,7 @@ class EpisodeLimits:
     max_model_len: int
     max_turns: int
     max_tool_result_tokens: int | None = None
+    max_images: int = 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
@@ -112,6 +113,7 @@ class EpisodeLimits:
             config.vllm.max_model_len,
             rollout.max_turns or sys.maxsize,  # 0: any number; each samples a token, so the episode's tokens end it
             result,
+            config.images.max_per_episode,
         )
 
     @property

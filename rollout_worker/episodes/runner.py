@@ -33,6 +33,8 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
 from rollout_worker.inference.wire import Sampled
 from rollout_worker.tools.base import ToolResult, count_call
+from rollout_worker.vision.messages import Placed, images_of, placed
+from rollout_worker.vision.processor import Seen
 
 # The queue takes no more for one rollout.
 MAX_SEGMENTS = 1024
@@ -43,10 +45,22 @@ _INLINE_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class _Next:
-    """The ids before the next turn: the segment so far and `suffix`, or the prompt of a new segment."""
+    """The ids before the next turn: the segment so far and `suffix`, or the prompt of a new segment. `images`: those of
+    the one or the other."""
 
     suffix: list[int] = field(default_factory=list)
     prompt: list[int] | None = None
+    images: Sequence[Seen] = ()
+
+    def placed(self, episode: Episode) -> list[Placed]:
+        """Return the images in these ids, by their places in the segment."""
+        if self.prompt is None:
+            return placed(self.suffix, self.images, len(episode.ids))
+        return placed(self.prompt, self.images)
+
+    def shown(self, episode: Episode) -> list[Placed]:
+        """Return all images that the turn sees."""
+        return [*(episode.images if self.prompt is None else ()), *self.placed(episode)]
 
     def prompt_ids(self, episode: Episode) -> list[int]:
         return episode.ids + self.suffix if self.prompt is None else self.prompt
@@ -115,19 +129,24 @@ class EpisodeRunner:
         while following is not None:
             prompt_ids = following.prompt_ids(episode)
             budget = self.limits.turn(episode.sampled_tokens, len(prompt_ids))
-            if budget.tokens <= 0:
-                return budget.ends_as
+            if budget.tokens <= 0 or len(following.shown(episode)) > self.limits.max_images:
+                return budget.ends_as if budget.tokens <= 0 else "context"
             async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"), tracing.span("generate", kind="client") as span:
                     pending = None if first is None else first.pending
                     known = 0 if following.prompt is not None else known_until(episode.drafts[-1].experts)
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own, known)
+                    seen = following.shown(episode)
+                    turn = await self.sampler.sample(
+                        affinity, prompt_ids, budget.tokens, pending, setup.own, known, seen
+                    )
                     note_turn(span, rollout.turns + 1, turn)
             first = None
             await self.loop_yield.passed()
             if following.prompt is not None:
-                episode.open_segment(following.prompt)
-            episode.add_turn(following.suffix, turn)
+                episode.open_segment(following.prompt, following.placed(episode))
+                episode.add_turn([], turn)
+            else:
+                episode.add_turn(following.suffix, turn, following.placed(episode))
             parsed = await self.parsed(chat, prompt_ids, turn.token_ids)
             episode.text = parsed.text
             episode.messages += [*answers, parsed.message()]
@@ -160,7 +179,10 @@ class EpisodeRunner:
                     return ended
                 answers = given
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
-            following = _Next(suffix) if suffix is not None else await self._anew(episode, setup, answers)
+            if suffix is not None:
+                following = _Next(suffix, images=images_of(answers))
+            else:
+                following = await self._anew(episode, setup, answers)
         return "aborted"
 
     @asynccontextmanager
@@ -185,9 +207,8 @@ class EpisodeRunner:
             why = f"it has {MAX_SEGMENTS} segments, the most that a rollout may have"
         else:
             try:
-                return _Next(
-                    prompt=await setup.chat.prompt_ids(whole_conversation(prompt, [*episode.messages, *answers]))
-                )
+                messages = whole_conversation(prompt, [*episode.messages, *answers])
+                return _Next(prompt=await setup.chat.prompt_ids(messages), images=images_of(messages))
             except PromptError as error:
                 why = f"its conversation cannot be rendered: {error}"
         detail = f"an episode ended early: the chat format cannot tell what follows a turn, and {why}"

@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.tools.base import ToolResult
+from rollout_worker.tools.base import Content, ToolResult
 from rollout_worker.user_code import in_thread
 from rollout_worker.user_code.values import without_middle
 
@@ -42,7 +42,7 @@ class Markup:
         """Return the result with special tokens broken; the same object where there are none. Only tokens in a tool's
         own answer count as defused: a call's name, its id and the text of an error come from the policy."""
         id = None if result.call_id is None else self.broken(result.call_id)
-        content, name = self.broken(result.content), self.broken(result.name)
+        content, name = texts_changed(result.content, self.broken), self.broken(result.name)
         if (content, name, id) == (result.content, result.name, result.call_id):
             return result
         forged = result.answered and content != result.content
@@ -113,12 +113,27 @@ def describe_defused(source: str) -> str:
 
 async def cut_results(results: list[ToolResult], max_tokens: int, chat: ChatFormat) -> list[ToolResult]:
     """Cut the contents of results, counting with the format's tokenizer."""
-    return [
-        result
-        if _is_short(result.content, max_tokens)
-        else replace(result, content=await cut(result.content, max_tokens, token_counter(chat.tokenizer)))
-        for result in results
-    ]
+    return [await _cut_result(result, max_tokens, chat) for result in results]
+
+
+def texts_changed(content: Content, change: Callable[[str], str]) -> Content:
+    """Return content with each text changed; images stay."""
+    if isinstance(content, str):
+        return change(content)
+    return [{**part, "text": change(part["text"])} if part["type"] == "text" else part for part in content]
+
+
+async def _cut_result(result: ToolResult, max_tokens: int, chat: ChatFormat) -> ToolResult:
+    """Cut each text of a result."""
+    texts = [result.content] if isinstance(result.content, str) else [part.get("text", "") for part in result.content]
+    if all(_is_short(text, max_tokens) for text in texts):
+        return result
+    count = token_counter(chat.tokenizer)
+    shorter = iter([text if _is_short(text, max_tokens) else await cut(text, max_tokens, count) for text in texts])
+    if isinstance(result.content, str):
+        return replace(result, content=next(shorter))
+    parts = [(part, next(shorter)) for part in result.content]
+    return replace(result, content=[{**part, "text": text} if part["type"] == "text" else part for part, text in parts])
 
 
 def token_counter(tokenizer: Any) -> CountTokens:

@@ -37,6 +37,7 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import (
     AS_THE_RUN,
     Asked,
+    Features,
     GenerateRequest,
     OwnParams,
     Sampled,
@@ -44,6 +45,7 @@ from rollout_worker.inference.wire import (
     sampled_of,
     sampling_params,
 )
+from rollout_worker.vision.messages import Placed
 
 # Larger than any turn: a choice then comes in two parts, its first token and the rest.
 _ONE_CHUNK = 1 << 30
@@ -91,7 +93,12 @@ class Sampler:
         self._usual_tokens = _FIRST_GUESS
 
     def first_turn(
-        self, affinities: Sequence[Affinity], prompt: list[int], max_tokens: int, own: OwnParams = AS_THE_RUN
+        self,
+        affinities: Sequence[Affinity],
+        prompt: list[int],
+        max_tokens: int,
+        own: OwnParams = AS_THE_RUN,
+        images: Sequence[Placed] = (),
     ) -> FirstTurn:
         """Begin the first turn of all affinities, in as few requests as the servers' limit allows."""
         loop = asyncio.get_running_loop()
@@ -100,7 +107,7 @@ class Sampler:
         pending: list[PendingChoice] = [loop.create_future() for _ in affinities]
         step = self._config.vllm.max_num_seqs
         fills = [
-            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, own)
+            self._fill(pending[start : start + step], affinities[start : start + step], prompt, max_tokens, own, images)
             for start in range(0, len(affinities), step)
         ]
         return FirstTurn(pending, fills)
@@ -113,6 +120,7 @@ class Sampler:
         pending: PendingChoice | None = None,
         own: OwnParams = AS_THE_RUN,
         known: int = 0,
+        images: Sequence[Placed] = (),
     ) -> Sampled:
         """Sample a turn.
 
@@ -125,6 +133,7 @@ class Sampler:
             max_tokens: Maximum number of sampled tokens.
             pending: The first attempt, if it is part of a group's first turn.
             known: The first tokens of the prompt whose experts are known, with `learner.router_replay`.
+            images: Images in the prompt.
 
         Raises:
             EpisodeFailed: No server gave the turn.
@@ -138,7 +147,7 @@ class Sampler:
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
                 start = known_until(turn.experts) if turn.experts else known
-                part = await self._attempt(affinity, token_ids, room, pending, avoid, own, start)
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, own, start, images)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -188,12 +197,13 @@ class Sampler:
         avoid: str | None,
         own: OwnParams,
         known: int,
+        images: Sequence[Placed],
     ) -> Sampled:
         """Return the turn from the pending request if there is one, else from a new request."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known, images)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
@@ -208,10 +218,11 @@ class Sampler:
         avoid: str | None,
         own: OwnParams,
         known: int,
+        images: Sequence[Placed],
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, 1, False, own, known)
+            request = self._request(server, token_ids, max_tokens, 1, False, own, known, images)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
@@ -225,10 +236,11 @@ class Sampler:
         prompt: list[int],
         max_tokens: int,
         own: OwnParams,
+        images: Sequence[Placed],
     ) -> None:
         """Sample one continuation of `prompt` for each of `pending`, all in one request."""
         try:
-            await self._fill_from_one(pending, affinities, prompt, max_tokens, own)
+            await self._fill_from_one(pending, affinities, prompt, max_tokens, own, images)
         except (Doubtful, ServerFailed, UnknownWeights, EpisodeFailed) as error:
             for waiting in pending:
                 if not waiting.done():
@@ -241,6 +253,7 @@ class Sampler:
         prompt: list[int],
         max_tokens: int,
         own: OwnParams,
+        images: Sequence[Placed],
     ) -> None:
         """Fill `pending` from one request. Raises if an episode is left without its continuation, or has one that
         cannot be trained on; its siblings keep theirs."""
@@ -248,7 +261,8 @@ class Sampler:
         expected = self._expected(max_tokens)
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
-            request = self._request(server, prompt, max_tokens, len(pending), self._stream_first_turn, own)
+            stream = self._stream_first_turn
+            request = self._request(server, prompt, max_tokens, len(pending), stream, own, images=images)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
@@ -304,6 +318,7 @@ class Sampler:
         stream: bool,
         own: OwnParams,
         known: int = 0,
+        images: Sequence[Placed] = (),
     ) -> GenerateRequest:
         model = self._client.model_at(server.url)
         weights = server.version if model == SERVED_MODEL_NAME else model
@@ -317,6 +332,7 @@ class Sampler:
             sampling_params=params,
             cache_salt=f"{self.pool.run_id or self._config.run.name}:{weights}",
             stream=stream,
+            features=Features.of(images),
         )
 
     async def _give_time(self, failures: int) -> None:

@@ -16,6 +16,7 @@ from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, typed
 from protocol.versions import Label, parse
 from rollout_worker.inference.experts import RecordedExperts, recorded_experts
 from rollout_worker.inference.failures import BadSample, UnknownWeights
+from rollout_worker.vision.messages import Placed
 
 # Value that vLLM sends in place of a log-prob that is missing, NaN or minus infinity.
 _NO_LOGPROB = -9999.0
@@ -114,6 +115,31 @@ def sampling_params(
     )
 
 
+class ImageRange(msgspec.Struct):
+    """Tokens `[offset, offset + length)` of the prompt stand for an image."""
+
+    offset: int
+    length: int
+
+
+class Features(msgspec.Struct):
+    """Images of a request. Each field has one entry, `image`, a list of one item an image."""
+
+    mm_hashes: dict[str, list[str]]
+    mm_placeholders: dict[str, list[ImageRange]]
+    kwargs_data: dict[str, list[str]]
+
+    @classmethod
+    def of(cls, images: Sequence[Placed]) -> Features | msgspec.UnsetType:
+        if not images:
+            return msgspec.UNSET
+        return cls(
+            {"image": [image.wire.hash for image, _ in images]},
+            {"image": [ImageRange(start, image.wire.tokens) for image, start in images]},
+            {"image": [image.item for image, _ in images]},
+        )
+
+
 class GenerateRequest(msgspec.Struct):
     model: str
     request_id: str
@@ -122,6 +148,7 @@ class GenerateRequest(msgspec.Struct):
     cache_salt: str
     stream: bool = False
     output_mode: str = "tokens"
+    features: Features | msgspec.UnsetType = msgspec.UNSET
 
 
 class Logprob(msgspec.Struct):

@@ -26,11 +26,13 @@ from typing import Any, Protocol, Self, TypeAlias
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.parsers.base import Message
-from rollout_worker.tools.base import as_text
+from rollout_worker.tools.base import Content
 from rollout_worker.tools.function import FunctionTool, converted
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
 from rollout_worker.user_code.values import bounded, plain, type_name
+from rollout_worker.vision.messages import has_images, seen_parts
+from rollout_worker.vision.processor import ImageProcessor, Seen
 
 # Text or messages. None if the environment returned nothing.
 Observation: TypeAlias = str | list[Message] | None
@@ -39,13 +41,14 @@ Observation: TypeAlias = str | list[Message] | None
 EMPTY_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 
 
-def observed(returned: Any) -> Observation:
+def observed(returned: Any, images: ImageProcessor | None = None) -> Observation:
     """Convert the value that `reset` returned to plain data.
 
     It reads the user's objects, so it runs where user code runs.
 
     Args:
-        returned: None, text, parts of text (which TRL takes too), or messages.
+        returned: None, text, parts of text or images (which TRL takes too), or messages.
+        images: Opens images; None for a policy that reads text alone.
 
     Raises:
         TypeError: The value is none of these.
@@ -61,13 +64,21 @@ def observed(returned: Any) -> Observation:
             f"it returned a {type_name(returned)}; return None, text, or a list of messages: "
             f"[{{'role': 'user', 'content': ...}}]"
         )
-    found: list[Message] = plain(entries, "what it returned")
+    if images is not None and has_images([{"content": entries}]):
+        return [{"role": "user", "content": seen_parts(entries, images, bounded)}]
+    if images is not None:
+        entries = [_with_images(entry, images) for entry in entries]
+    found: list[Message] = plain(entries, "what it returned", keep=(Seen,))
     if all("role" in entry for entry in found):
         return [{**entry, "content": _text(entry.get("content"))} for entry in found] or None
     return _joined(found)
 
 
-def answered(returned: Any) -> list[Message] | None:
+def _with_images(message: Mapping[str, Any], images: ImageProcessor) -> Mapping[str, Any]:
+    return {**message, "content": seen_parts(message["content"], images)} if has_images([message]) else message
+
+
+def answered(returned: Any, images: ImageProcessor | None = None) -> list[Message] | None:
     """Convert the value that `respond` returned to messages of the user's role. It runs where `observed` does.
 
     Returns:
@@ -77,14 +88,14 @@ def answered(returned: Any) -> list[Message] | None:
         TypeError: As for `observed`.
         ValueError: As for `observed`, and if a message has another role or no text.
     """
-    found = observed(returned)
+    found = observed(returned, images)
     if found is None or isinstance(found, str):
         return None if found is None else [{"role": "user", "content": found}]
     if wrong := next((message for message in found if message["role"] != "user"), None):
         raise ValueError(
             f"it returned a message of role {wrong['role']!r:.80}; an answer to the policy has role 'user'"
         )
-    if any(not isinstance(message["content"], str) for message in found):
+    if any(not isinstance(message["content"], str) and not has_images([message]) for message in found):
         raise ValueError("it returned a message without text; give it 'content'")
     return [{"role": "user", "content": message["content"]} for message in found]
 
@@ -137,6 +148,8 @@ def _text(content: Any) -> Any:
     """Join parts of text into one text. Other content is returned as it is, and the chat format decides about it."""
     if isinstance(content, str):
         return bounded(content)
+    if has_images([{"content": content}]):
+        return content
     return _joined(content) if isinstance(content, list) else content
 
 
@@ -190,12 +203,12 @@ class MethodTool(FunctionTool):
         tool._player = player
         return tool
 
-    async def _text(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def _content(self, arguments: dict[str, Any], timeout_s: float) -> Content:
         assert self._player is not None, "a tool is bound before it is called"
-        text: str = await self._player.call(
-            self.name, as_text, timeout_s, arguments, lambda given: converted(given, self.converters)
+        content: Content = await self._player.call(
+            self.name, self.read, timeout_s, arguments, lambda given: converted(given, self.converters)
         )
-        return text
+        return content
 
 
 OURS = ("reset", "get_reward", "respond", "close")

@@ -15,14 +15,31 @@ from rollout_worker.data.rows import Row
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
 from rollout_worker.user_code.values import copied, plain
+from rollout_worker.vision.messages import has_images, seen_prompt
+from rollout_worker.vision.processor import ImageProcessor, Seen
 
 TIMEOUT_S = 60.0
 
 
 class RowReader:
-    """Reads rows of a task. `task_file`: absolute path of its file; `shuffle`: in a new order each epoch."""
+    """Reads rows of a task.
 
-    def __init__(self, task: Task, task_file: str, code: UserCode, shuffle: bool, timeout_s: float = TIMEOUT_S) -> None:
+    Args:
+        task_file: Absolute path of its file.
+        shuffle: In a new order each epoch.
+        images: Opens the images of prompts; None for text alone.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        task_file: str,
+        code: UserCode,
+        shuffle: bool,
+        timeout_s: float = TIMEOUT_S,
+        images: ImageProcessor | None = None,
+    ) -> None:
+        self._images = images
         self._task = task
         self._task_file = task_file
         self._code = code
@@ -59,14 +76,15 @@ class RowReader:
     def _plain(self, row_of: Callable[[], Row], name: str) -> Row:
         try:
             row = row_of()
-            return row._replace(columns=plain_columns(row.columns))
+            return row._replace(columns=plain_columns(row.columns, self._images))
         except BaseException as error:
             failure = failure_of(error, self._task_file)
             raise UserCodeError(f"{name}: {failure}", failure.kind, failure.where) from None
 
 
-def plain_columns(row: Any) -> dict[str, Any]:
-    """Copy a row's columns, with the prompt as text or as messages of plain data. Raises `ValueError`."""
+def plain_columns(row: Any, images: ImageProcessor | None = None) -> dict[str, Any]:
+    """Copy a row's columns, with the prompt as text or as messages of plain data, and its images opened. Raises
+    `ValueError`."""
     if not isinstance(row, Mapping):
         raise ValueError(f"it is a {type(row).__name__}; give a mapping of columns, such as a dict")
     columns = {str(name): value for name, value in row.items()}
@@ -78,7 +96,11 @@ def plain_columns(row: Any) -> dict[str, Any]:
     )
     if not is_messages and not isinstance(prompt, str):
         raise ValueError(f"its prompt is a {type(prompt).__name__}; give text or a list of messages")
-    copy = plain(prompt, "prompt")
+    if images is not None:
+        prompt = seen_prompt(prompt, columns, images)
+    elif is_messages and has_images(prompt):
+        raise ValueError("its prompt has an image, and images.enabled = false: set it to true, with a model that sees")
+    copy = plain(prompt, "prompt", keep=(Seen,))
     if not copy:
         raise ValueError("its prompt is empty")
     if fault := lone_surrogate(copy):

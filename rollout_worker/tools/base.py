@@ -8,18 +8,24 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from protocol import reasons
 from protocol.rollouts import UNKNOWN_TOOL
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
+from rollout_worker.vision.messages import PARTS, seen_parts
+from rollout_worker.vision.processor import ImageProcessor
 
 # Metrics use UNKNOWN for calls that name no tool, and OTHER for tools beyond the first MAX_COUNTED.
 UNKNOWN, OTHER = UNKNOWN_TOOL, "other"
 
 # MCP and models write names of tools like this. Other characters could forge the notation of calls.
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+
+
+# Text, or parts of text and images.
+Content: TypeAlias = str | list[dict[str, Any]]
 
 
 class Tool(Protocol):
@@ -32,7 +38,7 @@ class Tool(Protocol):
         It has the form `{"type": "function", "function": {"name", "description", "parameters"}}`.
         """
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> Content:
         """Call the tool.
 
         Args:
@@ -40,7 +46,7 @@ class Tool(Protocol):
             timeout_s: Maximum duration in seconds.
 
         Returns:
-            The result as text.
+            The result as text, or as content parts where it has images.
 
         Raises:
             UserCodeError: Its code failed.
@@ -61,7 +67,7 @@ class ToolResult:
 
     Attributes:
         name: The tool's name in the message.
-        content: Text of the message.
+        content: Text of the message, or its parts where it has images.
         reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
         counted_as: The tool's name in metrics; `UNKNOWN` for a call that names no tool.
         coerced: Whether its arguments were converted to fit the schema.
@@ -72,7 +78,7 @@ class ToolResult:
     """
 
     name: str
-    content: str
+    content: Content
     reason: str | None = None
     counted_as: str = UNKNOWN
     coerced: bool = False
@@ -93,7 +99,7 @@ class ToolResult:
         """
         return self.reason not in (reasons.TOOL_MALFORMED, reasons.TOOL_UNKNOWN, reasons.TOOL_ARGUMENTS)
 
-    def message(self) -> dict[str, str]:
+    def message(self) -> dict[str, Any]:
         """Return the message, with the id of the call if it has one."""
         answers = {} if self.call_id is None else {"tool_call_id": self.call_id}
         return {"role": "tool", "name": self.name, "content": self.content, **answers}
@@ -159,7 +165,7 @@ def as_text(result: object) -> str:
     if isinstance(result, bytes | bytearray | memoryview):
         raise TypeError(f"the tool returned {type(result).__name__}, and the policy reads text: decode it in the tool")
     if type(result).__module__.partition(".")[0] == "PIL":
-        raise TypeError("the tool returned an image, and the policy reads text: return a description of it")
+        raise TypeError(f"the tool returned an image, and the policy reads text: return a description of it, {_OR_SEE}")
     if _is_content(result):
         return bounded(_texts(result))
     if isinstance(result, list | dict | tuple) or _has_fields(result):
@@ -168,6 +174,30 @@ def as_text(result: object) -> str:
         except (TypeError, ValueError, RecursionError):
             pass
     return bounded(str(result))
+
+
+_OR_SEE = "or set images.enabled = true for a model that sees (worker.tool_isolation = thread)"
+
+
+def as_content(result: object, images: ImageProcessor | None) -> Content:
+    """Convert a tool's result as `as_text` does, but for images, which the policy may see.
+
+    Args:
+        result: Anything; a PIL image, or a list of content parts, may hold images.
+        images: Opens them; None for a policy that reads text alone.
+
+    Raises:
+        TypeError: As for `as_text`.
+        ImageError: An image cannot be used.
+    """
+    if images is None:
+        return as_text(result)
+    parts: Any = result
+    if type(result).__module__.partition(".")[0] == "PIL":
+        parts = [{"type": "image", "image": result}]
+    if not _is_content(parts) or not any(part["type"] in PARTS for part in parts):
+        return as_text(result)
+    return seen_parts(parts, images, bounded)
 
 
 def _as_json(result: object) -> str:
@@ -214,5 +244,8 @@ def _is_content(result: object) -> bool:
 def _texts(parts: Any) -> str:
     for part in parts:
         if part["type"] != "text":
-            raise TypeError(f"the tool returned content of type {part['type']!r}, and the policy reads text alone")
+            or_see = f", {_OR_SEE}" if part["type"] in PARTS else ""
+            raise TypeError(
+                f"the tool returned content of type {part['type']!r}, and the policy reads text alone{or_see}"
+            )
     return "\n".join(str(part["text"]) for part in parts)

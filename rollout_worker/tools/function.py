@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from pydantic import TypeAdapter, ValidationError
 
 from rollout_worker.tools.argument_text import short
-from rollout_worker.tools.base import ArgumentsError, Tool, as_text
+from rollout_worker.tools.base import ArgumentsError, Content, Tool, as_text
 from rollout_worker.tools.schema import described
 from rollout_worker.user_code import UserCode, UserCodeError, defined_at
 
@@ -35,6 +35,7 @@ class FunctionTool:
 
     Attributes:
         function: The function, changed to take arguments as JSON gives them.
+        read: Converts what it returns, where user code runs.
 
     Raises:
         ConfigError: The function cannot be described to the policy.
@@ -52,22 +53,23 @@ class FunctionTool:
             if place
             else f"a function of {getattr(function, '__module__', None) or 'the task'}"
         )
+        self.read: Callable[[object], Content] = as_text
         self._code = code or UserCode()
         self._isolated = isolated
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> Content:
         try:
-            return await self._text(arguments, timeout_s)
+            return await self._content(arguments, timeout_s)
         except UserCodeError as error:
             if error.kind != InvalidArguments.__name__:
                 raise
             raise ArgumentsError(f"bad arguments: {str(error).removeprefix(f'{error.kind}: ')}") from None
 
-    async def _text(self, arguments: dict[str, Any], timeout_s: float) -> str:
+    async def _content(self, arguments: dict[str, Any], timeout_s: float) -> Content:
         if self._isolated is not None:
             return await self._isolated.call_isolated(self.name, arguments, timeout_s)
-        text: str = await self._code.call(self.function, as_text, timeout_s, **arguments)
-        return text
+        content: Content = await self._code.call(self.function, self.read, timeout_s, **arguments)
+        return content
 
 
 class GuardedTool:
@@ -76,12 +78,14 @@ class GuardedTool:
     def __init__(self, tool: Tool, code: UserCode) -> None:
         self.schema = tool.schema
         self.origin = f"a {type(tool).__name__} of the task"
+        self.read: Callable[[object], Content] = as_text
         self._tool = tool
         self._code = code
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        text: str = await self._code.call(self._tool.call, as_text, timeout_s, arguments=arguments, timeout_s=timeout_s)
-        return text
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> Content:
+        arguments = {"arguments": arguments, "timeout_s": timeout_s}
+        content: Content = await self._code.call(self._tool.call, self.read, timeout_s, **arguments)
+        return content
 
 
 def callables(tools: Sequence[Any]) -> dict[str, Callable[..., Any]]:

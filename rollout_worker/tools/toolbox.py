@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TextIO, cast
 
 from jsonschema import SchemaError
@@ -22,11 +23,21 @@ from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.argument_text import short
 from rollout_worker.tools.arguments import Arguments, Parameters, small
-from rollout_worker.tools.base import NAME, NAME_CHARACTERS, UNKNOWN, ArgumentsError, Tool, ToolResult, counted_as
+from rollout_worker.tools.base import (
+    NAME,
+    NAME_CHARACTERS,
+    UNKNOWN,
+    ArgumentsError,
+    Tool,
+    ToolResult,
+    as_content,
+    counted_as,
+)
 from rollout_worker.tools.function import FunctionTool, GuardedTool, IsolatedCode, is_tool
 from rollout_worker.tools.mcp import McpTool, mcp_tools
 from rollout_worker.user_code import UserCode, UserCodeError, failure_of, in_thread
 from rollout_worker.user_code.values import encodable
+from rollout_worker.vision.processor import ImageProcessor, processor_of
 
 DEFAULT_TIMEOUT_S = 60.0
 
@@ -52,6 +63,7 @@ class ToolBox:
         timeout_s: Maximum seconds of a call.
         code: Runs user code.
         isolated: Whether functions run in child processes.
+        images: Opens images that tools return; None for a policy that reads text alone.
 
     Attributes:
         schemas: JSON schemas of the tools, in order.
@@ -66,7 +78,9 @@ class ToolBox:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         code: UserCode | None = None,
         isolated: bool = False,
+        images: ImageProcessor | None = None,
     ) -> None:
+        self._read = partial(as_content, images=images)
         self._code = code or UserCode()
         self._timeout_s = timeout_s
         self._isolated = cast("IsolatedCode", self._code) if isolated else None
@@ -151,6 +165,8 @@ class ToolBox:
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
+        if isinstance(tool, FunctionTool | GuardedTool):
+            tool.read = self._read
         self._tools[name] = _Entry(tool, checked, counted_as(name, len(self._tools)))
 
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:
@@ -236,7 +252,7 @@ async def open_tools(
         except ConfigError as error:
             raise ConfigError(f"{error}{_written_to(errors)}") from None
         isolated = config.worker.tool_isolation == "process"
-        yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated)
+        yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated, processor_of(config))
 
 
 def _written_to(errors: TextIO | None) -> str:

@@ -52,21 +52,22 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
         return value
 
 
-def plain(value: Any, place: str) -> Any:
+def plain(value: Any, place: str, keep: tuple[type, ...] = ()) -> Any:
     """Convert a value, at every depth, to the types of JSON. This may run user code.
 
     Args:
         value: A value of the user's.
         place: Name of the value in errors.
+        keep: Types of Slipstream's own that stay as they are.
 
     Raises:
         ValueError: The value contains an object that messages cannot hold. The text names its place.
     """
-    if value is None or type(value) in (str, int, float, bool):
+    if value is None or type(value) in (str, int, float, bool) or type(value) in keep:
         return value
     numpy = sys.modules.get("numpy")  # Importing it costs a child process 35 ms. A value of numpy has imported it.
     if numpy is not None and isinstance(value, numpy.generic | numpy.ndarray):
-        return plain(value.tolist(), place)
+        return plain(value.tolist(), place, keep)
     if isinstance(value, str):  # An instance of a user's class, such as an enum.
         return str.__str__(value)
     if isinstance(value, int):
@@ -74,9 +75,9 @@ def plain(value: Any, place: str) -> Any:
     if isinstance(value, float):
         return float.__float__(value)
     if isinstance(value, Mapping):
-        return {str(key): plain(entry, f"{place}.{key}") for key, entry in value.items()}
+        return {str(key): plain(entry, f"{place}.{key}", keep) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(entry, f"{place}[{number}]") for number, entry in enumerate(value)]
+        return [plain(entry, f"{place}[{number}]", keep) for number, entry in enumerate(value)]
     raise ValueError(
         f"{place} is a {type(value).__name__}; messages hold text, numbers, lists and dicts: write it as text"
     )

@@ -3,7 +3,7 @@
 from protocol.config.sections.base import LOOPBACK, Section
 from protocol.config.sections.learner import LearnerSection, LoraSection
 from protocol.config.sections.processes import QueueSection, WorkerSection
-from protocol.config.sections.rollout import EvalSection, RolloutSection
+from protocol.config.sections.rollout import EvalSection, ImagesSection, RolloutSection
 from protocol.config.sections.run import ChatSection, HubSection, ModelSection, RunSection, TaskSection, TrackingSection
 from protocol.config.sections.servers import DeploySection, VllmSection, WeightSyncSection
 
@@ -13,6 +13,7 @@ __all__ = [
     "DeploySection",
     "EvalSection",
     "HubSection",
+    "ImagesSection",
     "LearnerSection",
     "LoraSection",
     "ModelSection",

@@ -108,6 +108,30 @@ class RolloutSection(Section):
 _MIN_TEMPERATURE = 0.01
 
 
+class ImagesSection(Section):
+    enabled: bool = setting(
+        False,
+        description="prompts, tools and environments may show images; needs a model that sees and Pillow "
+        "(slipstream-rl[vision])",
+        why="a run on text alone needs no image processor, and its rows share prefixes",
+    )
+    max_per_episode: Count = setting(
+        16,
+        description="images that one conversation may show; the servers are started with it",
+        why="enough for a prompt and some screenshots",
+    )
+    max_pixels: Count = setting(
+        2**24,
+        description="width times height of an image as it is given; a larger one is refused before it is decoded",
+        why="above any screen, and decoded at most 64 MB",
+    )
+    urls: bool = setting(
+        False,
+        description="fetch images of rows, tools and environments that are given as http(s) addresses",
+        why="a worker would ask whatever host a data set or a tool names",
+    )
+
+
 class EvalSection(Section):
     every: CountOrZero = setting(
         0,

@@ -85,6 +85,12 @@ class ModelSection(Section):
         False, description="quantise the 4 bits' scales, too", why="saves 0.4 bits a weight, for a little accuracy"
     )
 
+    train_vision: bool = setting(
+        False,
+        description="train the part of the model that sees, too; without it that part stays as it is",
+        why="policies learn from what they already see, and frozen weights need neither gradients nor publishing",
+    )
+
     @property
     def quantised_bits(self) -> int:
         """Bits of a weight of the learner's base; 0: not quantised."""

@@ -26,6 +26,7 @@ from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
 from weight_sync.vllm.engine.fingerprints import ModelFingerprints, Products, fingerprint
 from weight_sync.vllm.engine.layer_proof import Watched, watching
+from weight_sync.vllm.engine.shadow_checks import is_of_tower
 
 # For each live model, the tensors that were once found as they arrived (`ModelFingerprints.known`).
 _known: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
@@ -87,7 +88,13 @@ class UpdateCheck:
         Raises:
             ValueError: Some were not.
         """
-        short = [name for name, module in self._model.named_modules() for name in self._short(name, module)]
+        short = [
+            name
+            for of, module in self._model.named_modules()
+            for name in self._short(of, module)
+            # A tower that does not train is not sent.
+            if not (is_of_tower(self._model, of) and not get_layerwise_info(module).load_numel)
+        ]
         if short:
             raise ValueError(
                 f"{len(short)} parameters of this server's model were not sent whole, among them {short[0]}: it holds "

@@ -34,6 +34,7 @@ from weight_sync.vllm.engine.shadow_checks import (
     check_can_be_shadowed,
     check_types,
     check_width,
+    is_of_tower,
 )
 from weight_sync.vllm.engine.shadow_modules import (
     CONTAINERS,
@@ -168,7 +169,10 @@ def _load(pairs: list[Pair], reading: Reading, sent_tensors: Weights, whole: boo
     )
     loaded = [pair for pair in pairs if _processed(pair)]
     loaded += _tie([pair for pair in pairs if pair.info.can_load()], loaded)
-    _check_complete([pair for pair in pairs if pair not in loaded])
+    left = [pair for pair in pairs if pair not in loaded]
+    towers = [pair for pair, size in zip(pairs, sizes, strict=True) if size and is_of_tower(pairs[0].live, pair.name)]
+    frozen = [] if any(pair in loaded for pair in towers) else towers
+    _check_complete([pair for pair in left if pair not in frozen])
     sent = sum(tensor.numel() for tensor in sent_tensors.values())
     if whole and sent > placed and not _head_is_tied_and_sent(pairs, sent_tensors):
         raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")

@@ -52,6 +52,13 @@ def check_width(model: Any, of: str, weights: Weights) -> None:
             )
 
 
+def is_of_tower(model: Any, name: str) -> bool:
+    """Tell whether a module is of the parts that see or hear. A learner that leaves these frozen sends nothing of
+    them, and they stay as they are."""
+    language = getattr(model, "_language_model_names", [])
+    return bool(language and name) and not any(f"{name}.".startswith(f"{each}.") for each in language)
+
+
 def another_model(of: str) -> str:
     return (
         f"this server runs {of}, and the learner trains another model: start both with the same model.path and revision"

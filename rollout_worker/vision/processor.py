@@ -1,0 +1,190 @@
+"""Turns an image into what the model takes of it, with the model's own image processor, once.
+
+The processor is transformers' on Pillow and numpy, so that a worker needs no torch. A family of models is an entry of
+`FAMILIES`: how many tokens stand for an image, and how vLLM's generate route wants its arrays.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from protocol.config import ConfigError, RunConfig
+from protocol.images import Image, pack
+from rollout_worker.vision.sources import ImageError, open_image
+
+Arrays = Mapping[str, npt.NDArray[Any]]
+
+# Number of vLLM's msgpack extension for the bytes of a tensor (vllm 0.32, `v1/serial_utils.py`).
+_RAW_VIEW = 3
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """An image as the model sees it. It stands in a message's content part, under `image`.
+
+    Attributes:
+        token_id: The placeholder token; `wire.tokens` of them stand for the image.
+        wire: As the group carries it.
+        item: As vLLM takes it: base64 of its `MultiModalKwargsItem`.
+        size: Width and height of the source, in pixels.
+    """
+
+    token_id: int
+    wire: Image
+    item: str
+    size: tuple[int, int]
+
+    def __repr__(self) -> str:
+        return f"<image of {self.size[0]} x {self.size[1]} pixels>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Seen:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How models of some types take images.
+
+    Attributes:
+        tokens: Maps an image's arrays, and the processor, to the number of its tokens.
+        fields: For each array, vLLM's kind of field: `flat`, rows that stand behind those of other images, or
+            `batched`, one for each image.
+    """
+
+    tokens: Callable[[Arrays, Any], int]
+    fields: Mapping[str, str]
+
+
+def _merged_patches(arrays: Arrays, processor: Any) -> int:
+    return int(arrays["image_grid_thw"].prod()) // int(processor.merge_size) ** 2
+
+
+_QWEN = Family(_merged_patches, {"pixel_values": "flat", "image_grid_thw": "batched"})
+
+# By `model_type`.
+FAMILIES = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWEN)
+
+
+class ImageProcessor:
+    """Processes images for one model. Safe in several threads.
+
+    Attributes:
+        token_id: The placeholder token.
+        max_per_episode: Images that a conversation may show.
+
+    Raises:
+        ConfigError: The model does not see, its family is not known, or Pillow or its processor is missing.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        self._limits = config.images
+        self.max_per_episode = config.images.max_per_episode
+        self._max_tokens = config.vllm.max_model_len
+        facts = _facts(config)
+        kind = facts.get("model_type")
+        self.token_id: int = facts.get("image_token_id", facts.get("image_token_index", -1))
+        if self.token_id < 0 or "vision_config" not in facts:
+            raise ConfigError(
+                f"images.enabled = true, and model.path = {config.model.path} is a {kind} without a part that sees: "
+                f"choose one that sees, or set images.enabled = false"
+            )
+        if kind not in FAMILIES:
+            raise ConfigError(
+                f"images.enabled = true: how servers take images of model.path = {config.model.path}, a {kind}, is not "
+                f"known; known are {', '.join(FAMILIES)}"
+            )
+        self._family = FAMILIES[kind]
+        self._processor = _processor(config)
+
+    def see(self, source: Any) -> Seen:
+        """Open and process an image, of any form of `open_image`. Blocks. Raises `ImageError`."""
+        if isinstance(source, Seen):
+            return source
+        image = open_image(source, self._limits)
+        try:
+            made = self._processor.preprocess(image, return_tensors="np")
+        except Exception as error:  # transformers raises many types, such as for a line of one pixel
+            what = str(error).strip().partition("\n")[0]
+            raise ImageError(f"the model's processor refuses it ({what:.160}); scale or crop it") from None
+        arrays = {name: np.ascontiguousarray(made[name]) for name in self._family.fields}
+        tokens = self._family.tokens(arrays, self._processor)
+        if not 0 < tokens < self._max_tokens:
+            raise ImageError(
+                f"it becomes {tokens} tokens, vllm.max_model_len = {self._max_tokens}: scale it down, or raise that"
+            )
+        digest = hashlib.sha256()
+        for name, array in sorted(arrays.items()):
+            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
+            digest.update(array.data)
+        wire = Image(digest.hexdigest()[:32], tokens, {name: pack(array) for name, array in arrays.items()})
+        return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size)
+
+
+def processor_of(config: RunConfig) -> ImageProcessor | None:
+    """Return the run's image processor, made once; None if the run has no images. Raises `ConfigError`."""
+    if not config.images.enabled:
+        return None
+    key = repr((config.model.path, config.model.revision, config.images, config.vllm.max_model_len))
+    if key not in _made:
+        _made.clear()
+        _made[key] = ImageProcessor(config)
+    return _made[key]
+
+
+_made: dict[str, ImageProcessor] = {}
+
+
+def _item(arrays: Arrays, fields: Mapping[str, str]) -> str:
+    """Encode arrays as vLLM's `mm_serde.decode_mm_kwargs_item` reads them."""
+    item = {}
+    for name, array in arrays.items():
+        field: dict[str, Any]
+        if fields[name] == "flat":
+            field = {"keep_on_cpu": False, "slices": [[0, len(array), None]], "dim": 0}
+        else:
+            field = {"keep_on_cpu": array.dtype.kind == "i"}
+            array = array[0]
+        tensor = [array.dtype.name, list(array.shape), msgspec.msgpack.Ext(_RAW_VIEW, array.tobytes())]
+        item[name] = {"data": tensor, "field": [fields[name], field]}
+    return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+
+
+def _facts(config: RunConfig) -> dict[str, Any]:
+    from transformers.utils import cached_file
+
+    model = config.model
+    try:
+        found = cached_file(model.path, "config.json", revision=model.revision or "main")
+        facts: dict[str, Any] = json.loads(Path(str(found)).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path = {model.path}: its config.json cannot be read ({error:.200})") from None
+    return facts
+
+
+def _processor(config: RunConfig) -> Any:
+    try:
+        import PIL  # noqa: F401
+        from transformers import AutoImageProcessor
+    except ImportError:
+        raise ConfigError(
+            "images.enabled = true needs Pillow, which is not installed: pip install 'slipstream-rl[vision]'"
+        ) from None
+    model = config.model
+    try:
+        return AutoImageProcessor.from_pretrained(model.path, revision=model.revision or "main", backend="pil")
+    except Exception as error:  # the type depends on what is missing or broken
+        what = str(error).strip().partition("\n")[0]
+        raise ConfigError(
+            f"images.enabled = true: model.path = {model.path} has no image processor that can be loaded "
+            f"({what:.200}); save its preprocessor_config.json there"
+        ) from None

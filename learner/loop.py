@@ -124,8 +124,8 @@ class Loop:
         if self._position.step == 0:
             self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
-        branches = self._trainer.policy.layout == "trie"
-        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches) as feeder:
+        branches, routed = self._trainer.policy.layout == "trie", self._trainer.policy.routed_layers
+        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches, routed=routed) as feeder:
             self._publisher.on_failure = feeder.fail
 
             def lost(error: RankLost) -> None:

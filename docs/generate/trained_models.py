@@ -40,6 +40,13 @@ What is checked, and what to know:
   text. vLLM has served none of them here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the
   model's `original_max_position_embeddings`, else for none. The learner does the same.
+- `learner.router_replay = true` trains a mixture on the experts that answered: vLLM records them with the tokens
+  (`--enable-return-routed-experts`, which Slipstream sets; on GPUs), and the learner's routers choose the same ones,
+  weighed by their own scores. It works for routers that choose by `torch.topk` over the experts' scores, which is
+  tried at the start; JetMoE, Phi-MoE, Doge and Zaya are refused. Where sequences share tokens, the experts of the
+  first one stand. Prompts and tool results have recorded experts too; what has none is computed with the
+  learner's own choice and counted ([metrics](metrics.md)). A group grows by layers x choices bytes a token, twice
+  that above 256 experts: raise `queue.max_group_bytes` for long episodes.
 - `learner.router_aux_loss_coef` keeps a mixture's experts evenly used. It is exact for the whole step: what
   sequences share counts for each of them, and packing does not change it.
 

@@ -25,6 +25,7 @@ from learner.feed.judged_groups import (
     step_rollouts,
 )
 from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.recorded_experts import RoutedLayers
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
 from protocol.config import RunConfig
@@ -95,14 +96,24 @@ class Draft:
 
     Args:
         branches: Whether the tokens that sequences share stand in a row once.
+        routed: Layers to which rows bring the experts that servers recorded; None without `learner.router_replay`.
     """
 
-    def __init__(self, config: RunConfig, step: int, version: int, lease_id: str, branches: bool = True) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        step: int,
+        version: int,
+        lease_id: str,
+        branches: bool = True,
+        routed: RoutedLayers | None = None,
+    ) -> None:
         self.step = step
         self.version = version
         self.lease_id = lease_id
         self._config = config
         self._branches = branches
+        self._routed = routed
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: dict[str, JudgedGroup] = {}
@@ -181,7 +192,9 @@ class Draft:
         standing = self._in_order()
         rollouts = self._rollouts(standing)
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
-        samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts)]
+        samples = [
+            sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts, self._routed)
+        ]
         ranks = self._config.learner.ranks
         rows = pack(samples, budget, branches=self._branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
@@ -265,7 +278,9 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     return int(trained[-1]) + 1 if len(trained) else 0
 
 
-def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Iterator[Sample]:
+def _sequences(
+    standing: _Standing, group: int, rollouts: StepRollouts, routed: RoutedLayers | None
+) -> Iterator[Sample]:
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
         (segment, first + place)
@@ -277,4 +292,7 @@ def _sequences(standing: _Standing, group: int, rollouts: StepRollouts) -> Itera
     for (segment, rollout), weights, staleness, fresh in zip(numbered, of.weights, of.staleness, of.fresh, strict=True):
         if weights.any():
             servers = places[segment.token_servers()] if len(places) else None
-            yield Sample(segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers)
+            experts = None if routed is None else routed.of(segment)
+            yield Sample(
+                segment.token_ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, experts
+            )

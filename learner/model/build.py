@@ -83,7 +83,7 @@ def load_policy(
         loading.compile_layers(network)
         policy.check_compiled()
     if learner.gradient_checkpointing:
-        loading.checkpoint_layers(network)
+        loading.checkpoint_layers(network, None if policy.replay is None else policy.replay.again)
     return policy
 
 
@@ -149,6 +149,7 @@ def _check(policy: Policy, path: str, longest: int | None) -> None:
         loading.check_lengths(config, path, longest, padded=policy.layout == "padded")
     policy.check_logits()
     policy.check_routing()
+    policy.check_replay()
     check_packing(policy, longest)
 
 

@@ -30,7 +30,7 @@ from learner.ranks import environment, wrapping
 from learner.ranks.figures import RankFigures
 from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, PartFailed, Team
-from learner.training import optimiser, state_files, step_sums
+from learner.training import optimiser, replay_effect, state_files, step_sums
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
@@ -117,6 +117,7 @@ class Trainer:
         self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
         self._router_coef = section.router_aux_loss_coef
+        self._replay_check = section.router_replay_check_every
         self._meter = Meter(policy, self.device)
         self._figures = RankFigures(self.team, self.device)
         self.ranks: list[RankReport] = []
@@ -174,7 +175,12 @@ class Trainer:
         preparation = self._prepare(rows, rollouts, share.surveyed)
         routing = [known.routing for known in preparation.known if known.routing is not None]
         routers = RouterLoss(self._router_coef, routing, self.team.add_up) if routing else None
+        replays = self.policy.replay is not None
+        own |= replay_effect.nothing(self.device) if replays else {}
+        measured = replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
+            if measured and number == 1:
+                step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
                 scores: TokenScores = self._policy(row)
                 if number == len(rows):
@@ -192,6 +198,10 @@ class Trainer:
                 self.accelerator.backward(row_loss * self.team.count)
             distance = scores.logprobs.detach() - row.behaviour
             self._scored.append((row.rollout, row.behaviour, scores.logprobs.detach()))
+            if replays:
+                step_sums.add(own, replay_effect.recorded(row))
+            if measured and number == 1:
+                step_sums.add(own, replay_effect.with_replay(distance))
             step_sums.add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             step_sums.add(own, step_sums.sampler_kl(distance, row.fresh))
             step_sums.add(spread, drift.drift_sums(distance, row.staleness))
@@ -235,7 +245,11 @@ class Trainer:
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.metrics(flops, train_s)},
+            beside={
+                **drift.drift_metrics(spread, rollouts.servers),
+                **self._meter.metrics(flops, train_s),
+                **replay_effect.metrics(own),
+            },
         )
 
     def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:

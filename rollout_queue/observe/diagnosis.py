@@ -77,6 +77,7 @@ _OF_A_SERVER = frozenset(
         reasons.BAD_LOGPROBS,
         reasons.MISSING_VERSIONS,
         reasons.BAD_VERSIONS,
+        reasons.BAD_EXPERTS,
     }
 )
 

@@ -27,6 +27,7 @@ from rollout_worker.episodes.capacity import Capacity, LoopYield
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
 from rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from rollout_worker.episodes.tool_results import describe_defused, for_policy
+from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
@@ -119,7 +120,8 @@ class EpisodeRunner:
             async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"), tracing.span("generate", kind="client") as span:
                     pending = None if first is None else first.pending
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own)
+                    known = 0 if following.prompt is not None else known_until(episode.drafts[-1].experts)
+                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own, known)
                     note_turn(span, rollout.turns + 1, turn)
             first = None
             await self.loop_yield.passed()

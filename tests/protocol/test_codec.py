@@ -20,9 +20,18 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
-from protocol.messages import Group, LeaseReply, PolicyCommand, Rollout, RunPosition, Segment, VersionSpan
+from protocol.messages import (
+    Group,
+    LeaseReply,
+    PolicyCommand,
+    Rollout,
+    RoutedExperts,
+    RunPosition,
+    Segment,
+    VersionSpan,
+)
 
-CARRIES_ARRAYS = {Segment, Rollout, Group, LeaseReply}
+CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -57,6 +66,15 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     return {int: integers, float: numbers, str: st.text(max_size=20), bool: st.booleans(), type(None): st.none()}[kind]
 
 
+experts = st.builds(
+    RoutedExperts,
+    ids=arrays(np.uint8, 12) | arrays(np.uint16, 12),
+    layers=st.integers(1, 8),
+    top_k=st.integers(1, 8),
+    spans=st.lists(st.tuples(integers, integers), max_size=3),
+)
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     length = draw(st.sampled_from((0, 1, 2, 31, 300)))
@@ -65,6 +83,7 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(arrays(np.bool_, length)),
         draw(arrays(np.float32, length)),
         draw(st.lists(values_of(VersionSpan), max_size=3)),
+        draw(st.none() | experts),
     )
 
 
@@ -105,7 +124,7 @@ def plain(value: Any) -> Any:
         return type(value).__name__, {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def a_group(tokens: int = 5, size: int = 2) -> Group:

@@ -54,7 +54,7 @@ class ScriptedSampler:
     def release(self, affinities):
         self.released += len(affinities)
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, known=0):
         self.requests.append((list(prompt), max_tokens))
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
         if isinstance(turn, Exception):

@@ -79,8 +79,8 @@ def load_policy(
     if images:
         if scoring.routing:
             raise ConfigError(
-                "images.enabled = true, learner.router_aux_loss_coef > 0: the routers' loss is not computed for rows with "
-                "images: set learner.router_aux_loss_coef = 0"
+                "images.enabled = true, learner.router_aux_loss_coef > 0: the routers' loss is not computed for rows "
+                "with images: set learner.router_aux_loss_coef = 0"
             )
         policy.run(partial(vision.check, policy))
         policy.layout_note = "learner.layout: padded, since images.enabled = true"

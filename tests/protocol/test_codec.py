@@ -20,9 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
+from protocol.images import Image, ImagePlace, pack
 from protocol.messages import Group, LeaseReply, PolicyCommand, Rollout, RunPosition, Segment, VersionSpan
 
-CARRIES_ARRAYS = {Segment, Rollout, Group, LeaseReply}
+CARRIES_ARRAYS = {Segment, Rollout, Group, LeaseReply, Image}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -65,6 +66,9 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(arrays(np.bool_, length)),
         draw(arrays(np.float32, length)),
         draw(st.lists(values_of(VersionSpan), max_size=3)),
+        draw(
+            st.just(msgspec.UNSET) | st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), min_size=1)
+        ),
     )
 
 
@@ -93,6 +97,7 @@ groups = st.builds(
     finished_at=numbers,
     schema_version=integers,
     reward_weights=values_of(dict[str, float]),
+    images=st.just(msgspec.UNSET) | st.just([Image("hash", 4, {"pixel_values": pack(np.zeros((2, 3), np.float32))})]),
 )
 
 

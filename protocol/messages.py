@@ -73,7 +73,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
             elsewhere.
         version_spans: Cover exactly the sampled tokens, in order.
         experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
-        images: Where images stand among the tokens, in order; unset without images.
+        images: Where images stand among the tokens, in order.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -81,7 +81,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     logprobs: npt.NDArray[np.float32]
     version_spans: list[VersionSpan]
     experts: RoutedExperts | None = None
-    images: list[ImagePlace] | msgspec.UnsetType = msgspec.UNSET
+    images: list[ImagePlace] = []
 
     def __post_init__(self) -> None:
         for name, array, dtype in (

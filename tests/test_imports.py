@@ -41,17 +41,18 @@ FOLDERS = {
     "rollout_queue": {"rollout_queue/api", "rollout_queue/broker", "rollout_queue/store"},
     "rollout_worker/user_code": set(),
     "rollout_worker/chat/parsers": set(),
-    "rollout_worker/chat": {"rollout_worker/chat/parsers", "rollout_worker/user_code"},
-    "rollout_worker/tools": {"rollout_worker/chat/parsers", "rollout_worker/user_code"},
+    "rollout_worker/vision": {"rollout_worker/chat/parsers"},
+    "rollout_worker/chat": {"rollout_worker/chat/parsers", "rollout_worker/user_code", "rollout_worker/vision"},
+    "rollout_worker/tools": {"rollout_worker/chat/parsers", "rollout_worker/user_code", "rollout_worker/vision"},
     "rollout_worker/data": set(),
     "rollout_worker/task": {
         *("rollout_worker/data", "rollout_worker/tools", "rollout_worker/chat", "rollout_worker/chat/parsers"),
-        "rollout_worker/user_code",
+        *("rollout_worker/user_code", "rollout_worker/vision"),
     },
-    "rollout_worker/inference": {"rollout_worker/user_code"},
+    "rollout_worker/inference": {"rollout_worker/user_code", "rollout_worker/vision"},
     "rollout_worker/episodes": {
         *("rollout_worker/inference", "rollout_worker/task", "rollout_worker/data", "rollout_worker/tools"),
-        *("rollout_worker/chat", "rollout_worker/chat/parsers", "rollout_worker/user_code"),
+        *("rollout_worker/chat", "rollout_worker/chat/parsers", "rollout_worker/user_code", "rollout_worker/vision"),
     },
     "rollout_worker/agent": {
         *("rollout_worker/episodes", "rollout_worker/inference", "rollout_worker/task", "rollout_worker/data"),

@@ -260,6 +260,7 @@ HTTP_STATUS: Mapping[str, int] = {
     reasons.WORKER_MISMATCH: 422,
     reasons.SERVER_MISMATCH: 422,
     reasons.SCHEMA_VERSION: 422,
+    reasons.BAD_IMAGE: 422,
     reasons.TICKET_MISMATCH: 422,
     reasons.GROUP_SIZE: 422,
     reasons.NO_SAMPLED_TOKENS: 422,

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from protocol import codec, reasons
+from protocol.images import MAX_BYTES, Image
 from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, RoutedExperts, Segment
 from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
@@ -26,6 +27,8 @@ _MAX_METRICS = 256
 _MAX_NAME_CHARACTERS = 256
 _MAX_NOTES = 256
 _MAX_NOTE_CHARACTERS = 4096
+_MAX_IMAGES = 4096
+_MAX_ARRAYS = 16
 
 
 class _Stamp(msgspec.Struct):
@@ -139,6 +142,7 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
         for position, segment in enumerate(rollout.segments):
             if segment.experts is not None:
                 _check_experts(segment.experts, len(segment.token_ids), f"rollout {number}, segment {position}")
+    _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
 
@@ -183,6 +187,33 @@ def _check_tokens(group: Group, rules: Rules) -> None:
             _check_spans(segment, rules.learner_version, len(group.server_names), place)
             _check_length(segment, rules.max_tokens, place)
             _check_logprobs(segment, place)
+
+
+def _check_images(group: Group) -> None:
+    images = group.images or []
+    _check_count(len(images), _MAX_IMAGES, "images", "the group")
+    if len({image.hash for image in images}) < len(images):
+        raise Refusal(reasons.BAD_IMAGE, "the group has an image twice; send each once")
+    for number, image in enumerate(images):
+        _check_names(("an image's hash", image.hash), *(("an image's array", name) for name in image.arrays))
+        _check_count(len(image.arrays), _MAX_ARRAYS, "arrays", f"image {number}")
+        if (size := sum(array.nbytes for array in image.arrays.values())) > MAX_BYTES:
+            raise Refusal(reasons.BAD_IMAGE, f"image {number} has {size} bytes unpacked, allowed are {MAX_BYTES}")
+    for number, rollout in enumerate(group.rollouts):
+        for position, segment in enumerate(rollout.segments):
+            _check_places(segment, images, f"rollout {number}, segment {position}")
+
+
+def _check_places(segment: Segment, images: list[Image], where: str) -> None:
+    end = 0
+    for place in segment.images or []:
+        if place.image >= len(images):
+            raise Refusal(reasons.BAD_IMAGE, f"{where}: {place} names an image, the group has {len(images)}")
+        before, end = end, place.start + images[place.image].tokens
+        if place.start < before or end > len(segment.token_ids):
+            raise Refusal(reasons.BAD_IMAGE, f"{where}: {place} overlaps or leaves the {len(segment.token_ids)} tokens")
+        if segment.loss_mask[place.start : end].any():
+            raise Refusal(reasons.BAD_IMAGE, f"{where}: {place} covers sampled tokens")
 
 
 def _check_metrics(rollout: Rollout, where: str) -> None:

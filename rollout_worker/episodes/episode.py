@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from protocol import reasons
@@ -162,7 +161,7 @@ class SegmentDraft:
                 VersionSpan(span.version, span.start, span.end, server_names.index(span.server)) for span in self.spans
             ],
             experts=joined(self.experts),
-            images=places or msgspec.UNSET,
+            images=places,
         )
 
 

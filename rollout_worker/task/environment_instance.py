@@ -70,7 +70,7 @@ def observed(returned: Any, images: ImageProcessor | None = None) -> Observation
         entries = [_with_images(entry, images) for entry in entries]
     found: list[Message] = plain(entries, "what it returned", keep=(Seen,))
     if all("role" in entry for entry in found):
-        return [{**entry, "content": _text(entry.get("content"))} for entry in found] or None
+        return [{**entry, "content": _text(entry.get("content"), images)} for entry in found] or None
     return _joined(found)
 
 
@@ -95,7 +95,7 @@ def answered(returned: Any, images: ImageProcessor | None = None) -> list[Messag
         raise ValueError(
             f"it returned a message of role {wrong['role']!r:.80}; an answer to the policy has role 'user'"
         )
-    if any(not isinstance(message["content"], str) and not has_images([message]) for message in found):
+    if any(not isinstance(message["content"], str) and not (images and has_images([message])) for message in found):
         raise ValueError("it returned a message without text; give it 'content'")
     return [{"role": "user", "content": message["content"]} for message in found]
 
@@ -144,11 +144,12 @@ def folded(prompt: Sequence[Message], observation: Observation) -> list[Message]
     return messages
 
 
-def _text(content: Any) -> Any:
-    """Join parts of text into one text. Other content is returned as it is, and the chat format decides about it."""
+def _text(content: Any, images: ImageProcessor | None) -> Any:
+    """Join parts of text into one text. Parts with images stay for a policy that sees. The chat format decides about
+    other content."""
     if isinstance(content, str):
         return bounded(content)
-    if has_images([{"content": content}]):
+    if images is not None and has_images([{"content": content}]):
         return content
     return _joined(content) if isinstance(content, list) else content
 

@@ -56,6 +56,10 @@ def open_image(source: Any, limits: ImagesSection) -> Any:
             return _as_rgb(image)
     except ImageError:
         raise
+    except Image.DecompressionBombError:
+        raise ImageError(
+            f"it has far more pixels than images.max_pixels = {limits.max_pixels}: scale it down"
+        ) from None
     except MemoryError:
         raise ImageError("it does not fit into memory; give a smaller image") from None
     except Exception as error:  # Pillow raises many types for damaged files

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
+from protocol.images import Image, ImagePlace, pack
 from protocol.messages import (
     Group,
     LeaseReply,
@@ -31,7 +32,7 @@ from protocol.messages import (
     VersionSpan,
 )
 
-CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply}
+CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply, Image}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -84,6 +85,7 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(arrays(np.float32, length)),
         draw(st.lists(values_of(VersionSpan), max_size=3)),
         draw(st.none() | experts),
+        draw(st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), max_size=2)),
     )
 
 
@@ -112,6 +114,7 @@ groups = st.builds(
     finished_at=numbers,
     schema_version=integers,
     reward_weights=values_of(dict[str, float]),
+    images=st.just(msgspec.UNSET) | st.just([Image("hash", 4, {"pixel_values": pack(np.zeros((2, 3), np.float32))})]),
 )
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol import codec, reasons
+from protocol.images import Image, ImagePlace, PackedArray
 from protocol.messages import Group, LeaseReply, Rollout, RoutedExperts, Segment, Ticket, VersionSpan
 from rollout_queue.ledger import validation
 from rollout_queue.ledger.records import Refusal, TicketRecord
@@ -49,6 +50,19 @@ def in_group(**changes: Any) -> Callable[[Group], None]:
     return change
 
 
+EMPTY = PackedArray("float32", [0], 0, b"")
+IMAGE = Image("hash", 2, {"pixel_values": EMPTY})
+
+
+def with_images(places: list[ImagePlace], tokens: int = 2, before: int = 0) -> Callable[[Group], None]:
+    def change(group: Group) -> None:
+        group.images = [msgspec.structs.replace(IMAGE, tokens=tokens)]
+        moved = [ImagePlace(place.image, place.start - before * (place.start > 0)) for place in places]
+        in_segment(images=moved)(group)
+
+    return change
+
+
 def logprob(position: int, value: float) -> Callable[[Group], None]:
     values = segment(PATTERN).logprobs.copy()
     values[position] = value
@@ -72,6 +86,14 @@ def ids(*values: int) -> np.ndarray[Any, Any]:
         ("ticket_mismatch", in_group(epoch=-1)),
         ("group_size", lambda g: g.rollouts.append(g.rollouts[0])),
         ("group_size", lambda g: g.rollouts.pop()),
+        ("bad_image", in_segment(images=[ImagePlace(0, 0)])),
+        ("bad_image", with_images([ImagePlace(1, 0)])),
+        ("bad_image", with_images([ImagePlace(0, 1)])),
+        ("bad_image", with_images([ImagePlace(0, 4)])),
+        ("bad_image", with_images([ImagePlace(0, 0), ImagePlace(0, 1)], tokens=1, before=1)),
+        ("bad_image", in_group(images=[IMAGE, IMAGE])),
+        ("bad_image", in_group(images=[Image("huge", 1, {"a": PackedArray("float32", [2**15, 2**15], 0, b"")})])),
+        ("too_many", in_group(images=[Image("h", 1, {str(n): EMPTY for n in range(17)})])),
         ("length_mismatch", in_segment(token_ids=ids(1, 2, 3, 4))),
         ("length_mismatch", in_segment(logprobs=np.zeros(6, dtype=np.float32))),
         ("token_id_negative", in_segment(token_ids=ids(1, 2, -3, 4, 5))),
@@ -156,7 +178,7 @@ def test_without_a_vocabulary_any_id_that_is_not_negative_passes() -> None:
 def with_field(value: bytes) -> bytes:
     """A sound group in msgpack, with an unknown field."""
     fields = {name: getattr(group(TICKET), name) for name in Group.__struct_fields__}
-    return codec.encode({**fields, "later": msgspec.Raw(value)})
+    return codec.encode({**{n: of for n, of in fields.items() if of is not msgspec.UNSET}, "later": msgspec.Raw(value)})
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,126 @@
+"""Images of rows become placeholder tokens and features, in TRL's forms and ours; what does not fit is told."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from protocol.config import ConfigError, RunConfig
+from protocol.images import unpack
+from rollout_worker.chat.base import PromptError
+from rollout_worker.chat.build import build_chat_format
+from rollout_worker.task.row_reader import plain_columns
+from rollout_worker.vision.messages import images_of, placed
+from rollout_worker.vision.processor import Seen, _made
+from tests.kit import config
+from tests.kit.seeing import build_seeing
+
+RED, BLUE = Image.new("RGB", (48, 48), "red"), Image.new("RGB", (48, 96), "blue")
+SAID = {"type": "text", "text": "Which colour?"}
+
+
+def part(image: Any) -> dict[str, Any]:
+    return {"type": "image", "image": image}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
+    folder = build_seeing(tmp_path_factory.mktemp("seeing"))
+    return config(model={"path": str(folder)}, images={"enabled": True, "max_per_episode": 3})
+
+
+def user(*parts: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": list(parts)}]
+
+
+ROWS = {
+    "parts": {"prompt": user(part(RED), part(BLUE), SAID)},
+    "column": {"prompt": [{"role": "user", "content": "Which colour?"}], "images": [RED, BLUE]},
+    "parts that name none": {"prompt": user({"type": "image"}, {"type": "image"}, SAID), "images": [RED, BLUE]},
+}
+
+
+@pytest.mark.parametrize("form", ROWS)
+async def test_each_image_has_its_tokens_in_order(run: RunConfig, form: str) -> None:
+    chat = build_chat_format(run, [])
+    prompt = plain_columns(ROWS[form], chat.images)["prompt"]
+    ids = await chat.prompt_ids(prompt)
+    first, second = placed(ids, images_of(prompt), start=100)
+    assert (first.image.size, second.image.size) == ((48, 48), (48, 96))
+    assert [each.image.wire.tokens for each in (first, second)] == [9, 18]
+    token = first.image.token_id
+    assert ids.count(token) == 27
+    for image, start in (first, second):
+        assert ids[start - 100 : start - 100 + image.wire.tokens] == [token] * image.wire.tokens
+        arrays = {name: unpack(array) for name, array in image.wire.arrays.items()}
+        assert arrays["pixel_values"].shape == (4 * image.wire.tokens, 3 * 2 * 8 * 8)
+        assert arrays["image_grid_thw"].tolist() == [[1, image.size[1] // 8, image.size[0] // 8]]
+
+
+async def test_a_tools_image_is_part_of_the_suffix(run: RunConfig) -> None:
+    chat = build_chat_format(run, [])
+    assert chat.images is not None
+    seen: Seen = chat.images.see(RED)
+    ids = await chat.suffix_ids([1], [2], [{"role": "user", "content": [part(seen), SAID]}])
+    assert ids is not None
+    assert ids.count(seen.token_id) == 9
+
+
+def test_the_same_pixels_have_the_same_hash(run: RunConfig) -> None:
+    chat = build_chat_format(run, [])
+    assert chat.images is not None
+    red, again, blue = (chat.images.see(image).wire.hash for image in (RED, RED.copy(), BLUE))
+    assert red == again != blue
+
+
+REFUSED = {
+    "more than may be shown": (user(*[part(RED)] * 4), "it shows 4 images, images.max_per_episode = 3"),
+    "a placeholder in a text": (user(part(RED), {"type": "text", "text": "<|image_pad|>"}), "write 2 placeholders"),
+    "a placeholder alone": ([{"role": "user", "content": "<|image_pad|>"}], "it has 0 images"),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+async def test_prompts_that_do_not_fit_their_images_are_refused(run: RunConfig, kind: str) -> None:
+    prompt, said = REFUSED[kind]
+    chat = build_chat_format(run, [])
+    with pytest.raises(PromptError, match=said):
+        await chat.prompt_ids(plain_columns({"prompt": prompt}, chat.images)["prompt"])
+
+
+UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
+    "text": ({"prompt": "Which?", "images": [RED]}, "images need a conversation"),
+    "too many": ({"prompt": user(part(RED)), "images": [BLUE]}, "1 of its 1 images have no part"),
+    "too few": ({"prompt": user({"type": "image"})}, "without an image"),
+    "damaged": ({"prompt": user(part(b"\x89PNG"))}, "the image of message 0: it cannot be decoded"),
+    "a line": ({"prompt": user(part(Image.new("RGB", (900, 1))))}, "the model's processor refuses it"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_rows_whose_images_cannot_be_used_are_told(run: RunConfig, kind: str) -> None:
+    row, said = UNUSABLE[kind]
+    with pytest.raises(ValueError, match=said):
+        plain_columns(row, build_chat_format(run, []).images)
+
+
+def test_without_images_enabled_a_row_with_one_is_refused_with_the_setting() -> None:
+    with pytest.raises(ValueError, match=r"images\.enabled = false: set it to true"):
+        plain_columns({"prompt": user(part(RED))})
+    assert plain_columns({"prompt": "Which?", "images": [RED]})["prompt"] == "Which?"
+
+
+def test_models_that_do_not_see_or_are_not_known_are_refused_at_the_start(run: RunConfig, tmp_path: Path) -> None:
+    shutil.copytree(run.model.path, tmp_path, dirs_exist_ok=True)
+    facts = json.loads((tmp_path / "config.json").read_text())
+    blind = {name: value for name, value in facts.items() if name != "vision_config"}
+    for changed, said in ((blind, "choose one that sees"), ({**facts, "model_type": "other"}, "is not known")):
+        (tmp_path / "config.json").write_text(json.dumps(changed))
+        with pytest.raises(ConfigError, match=said):
+            build_chat_format(config(model={"path": str(tmp_path)}, images={"enabled": True}), [])
+        _made.clear()

@@ -36,8 +36,8 @@ What is checked, and what to know:
 - **Published**: names and values are those that `save_pretrained` writes. Experts that transformers fuses are
   published one by one, as the checkpoint has them. Qwen3-MoE and Mixtral were updated twice in a real vLLM engine
   on a CPU; its log-probs matched the learner's to 2e-6.
-- **Vision models** train their text tower and output layer; the rest is frozen and not published. Rollouts are
-  text. vLLM has served none of them here.
+- **Vision models** train their text tower and output layer; the rest is frozen and not published, unless
+  `model.train_vision`. Rollouts are text, or show [images](images.md). vLLM has served Qwen2.5-VL here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the
   model's `original_max_position_embeddings`, else for none. The learner does the same.
 - `learner.router_aux_loss_coef` keeps a mixture's experts evenly used. It is exact for the whole step: what

@@ -46,8 +46,8 @@ What is checked, and what to know:
   installed (`triton_utils/dispatcher.py`), or Qwen3.5 without torchvision. Qwen3-Next it serves in bfloat16 with
   heads of 128 alone (`mamba/ops/cpu/gdn_attention.py`), within 0.1 nats; of LFM2 it turns only the first head by
   position (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off.
-- **Vision models** train their text tower and output layer; the rest is frozen and not published. Rollouts are
-  text. vLLM has served none of them here.
+- **Vision models** train their text tower and output layer; the rest is frozen and not published, unless
+  `model.train_vision`. Rollouts are text, or show [images](images.md). vLLM has served Qwen2.5-VL here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the
   model's `original_max_position_embeddings`, else for none. The learner does the same.
 - `learner.router_replay = true` trains a mixture on the experts that answered: vLLM records them with the tokens

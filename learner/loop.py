@@ -124,8 +124,8 @@ class Loop:
         if self._position.step == 0:
             self._evaluator.wait_for_first()
         pin = self._trainer.device.type == "cuda"
-        branches = self._trainer.policy.layout == "trie"
-        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches) as feeder:
+        branches, routed = self._trainer.policy.layout == "trie", self._trainer.policy.routed_layers
+        with Feeder(self._config, self._client, self._position, pin=pin, branches=branches, routed=routed) as feeder:
             self._publisher.on_failure = feeder.fail
 
             def lost(error: RankLost) -> None:
@@ -190,7 +190,7 @@ class Loop:
                 self._watch_servers(metrics)
                 scores = self._trainer.scores_of([of.rollout for of in batch.sampled])
                 samples = with_tokens(batch, scores, self._session.texts)
-                report = self._session.notices.added_to(record.report(self._publisher.in_flight))
+                report = self._session.notices.added_to(record.report(self._publisher.in_flight, self._trainer.ranks))
                 self._position = feeder.trained(batch, report)
                 span.set(
                     groups=len(batch.ticket_ids), tokens=batch.counts.tokens_trained, reward=batch.counts.reward_mean

@@ -197,8 +197,9 @@ class _Replay:
         return outcome
 
     def _batch(self, recorded: RecordedStep, groups: Sequence[RecordPosition]) -> Batch:
-        branches = self._trainer.policy.layout == "trie"
-        draft = Draft(self._config, recorded.step, recorded.version - 1, "replay", branches)
+        policy = self._trainer.policy
+        branches, routed = policy.layout == "trie", policy.routed_layers
+        draft = Draft(self._config, recorded.step, recorded.version - 1, "replay", branches, routed)
         try:
             dropped = draft.add(LeasedGroup(place.group(), place.head.arrival_version) for place in groups)
         except RecordError as error:

@@ -184,7 +184,9 @@ def _built(config: RunConfig, checkpoint: Checkpoint | None, team: Team) -> Trai
         checkpoints.check_kind(checkpoint, adapted)
     # A checkpoint's model has the adapter in it; the base is the model's own.
     path = config.model.path if checkpoint is None or adapted else str(checkpoint.model_path)
-    scoring = Scoring(config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0)
+    scoring = Scoring(
+        config.rollout.temperature, learner.logits_mib, learner.router_aux_loss_coef > 0, learner.router_replay
+    )
     by_part = team.sharded
     if team.sharded:
         of_rank_0 = team.spread(path)

@@ -22,7 +22,7 @@ import numpy.typing as npt
 T = TypeVar("T")
 
 _NOT_DECODABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError, OverflowError)
-_DTYPES = {"<i4": np.dtype("<i4"), "<f4": np.dtype("<f4"), "|b1": np.dtype("|b1")}
+_DTYPES = {name: np.dtype(name) for name in ("<i4", "<f4", "|b1", "|u1", "<u2")}
 
 
 class DecodeError(ValueError):

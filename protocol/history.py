@@ -35,18 +35,23 @@ _HEAD = 64
 # Points of a column: of a longer run every second one is left out, as often as needed.
 MAX_POINTS = 2000
 
-EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice"]
+EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice", "change"]
 
 Row = dict[str, float | None]
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something that happened. `at`: wall clock, seconds; `who`: the server, worker or process that it is about."""
+    """Something that happened; a `change` is a setting, a tool or a figure that is another from a step on.
+
+    `at`: wall clock, seconds; `who`: the server, worker or process that it is about; `step`: the newest then, or from
+    which on.
+    """
 
     at: float
     kind: EventKind
     text: str
     who: str | None = None
+    step: int | None = None
 
 
 class Entry(msgspec.Struct, omit_defaults=True, frozen=True):
@@ -81,8 +86,31 @@ def parts(folder: Path) -> list[Part]:
 
 def read(folder: Path) -> Iterator[Entry]:
     """Yield the entries of a history in the order of time, as far as each part can be read."""
+    order = Order()
     for part in parts(folder):
-        yield from read_part(part.path)
+        yield from map(order.moved, read_part(part.path))
+
+
+class Order:
+    """Moves entries of a clock that was set back, so that each stands where it was written, behind the one before.
+
+    Attributes:
+        newest: Time of the newest entry, wall clock, seconds; None before the first.
+    """
+
+    def __init__(self) -> None:
+        self.newest: float | None = None
+        self._by_s = 0.0
+
+    def moved(self, entry: Entry) -> Entry:
+        """Return the next entry."""
+        if self.newest is not None and entry.at + self._by_s < self.newest:
+            self._by_s = self.newest - entry.at
+        self.newest = at = entry.at + self._by_s
+        if not self._by_s:
+            return entry
+        event = entry.event and msgspec.structs.replace(entry.event, at=at)
+        return msgspec.structs.replace(entry, at=at, event=event)
 
 
 def read_part(path: Path, every: int = 1) -> Iterator[Entry]:

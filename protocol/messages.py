@@ -8,7 +8,7 @@ A message that decodes has the right types, no more: the rules that a group must
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -36,7 +36,34 @@ class VersionSpan(msgspec.Struct, frozen=True, array_like=True):
     server: int
 
 
-class Segment(msgspec.Struct, forbid_unknown_fields=True):
+class RoutedExperts(msgspec.Struct, forbid_unknown_fields=True):
+    """The experts of a mixture that servers chose for tokens of a segment.
+
+    Attributes:
+        ids: uint8 or uint16 [N * layers * top_k], by token, layer and choice. What stands there for a layer without
+            experts means nothing.
+        layers: Number of the model's layers.
+        top_k: Number of experts that a layer chooses for a token.
+        spans: The N tokens, as `[start, end)`, in order.
+    """
+
+    ids: npt.NDArray[np.unsignedinteger[Any]]
+    layers: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    top_k: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    spans: list[tuple[int, int]]
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 1 or self.ids.dtype.newbyteorder("=") not in (np.uint8, np.uint16):
+            raise ValueError(
+                f"ids must be one-dimensional uint8 or uint16, is {self.ids.ndim}-dimensional {self.ids.dtype.name}"
+            )
+
+    def by_token(self) -> npt.NDArray[np.unsignedinteger[Any]]:
+        """Return the ids as [N, layers, top_k]."""
+        return self.ids.reshape(-1, self.layers, self.top_k)
+
+
+class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
     Attributes:
@@ -45,14 +72,16 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True):
         logprobs: float32 [T], natural log of the sampling distribution (temperature applied) where sampled, 0
             elsewhere.
         version_spans: Cover exactly the sampled tokens, in order.
-        images: Where images stand among the tokens, in order; unset without images.
+        experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
+        images: Where images stand among the tokens, in order.
     """
 
     token_ids: npt.NDArray[np.int32]
     loss_mask: npt.NDArray[np.bool_]
     logprobs: npt.NDArray[np.float32]
     version_spans: list[VersionSpan]
-    images: list[ImagePlace] | msgspec.UnsetType = msgspec.UNSET
+    experts: RoutedExperts | None = None
+    images: list[ImagePlace] = []
 
     def __post_init__(self) -> None:
         for name, array, dtype in (
@@ -408,6 +437,24 @@ class LeaseReply(msgspec.Struct):
     revoked: dict[str, str] = {}
 
 
+class RankReport(msgspec.Struct, frozen=True):
+    """One rank of the learner in a step.
+
+    Attributes:
+        busy_s: Seconds until its last backward pass, in which the ranks exchange gradients. `wait_s`: by how much the
+            slowest rank was busy longer. `step_s`: of the whole step.
+        tokens: That it passed through the model.
+        memory_bytes: The most that it held: of its GPU in the step, without one of the process since its start.
+    """
+
+    rank: Natural
+    busy_s: Seconds
+    wait_s: Seconds
+    step_s: Seconds
+    tokens: Natural
+    memory_bytes: Natural
+
+
 class LearnerReport(msgspec.Struct):
     """One step's metrics for the status.
 
@@ -416,6 +463,7 @@ class LearnerReport(msgspec.Struct):
         publishing: Version on its way to the servers; None if none is.
         metrics: The main metrics of the step's line in `metrics.jsonl`, by name.
         notices: Failures since the step before.
+        ranks: Each rank of the learner; empty if there is one.
     """
 
     step: Natural
@@ -428,6 +476,7 @@ class LearnerReport(msgspec.Struct):
     publishing: Natural | None = None
     metrics: dict[str, float] = {}
     notices: list[Notice] = []
+    ranks: list[RankReport] = []
 
 
 class LeaseAck(msgspec.Struct):

@@ -57,6 +57,7 @@ LOGPROB_MISSING = "logprob_missing"
 LOGPROB_NOT_FINITE = "logprob_not_finite"
 LOGPROB_POSITIVE = "logprob_positive"
 SPAN_COVER = "span_cover"
+EXPERTS_COVER = "experts_cover"
 SPAN_VERSION_UNKNOWN = "span_version_unknown"
 SPAN_SERVER_UNKNOWN = "span_server_unknown"
 VERSION_FROM_FUTURE = "version_from_future"
@@ -110,6 +111,7 @@ MISSING_LOGPROBS = "missing_logprobs"
 BAD_LOGPROBS = "bad_logprobs"
 MISSING_VERSIONS = "missing_versions"
 BAD_VERSIONS = "bad_versions"
+BAD_EXPERTS = "bad_experts"
 
 
 def is_ours(reason: str) -> bool:

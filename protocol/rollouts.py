@@ -224,7 +224,7 @@ WHY_FAILED = (
 # Stands for the tool in the counts of calls that name none.
 UNKNOWN_TOOL = "unknown"
 
-TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|failures(/({'|'.join(WHY_FAILED)}))?)")
+TOOL_COUNT = re.compile(rf"tools/(?P<tool>.+?)/(?P<what>calls|coerced|seconds|failures(/({'|'.join(WHY_FAILED)}))?)")
 
 
 def is_counted(name: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from protocol.messages import Natural, Seconds, Server
+from protocol.messages import Natural, RankReport, Seconds, Server
 
 # Ends of an evaluation: all of its rows ended; its time-out; the end of the run.
 Ended = Literal["complete", "deadline", "run_over"]
@@ -169,7 +169,8 @@ class LearnerStatus(msgspec.Struct):
     """The learner in the status. `wait_share`: share of the newest steps' time that it waited for groups.
 
     `metrics`: the main ones of its newest step, by their names in `metrics.jsonl`. `changed`: settings that are others
-    than before the resume with which its session began.
+    than before the resume with which its session began. `ranks`: each of its ranks in its newest step; empty if there
+    is one.
     """
 
     session: int = 0
@@ -181,6 +182,7 @@ class LearnerStatus(msgspec.Struct):
     seen_s_ago: float | None = None
     metrics: dict[str, float] = {}
     changed: list[str] = []
+    ranks: list[RankReport] = []
 
 
 # Where an open episode of a worker may be, besides over and waiting for its group.

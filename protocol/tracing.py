@@ -9,6 +9,7 @@ else.
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import secrets
@@ -228,6 +229,20 @@ class _Ids:
         return False
 
 
+def _session() -> Any:
+    """Return an HTTP session that reads the head of an answer alone: a body may have no end."""
+    import requests
+
+    class HeadOnly(requests.Session):
+        def send(self, request: requests.PreparedRequest, **options: Any) -> requests.Response:
+            response = super().send(request, **{**options, "stream": True})
+            response.close()
+            response.raw = io.BytesIO()
+            return response
+
+    return HeadOnly()
+
+
 class _Tracer:
     """Makes spans and sends them. Raises `ImportError` where OpenTelemetry is not installed."""
 
@@ -250,7 +265,9 @@ class _Tracer:
         for name in _SENDERS:
             logging.getLogger(name).addFilter(self._once)
         endpoint = url if url.endswith(_ROUTE) else url.rstrip("/") + _ROUTE
-        self._provider.add_span_processor(BatchSpanProcessor(exporter or OTLPSpanExporter(endpoint=endpoint)))
+        sender = exporter or OTLPSpanExporter(endpoint=endpoint, session=_session())
+        # It holds a bounded number of spans: of a collector that hangs the others are lost.
+        self._provider.add_span_processor(BatchSpanProcessor(sender))
         self._tracer = self._provider.get_tracer("slipstream")
         self._wire = TraceContextTextMapPropagator()
 

@@ -96,7 +96,7 @@ FOLDERS = {
     "deploy/run": {"deploy/servers"},
     "deploy/checks": {"deploy/run", "deploy/servers"},
     "deploy/planning": set(),
-    "deploy/commands": {"deploy/planning", "deploy/run", "deploy/servers"},
+    "deploy/commands": {"deploy/planning", "deploy/checks", "deploy/run", "deploy/servers"},
     "deploy": {"deploy/commands", "deploy/planning", "deploy/checks", "deploy/run", "deploy/servers"},
     "slipstream": set(),
     "slipstream/trl": {"slipstream"},

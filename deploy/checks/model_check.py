@@ -41,7 +41,7 @@ _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deep
 def check_model(config: RunConfig) -> None:
     """Raise `ConfigError` if the model cannot be loaded, is given too long a context, or lacks `model.attention`."""
     model = config.model
-    architecture = _architecture(model)
+    architecture = read_architecture(model)
     if not config.vllm.servers and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         longest = longest_context(architecture)
         if longest is not None and config.vllm.max_model_len > longest:
@@ -63,10 +63,10 @@ def check_resumed(config: RunConfig, resume: bool) -> None:
         return
     saved = kept[max(kept)] / checkpoints.MODEL
     try:
-        was = _architecture(config.model.model_copy(update={"path": str(saved.absolute()), "revision": None}))
+        was = read_architecture(config.model.model_copy(update={"path": str(saved.absolute()), "revision": None}))
     except ConfigError:
         return  # a resume skips a damaged checkpoint
-    differing = _differences(was.get_text_config(), _architecture(config.model).get_text_config())
+    differing = _differences(was.get_text_config(), read_architecture(config.model).get_text_config())
     if differing:
         raise ConfigError(
             f"model.path = {config.model.path} is another model than {saved.parent} was made with: "
@@ -81,7 +81,7 @@ def _differences(was: Any, now: Any) -> list[str]:
 
 def context_of(path: str) -> int | None:
     """Return the model's context in tokens, None if its config does not say. Raises `ConfigError` if it has none."""
-    return longest_context(_architecture(ModelSection(path=path)))
+    return longest_context(read_architecture(ModelSection(path=path)))
 
 
 def longest_context(architecture: Any) -> int | None:
@@ -98,7 +98,8 @@ def longest_context(architecture: Any) -> int | None:
     return max(int(length), getattr(text, "model_max_length", None) or 0)
 
 
-def _architecture(model: ModelSection) -> Any:
+def read_architecture(model: ModelSection) -> Any:
+    """Return the transformers config of the model. Raises `ConfigError` if it has none that can be read."""
     from transformers import AutoConfig
 
     path = model.path

@@ -73,6 +73,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if knows_end and not is_over:
         findings += _check_addresses(config) + check_space(config)
     server_args.check_server_args(config)
+    server_args.check_router_replay(config, on_cpu())
     check_learner(config)
     from deploy.checks import task_check
     from learner.checkpoints import uploads

@@ -16,7 +16,7 @@ from protocol.addresses import split_urls
 from protocol.client import QueueClient, QueueError, Unreachable
 from protocol.config import ConfigError, RunConfig, load
 from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.status import Status
+from protocol.status import ServerStatus, Status
 from rollout_queue import store
 
 RunFilePath = Annotated[str, typer.Argument(metavar="RUN.TOML", help="the run file")]
@@ -152,12 +152,36 @@ def show(
     """Show each server with its state, its version and what it waits for."""
     from deploy.commands.status import print_servers
 
-    found = asyncio.run(servers.listed(_registry(run_file, queue).client()))
+    try:
+        found = asyncio.run(servers.listed(_registry(run_file, queue).client()))
+    except Unreachable:
+        if run_file is None or queue is not None:
+            raise
+        found = _servers_at_end(load(run_file, []), as_json)
     if not as_json:
         print_servers(found)
         return
     for server in found:
         print_json(server)
+
+
+def _servers_at_end(config: RunConfig, as_json: bool) -> list[ServerStatus]:
+    """Return the servers of a run that is over, as its queue last saw them, and say so unless `as_json`.
+
+    Raises:
+        ConfigError: The run may be under way, or left nothing of its servers.
+    """
+    from deploy.commands.ended import find as find_ended
+
+    url, ended = config.queue.address, find_ended(config, time.time())
+    if ended is None:
+        raise ConfigError(f"no queue answers at {url}: start it, or name another with --queue{_of_the_folder(config)}")
+    how = f"run {config.run.name} {ended.describe(time.time())}"
+    if ended.status is None:
+        raise ConfigError(f"{how}; it left no state of its servers")
+    if not as_json:
+        typer.echo(f"{how}\nas its queue last saw them:")
+    return ended.status.servers
 
 
 @app.command("add")

@@ -8,12 +8,12 @@ import hashlib
 import re
 import time
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
-import numpy as np
 import typer
 
 from deploy.commands.arguments import AsJson, print_json
@@ -26,6 +26,7 @@ from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Limit, Status
 from rollout_queue import page
+from rollout_queue.observe.changes import ChangeFinder
 
 EVALUATIONS, RUN_FILE = "evaluations.jsonl", "run.toml"
 
@@ -128,6 +129,7 @@ def read_run(run_dir: Path) -> PageData:
     rollouts = _Sample[RolloutView](MAX_ROLLOUTS, MAX_TEXT, _characters)
     for view in read_json_lines(run_dir / ROLLOUTS, RolloutView):
         rollouts.add(view)
+    steps = _steps(run_dir / METRICS, columns.steps.json(), columns.time.json())
     return PageData(
         run=_setting(settings, "run", "name", run_dir.resolve().name),
         live=False,
@@ -138,11 +140,21 @@ def read_run(run_dir: Path) -> PageData:
         status=newest[1] if newest is not None else None,
         statuses=statuses.kept,
         time=columns.time.json(),
-        steps=_steps(run_dir / METRICS, columns.steps.json()),
-        events=events[-MAX_EVENTS:],
+        steps=steps,
+        events=_with_changes(events, steps)[-MAX_EVENTS:],
         rollouts=rollouts.kept,
         evaluations=list(read_json_lines(run_dir / EVALUATIONS, Evaluation)),
     )
+
+
+def _with_changes(events: list[Event], steps: Mapping[str, list[float | None]]) -> list[Event]:
+    """Return the events, with what the steps' figures say of changes where the run's queue told of none."""
+    if any(event.kind == "change" for event in events) or "step" not in steps:
+        return events
+    finder, names = ChangeFinder(), list(steps)
+    rows = (dict(zip(names, values, strict=True)) for values in zip(*steps.values(), strict=True))
+    found = [jump.event() for row in rows for jump in finder.step(row)]
+    return sorted([*events, *found], key=lambda event: event.at)
 
 
 def _as_it_ended(run_dir: Path, status: Status, limit: Limit | None) -> Status:
@@ -231,26 +243,57 @@ def _setting(settings: Mapping[str, Any], section: str, name: str, default: S) -
     return found if isinstance(found, type(default)) else default
 
 
-def _steps(path: Path, seen: Mapping[str, list[float | None]]) -> Mapping[str, list[float | None]]:
+def _steps(
+    path: Path, seen: Mapping[str, list[float | None]], time: Mapping[str, list[float | None]]
+) -> Mapping[str, list[float | None]]:
     """Return the steps' metrics: those of the learner's file, with the times at which the queue saw them.
 
-    Of a step that it did not see by itself the time lies between those of its neighbours.
+    Args:
+        seen: Columns over steps, as the queue saw them.
+        time: Columns over wall time.
     """
-    known = [(step, at) for step, at in zip(seen.get("step", []), seen.get("at", []), strict=False) if step and at]
+    at = _StepTimes(time)
     columns = Columns("step")
     for line in read_json_lines(path, dict[str, Any]):
         row: Row = {name: float(value) for name, value in line.items() if _is_number(value)}
         if "step" in row:
-            columns.add({**row, "at": _time_of(row["step"] or 0.0, known)})
+            columns.add({**row, "at": at.of(row["step"] or 0.0)})
     found = columns.json()
     return found if found else seen
 
 
-def _time_of(step: float, known: Sequence[tuple[float, float]]) -> float | None:
-    if not known:
-        return None
-    steps, times = zip(*known, strict=True)
-    return float(np.interp(step, steps, times))
+class _StepTimes:
+    """The times of steps, from columns over wall time.
+
+    A step that the queue did not see by itself lies between the last time at which it saw an earlier one and the first
+    at which it saw a later one: not within a stop of the run.
+    """
+
+    def __init__(self, time: Mapping[str, list[float | None]]) -> None:
+        spans: dict[float, tuple[float, float]] = {}
+        for step, at in zip(time.get("step", []), time.get("at", []), strict=False):
+            if step is None or at is None:
+                continue
+            if step not in spans:  # a resumed run makes steps again
+                spans = {known: span for known, span in spans.items() if known < step}
+            spans[step] = spans.get(step, (at, at))[0], at
+        self._steps = sorted(spans)
+        self._spans = spans
+
+    def of(self, step: float) -> float | None:
+        """Return the time of a step, wall clock, seconds; None if no time is known."""
+        if not self._steps:
+            return None
+        place = bisect_left(self._steps, step)
+        if place == len(self._steps):
+            return self._spans[self._steps[-1]][1]
+        later = self._steps[place]
+        if place == 0 or later == step:
+            return self._spans[later][0]
+        earlier = self._steps[place - 1]
+        share = (step - earlier) / (later - earlier)
+        began, ended = self._spans[earlier][1], self._spans[later][0]
+        return began + share * (ended - began)
 
 
 def _is_number(value: object) -> bool:

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from deploy.checks import model_facts
 from deploy.commands.arguments import print_json
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
@@ -51,7 +52,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 def examine(config: RunConfig | None, as_json: bool = False) -> int:
     """Print packages and devices, and a run file's ports, plan and store; as one line of JSON if `as_json`. Returns
     the exit code: 1 if something is broken."""
-    of_run = (*_ports(config), *_plan(config), *_store(config)) if config else ()
+    of_run = (*_ports(config), *_plan(config), *_store(config), *model_facts.facts(config)) if config else ()
     facts = dict((*_software(), *_devices(), *of_run))
     faults = [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
     if as_json:

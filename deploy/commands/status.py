@@ -120,17 +120,17 @@ def _metrics(status: Status) -> Table:
     if status.limit is not None:
         table.add_row("limit", _text(status.limit.text))
     table.add_row(
-        "outstanding",
-        f"{groups.outstanding} groups of {groups.limit} = "
-        f"{groups.tickets} in work + {groups.ready} ready + {groups.leased} leased",
+        "groups",
+        f"{groups.outstanding} of at most {groups.limit} = "
+        f"{groups.tickets} at workers + {groups.ready} ready + {groups.leased} with the learner",
     )
-    table.add_row("depth", f"{status.depth:.2f} steps, target {status.depth_target:.2f}")
+    table.add_row("work ahead", f"{status.depth:.2f} optimiser steps, aims at {status.depth_target:.2f}")
     kept = f", {groups.kept_bytes / 1e6:.1f} MB kept for a resume" if groups.kept_bytes else ""
     table.add_row("stored", f"{groups.bytes / 1e6:.1f} MB of {groups.capacity_bytes / 1e6:.0f} MB{kept}")
     table.add_row(
         "staleness",
-        f"mean {stale.mean:.2f} = {stale.in_flight_mean:.2f} in flight + {stale.in_queue_mean:.2f} in queue; "
-        f"max {stale.max}, ever {stale.max_ever}, bound {status.max_staleness}",
+        f"{stale.mean:.2f} versions on average = {stale.in_flight_mean:.2f} while played + {stale.in_queue_mean:.2f} "
+        f"in the queue; highest {stale.max}, ever {stale.max_ever}, bound {status.max_staleness}",
     )
     table.add_row(
         "per second",
@@ -230,7 +230,7 @@ def _servers(status: Status) -> Table:
 
 
 def _server_table(servers: Sequence[ServerStatus]) -> Table:
-    table = Table("server", "state", "version", "lag", "since", "by", "", box=None, pad_edge=False)
+    table = Table("server", "state", "version", "behind", "for", "weights by", "", box=None, pad_edge=False)
     for server in servers:
         what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
         table.add_row(

@@ -7,6 +7,7 @@ long to build, so its source is read instead.
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -14,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from protocol.config import ConfigError, RunConfig
-from protocol.config.sections.servers import flag_value
+from protocol.config.sections.servers import flag_value, has_flag
 from protocol.config.text import nearest
 
 # Where vLLM 0.32 declares its flags: as arguments, and as fields of classes.
@@ -24,6 +25,7 @@ _FIELDS = ("BaseFrontendArgs", "FrontendArgs")
 _LEAVE_OUT = "leave it out: Slipstream sets it for every server"
 # Flags that Slipstream sets, and what a user does instead.
 OWN_FLAGS = {
+    "--enable-return-routed-experts": "set learner.router_replay",
     "--model": "set model.path",
     "--revision": "set model.revision",
     "--trust-remote-code": "set model.trust_remote_code",
@@ -72,6 +74,29 @@ def check_server_args(config: RunConfig) -> None:
             f"weight_sync.transport = {transport}: quantised servers (--quantization in vllm.args) take weights by "
             f"vLLM's own reload only; set weight_sync.transport = nccl, or leave out --quantization"
         )
+
+
+def check_router_replay(config: RunConfig, cpu: bool) -> None:
+    """Check that servers can tell which experts they chose, where `learner.router_replay` needs it.
+
+    Args:
+        cpu: Whether the installed vLLM is the CPU build.
+
+    Raises:
+        ConfigError: vLLM would refuse to start with --enable-return-routed-experts (vllm 0.32, `config/vllm.py`).
+    """
+    if not config.learner.router_replay or config.vllm.servers:
+        return
+    arguments, why = config.vllm.args, ""
+    if cpu and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":
+        why = "vLLM's CPU build does not tell which experts it chose, only Model Runner V2 does, which GPUs take"
+    for names in (("--pipeline-parallel-size", "-pp"), ("--decode-context-parallel-size", "-dcp")):
+        if flag_value(arguments, *names) not in (None, "1"):
+            why = f"vLLM does not tell which experts it chose with {names[0]} (vllm.args)"
+    if has_flag(arguments, "--no-enable-prefix-caching"):
+        why = "vLLM tells which experts it chose with its prefix cache alone, and vllm.args has it off"
+    if why:
+        raise ConfigError(f"learner.router_replay = true: {why}; set learner.router_replay = false")
 
 
 def check_flags(arguments: Sequence[str], known: frozenset[str]) -> None:

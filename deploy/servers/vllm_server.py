@@ -89,6 +89,8 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         config.weight_sync.adapter_only, config.model, config.lora, not on_cpu()
     ):
         flags += _adapter_flags(config)
+    if config.learner.router_replay:
+        flags.append("--enable-return-routed-experts")
     if config.token:
         # vLLM's own --api-key leaves the weight-transfer routes open, and would show the token in the process list.
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
@@ -200,6 +202,7 @@ def run(config: RunConfig, index: int) -> None:
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     check_secret(config)
     server_args.check_server_args(config)
+    server_args.check_router_replay(config, on_cpu())
     asyncio.run(announce(config, index))
     line, env = _settled(config, index)
     os.execve(line[0], line, env)
@@ -209,6 +212,7 @@ def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | N
     """Run a server that joins the run of a queue elsewhere. Returns its exit code."""
     check_secret(config)
     server_args.check_server_args(config)
+    server_args.check_router_replay(config, on_cpu())
     joining = joining_of.plan(config, queue_url, name, advertise)
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
     line, env = _settled(config, 0, "server", joining.replica)

@@ -9,7 +9,7 @@ from pathlib import Path
 DOCS = Path(__file__).parents[1]
 
 # Each is a module beside this one with a function `page`.
-PAGES = ("settings", "algorithms", "from_trl", "models", "trained_models", "sizing", "measured_on_gpus")
+PAGES = ("settings", "algorithms", "from_trl", "models", "sizing", "measured_on_gpus")
 
 
 def main(names: list[str]) -> None:

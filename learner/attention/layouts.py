@@ -13,6 +13,8 @@ one that is exact for the model.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -52,18 +54,36 @@ def possible(wanted: str, attention: str) -> list[Layout]:
     return [layout for layout in every if wanted in ("auto", layout)]
 
 
-def states(tower: Any, row: PackedRow, layout: Layout, attention: str, one_batch: bool, **more: Any) -> States:
+# Gives routers the experts of the tokens at these places of a row, int64 [n]; of all its tokens where it is None.
+Choosing = Callable[[torch.Tensor | None], AbstractContextManager[None]]
+
+
+def _own_choice(_: torch.Tensor | None) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
+def states(
+    tower: Any,
+    row: PackedRow,
+    layout: Layout,
+    attention: str,
+    one_batch: bool,
+    choosing: Choosing = _own_choice,
+    **more: Any,
+) -> States:
     """Run the tower over a row.
 
     Args:
         attention: Name of the network's attention.
         one_batch: Whether a padded row is one batch, however different its sequences' lengths are: where ranks hold
             parts of the weights, each row takes one forward pass of each rank.
+        choosing: What the routers of a mixture choose.
         **more: Further arguments of the tower.
     """
     if layout == "padded":
-        return _padded(tower, row, one_batch, **more)
-    output = tower(**arguments(row, layout, attention), **more)
+        return _padded(tower, row, one_batch, choosing, **more)
+    with choosing(None):
+        output = tower(**arguments(row, layout, attention), **more)
     logits = getattr(output, "router_logits", None)
     return States(output.last_hidden_state[0], None if logits is None else [layer.flatten(0, -2) for layer in logits])
 
@@ -96,7 +116,7 @@ def _sequence_numbers(row: PackedRow) -> torch.Tensor:
     return paths.sent(numbers[None], row.input_ids.device)
 
 
-def _padded(tower: Any, row: PackedRow, one_batch: bool, **more: Any) -> States:
+def _padded(tower: Any, row: PackedRow, one_batch: bool, choosing: Choosing, **more: Any) -> States:
     """Padding stands on the right, where no token of a causal model sees it. The model counts positions for itself."""
     device = row.input_ids.device
     plan = paths.layout(row.starts, row.reach, device, 0.0 if one_batch else paths.MIN_SHARE)
@@ -108,7 +128,8 @@ def _padded(tower: Any, row: PackedRow, one_batch: bool, **more: Any) -> States:
         inputs = {"input_ids": row.input_ids[0].index_select(0, batch.tokens).view(shape)}
         if far:
             inputs["position_ids"] = row.position_ids[0].index_select(0, batch.tokens).view(shape)
-        output = tower(**inputs, use_cache=False, **more)
+        with choosing(batch.tokens):
+            output = tower(**inputs, use_cache=False, **more)
         hidden.append(output.last_hidden_state.flatten(0, 1))
         routed.append(getattr(output, "router_logits", None))
     found = torch.cat(hidden).index_select(0, plan.first)

@@ -24,6 +24,7 @@ from typing import Self
 
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.group_spans import GroupSpans
+from learner.feed.recorded_experts import RoutedLayers
 from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol import codec, reasons
 from protocol.client import QueueError, QueueRefused, RunFinished
@@ -66,7 +67,7 @@ class Feeder:
         start: Position of the run when the session began.
         clock: Seconds, monotonic.
         pin: Whether rows are put into page-locked memory, for a learner on a GPU.
-        branches: Whether the tokens that sequences share stand in a row once.
+        branches, routed: As in `Draft`.
     """
 
     def __init__(
@@ -77,13 +78,14 @@ class Feeder:
         clock: Callable[[], float] = time.monotonic,
         pin: bool = False,
         branches: bool = True,
+        routed: RoutedLayers | None = None,
     ) -> None:
         self._config = config
         self._client = client
         self._start = start
         self._clock = clock
         self._pin = pin
-        self._branches = branches
+        self._branches, self._routed = branches, routed
         self._ready: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
         self._leases: set[str] = set()
@@ -178,7 +180,8 @@ class Feeder:
             while (step := number - self._lead) > min(start.total_steps, self._step + max_staleness):
                 self._moved.clear()
                 await self._moved.wait()
-            draft = Draft(self._config, step, self._version_at(step), f"{start.session}-{number}", self._branches)
+            name = f"{start.session}-{number}"
+            draft = Draft(self._config, step, self._version_at(step), name, self._branches, self._routed)
             await self._fill(draft)
             self._ready.put(_Prepared(draft, self._finished(draft)))
 

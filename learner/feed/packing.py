@@ -39,6 +39,8 @@ class Sample:
         rollout: Number of its rollout in the step.
         group: A number that samples with a common prompt share.
         servers: int32 [T], which of the step's servers sampled each token; None where it does not matter.
+        experts: int16 [T, layers, top_k], those that its server chose in each layer that is a mixture, -1 where they
+            are not known; None if they are for no token.
         images: By number; in `token_ids`, -1 - k stands for each token of image k.
     """
 
@@ -50,6 +52,7 @@ class Sample:
     rollout: int
     group: int = 0
     servers: npt.NDArray[np.int32] | None = None
+    experts: npt.NDArray[np.int16] | None = None
     images: Mapping[int, RowImage] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -84,6 +87,7 @@ class PackedRow:
         fresh: bool [N], as in `Sample`.
         rollout: int64 [N], number of its rollout in the step.
         server: int32 [N], its index in the step's `StepRollouts.servers`.
+        experts: int16 [T, layers, top_k], as in `Sample`; of a token that sequences share, the first known ones.
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
     """
 
@@ -102,6 +106,7 @@ class PackedRow:
     fresh: torch.Tensor
     rollout: torch.Tensor
     server: torch.Tensor
+    experts: torch.Tensor | None = None
     images: dict[int, RowImage] = field(default_factory=dict)
 
     @property
@@ -291,8 +296,23 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         fresh=torch.from_numpy(fresh),
         rollout=torch.from_numpy(rollout),
         server=torch.from_numpy(server),
+        experts=_experts(samples, paths),
         images={number: image for sample in samples for number, image in sample.images.items()},
     )
+
+
+def _experts(samples: Sequence[Sample], paths: trie.Trie) -> torch.Tensor | None:
+    """Return the experts of a row's tokens, int16 [T, layers, top_k]; None if they are known for none."""
+    known = next((sample.experts for sample in samples if sample.experts is not None), None)
+    if known is None:
+        return None
+    found = np.full((paths.tokens, *known.shape[1:]), -1, dtype=np.int16)
+    for index, places in zip(paths.order, paths.places, strict=True):
+        experts = samples[index].experts
+        if experts is not None:
+            missing = found[places, 0, 0] < 0
+            found[places[missing]] = experts[: len(places)][missing]
+    return torch.from_numpy(found)
 
 
 def padding_row() -> PackedRow:

@@ -74,6 +74,7 @@ class RolloutMetrics:
         self._failures = 0
         self._new_segments = 0
         self._tools: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._tool_s: defaultdict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
         self._seconds: defaultdict[str, Running] = defaultdict(Running)
         self._own: defaultdict[str, Running] = defaultdict(Running)
@@ -103,6 +104,8 @@ class RolloutMetrics:
                 named[name].include(values)
         for what, counts in other._tools.items():
             self._tools[what].update(counts)
+        for tool, seconds in other._tool_s.items():
+            self._tool_s[tool] += seconds
         self._finished.update(other._finished)
         self.prompt_tokens += other.prompt_tokens
         self._flat += other._flat
@@ -128,7 +131,10 @@ class RolloutMetrics:
         self._calls += rollout.tool_calls
         self._failures += rollout.tool_failures
         for name, value in rollout.metrics.items():
-            if count := TOOL_COUNT.fullmatch(name):
+            count = TOOL_COUNT.fullmatch(name)
+            if count and count["what"] == "seconds":
+                self._tool_s[count["tool"]] += value
+            elif count:
                 self._tools[count["what"]][count["tool"]] += int(value)
             elif name == NEW_SEGMENTS:
                 self._new_segments += int(value)
@@ -139,9 +145,9 @@ class RolloutMetrics:
         """Return the metrics; one without a measurement is left out.
 
         Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
-        per call. `_total` and `failures/<reason>`: sums. `chat/new_segments`: new segments per rollout, where there
-        were any. `frac_reward_zero_std`: share of rollouts whose group has equal rewards. `finish/<reason>`: share of
-        rollouts that ended so.
+        per call. `call_s`: mean seconds of a call. `_total` and `failures/<reason>`: sums. `chat/new_segments`: new
+        segments per rollout, where there were any. `frac_reward_zero_std`: share of rollouts whose group has equal
+        rewards. `finish/<reason>`: share of rollouts that ended so.
         """
         rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
         metrics = {
@@ -163,6 +169,7 @@ class RolloutMetrics:
             "tools/failure_frequency": _ratio(self._failures, self._calls),
             **{f"tools/{tool}/call_frequency": _ratio(count, rollouts) for tool, count in calls_of.items()},
             **{f"tools/{tool}/failure_frequency": _ratio(failures_of[tool], count) for tool, count in calls_of.items()},
+            **{f"tools/{tool}/call_s": _ratio(seconds, calls_of[tool]) for tool, seconds in self._tool_s.items()},
             **{f"tools/{tool}/call_total": count for tool, count in calls_of.items()},
             **{f"tools/{tool}/failure_total": failures_of[tool] for tool in calls_of},
             **{f"tools/{tool}/coerced_total": count for tool, count in self._tools["coerced"].items()},

@@ -26,6 +26,7 @@ from learner.feed.judged_groups import (
     step_rollouts,
 )
 from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.recorded_experts import RoutedLayers
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
 from protocol.config import RunConfig
@@ -97,14 +98,24 @@ class Draft:
 
     Args:
         branches: Whether the tokens that sequences share stand in a row once.
+        routed: Layers to which rows bring the experts that servers recorded; None without `learner.router_replay`.
     """
 
-    def __init__(self, config: RunConfig, step: int, version: int, lease_id: str, branches: bool = True) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        step: int,
+        version: int,
+        lease_id: str,
+        branches: bool = True,
+        routed: RoutedLayers | None = None,
+    ) -> None:
         self.step = step
         self.version = version
         self.lease_id = lease_id
         self._config = config
         self._branches = branches
+        self._routed = routed
         self._advantage = advantages.build(config.learner)
         self._standing: dict[str, _Standing] = {}
         self._judged: dict[str, JudgedGroup] = {}
@@ -191,7 +202,11 @@ class Draft:
         rollouts = self._rollouts(standing)
         rollouts = replace(rollouts, servers=tuple(sorted({name for of in standing for name in of.group.server_names})))
         images = StepImages()
-        samples = [sample for number, of in enumerate(standing) for sample in _sequences(of, number, rollouts, images)]
+        samples = [
+            sample
+            for number, of in enumerate(standing)
+            for sample in _sequences(of, number, rollouts, images, self._routed)
+        ]
         ranks = self._config.learner.ranks
         rows = pack(samples, budget, branches=self._branches, ranks=ranks)
         judged = [*self._before, *self._judged.values()]
@@ -275,7 +290,9 @@ def _trained_length(weights: npt.NDArray[np.float32]) -> int:
     return int(trained[-1]) + 1 if len(trained) else 0
 
 
-def _sequences(standing: _Standing, group: int, rollouts: StepRollouts, images: StepImages) -> Iterator[Sample]:
+def _sequences(
+    standing: _Standing, group: int, rollouts: StepRollouts, images: StepImages, routed: RoutedLayers | None
+) -> Iterator[Sample]:
     first = int(np.searchsorted(rollouts.groups, group))
     numbered = [
         (segment, first + place)
@@ -288,4 +305,7 @@ def _sequences(standing: _Standing, group: int, rollouts: StepRollouts, images: 
         if weights.any():
             servers = places[segment.token_servers()] if len(places) else None
             ids, shown = images.token_ids(segment, standing.group, standing.images)
-            yield Sample(ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, shown)
+            experts = None if routed is None else routed.of(segment)
+            yield Sample(
+                ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, experts=experts, images=shown
+            )

@@ -77,6 +77,11 @@ def load_policy(
     network = policy.model
     policy.run(partial(_choose_layout, policy, tried, path, longest))
     if images:
+        if scoring.routing:
+            raise ConfigError(
+                "images.enabled = true, learner.router_aux_loss_coef > 0: the routers' loss is not computed for rows "
+                "with images: set learner.router_aux_loss_coef = 0"
+            )
         policy.run(partial(vision.check, policy))
         policy.layout_note = "learner.layout: padded, since images.enabled = true"
     wrapping.resharded(policy)
@@ -88,7 +93,7 @@ def load_policy(
         loading.compile_layers(network)
         policy.check_compiled()
     if learner.gradient_checkpointing:
-        loading.checkpoint_layers(network)
+        loading.checkpoint_layers(network, None if policy.replay is None else policy.replay.again)
     return policy
 
 
@@ -154,6 +159,7 @@ def _check(policy: Policy, path: str, longest: int | None) -> None:
         loading.check_lengths(config, path, longest, padded=policy.layout == "padded")
     policy.check_logits()
     policy.check_routing()
+    policy.check_replay()
     check_packing(policy, longest)
 
 

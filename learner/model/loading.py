@@ -205,19 +205,19 @@ def compile_layers(model: torch.nn.Module) -> None:
         layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
-def checkpoint_layers(model: torch.nn.Module) -> None:
+def checkpoint_layers(model: torch.nn.Module, again: Callable[[], Any] | None = None) -> None:
     """Keep only the input of each layer for the backward pass, which computes the layer again (arXiv:1604.06174).
 
     Not by transformers' own switch, which requires `training` and would bring dropout with it. Raises `ConfigError` if
     the model has no layers of transformers' kind.
+
+    Args:
+        again: Called in the forward pass of each layer: makes what wraps it, and what wraps its recomputation.
     """
+    contexts: dict[str, Any] = {} if again is None else {"context_fn": again}
     for layer in _layers(model, "gradient_checkpointing"):
-        layer.forward = _recomputed(layer.forward)
-
-
-def _recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    # Without dropout there is no random state to keep.
-    return partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+        # Without dropout there is no random state to keep.
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **contexts)
 
 
 def _layers(model: torch.nn.Module, setting: str) -> Iterator[torch.nn.Module]:

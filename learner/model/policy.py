@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -16,7 +18,9 @@ from transformers.utils import SAFE_WEIGHTS_NAME
 
 from learner.algorithm.loss_terms import Routing
 from learner.attention import layouts
+from learner.attention.experts import RouterReplay, UnknownRouters
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
+from learner.feed.recorded_experts import RoutedLayers
 from learner.model import export, vision
 from learner.model.adapter import Adapter
 from learner.model.loading import text_tower
@@ -29,6 +33,9 @@ Result = TypeVar("Result")
 # How near a measured scale of logits is to the number in the config that it comes from.
 _SAME_SCALE = 0.01
 
+# Tokens of the row that routers are tried on. No layer has as many experts, which would look like as many tokens.
+_REPLAYED = 13
+
 
 @dataclass(frozen=True)
 class Scoring:
@@ -38,11 +45,13 @@ class Scoring:
         temperature: That of the sampler.
         logits_mib: MiB that logits, and everything computed from them, may take.
         routing: Whether scores of a row say how its tokens were routed to experts.
+        replay: Whether routers choose the experts that a row names (`learner.router_replay`).
     """
 
     temperature: float
     logits_mib: int
     routing: bool = False
+    replay: bool = False
 
 
 class Policy(torch.nn.Module):
@@ -62,6 +71,7 @@ class Policy(torch.nn.Module):
         whole: Whether rows go through the whole model up to its output layer, in place of the tower.
         logit_scale: Factor of the model's logits, found by `check_logits`.
         adapter: The adapter that trains; None if the model's own weights train.
+        replay: Has the routers of a mixture choose the experts that a row names; None if they choose for themselves.
     """
 
     def __init__(
@@ -81,6 +91,7 @@ class Policy(torch.nn.Module):
         self.whole = False
         self.logit_scale = 1.0
         self.adapter: Adapter | None = None
+        self.replay: RouterReplay | None = None
         self._scoring = scoring
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> TokenScores:
@@ -177,6 +188,11 @@ class Policy(torch.nn.Module):
         path.write_text(json.dumps(facts, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     @property
+    def routed_layers(self) -> RoutedLayers | None:
+        """The layers whose routers choose the experts that a row names; None if all choose for themselves."""
+        return None if self.replay is None else self.replay.routed
+
+    @property
     def skips_weights(self) -> bool:
         """Whether a row may leave out some of the weights: those of experts without a token, unless a layer has all of
         its experts in one tensor, as transformers' own models do."""
@@ -236,6 +252,36 @@ class Policy(torch.nn.Module):
                 f"transformers shows: set it to 0"
             )
 
+    @torch.no_grad()
+    def check_replay(self) -> None:
+        """Find the routers, if rows name experts. Raise `ConfigError` if they cannot be made to choose given ones: what
+        they choose for themselves must give the same scores when it is given, and other experts must give others."""
+        if not self._scoring.replay:
+            return
+        name = type(self.model).__name__
+        row = plain_row([i % self.vocabulary_size for i in range(1, _REPLAYED + 2)]).to(self.device)
+        try:
+            if self.replay is None:
+                sizes = expert_counts(self.model.config.get_text_config())
+                self.replay = RouterReplay(self.model, partial(self._states, row), row.tokens, sizes)
+            replay = self.replay
+            with replay.watching() as chosen:
+                own = self.at(row, 1.0).logprobs
+            given = torch.stack(chosen, 1).short()
+            same = self.at(replace(row, experts=given), 1.0).logprobs
+            other = self.at(replace(row, experts=(given + 1) % replay.routed.experts), 1.0).logprobs
+        except (UnknownRouters, KeyError) as error:
+            raise ConfigError(
+                f"learner.router_replay = true: {name} is not a mixture of experts whose routers can be given their "
+                f"choice: {error}; set learner.router_replay = false"
+            ) from error
+        if not torch.equal(same, own) or torch.equal(other, own):
+            raise ConfigError(
+                f"learner.router_replay = true: {name} does not compute with the experts that its routers are given "
+                f"(their own choice changes log-probs by {float((same - own).abs().max()):.1g} nats, others by "
+                f"{float((other - own).abs().max()):.1g}); set learner.router_replay = false"
+            )
+
     def check_compiled(self) -> None:
         """Compile the layers by running one step whose result is thrown away. Raises `ConfigError` if that fails."""
         row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
@@ -250,10 +296,20 @@ class Policy(torch.nn.Module):
         self.zero_grad()
 
     def _states(self, row: PackedRow) -> layouts.States:
+        choosing = partial(self._choosing, self.replay, row)
         if row.images:
-            return vision.states(self.model, row, self.one_batch)
+            return vision.states(self.model, row, self.one_batch, choosing)
         more = {"output_router_logits": True} if self._scoring.routing else {}
-        return layouts.states(self.tower, row, self.layout, self.attention, self.one_batch, **more)
+        return layouts.states(self.tower, row, self.layout, self.attention, self.one_batch, choosing, **more)
+
+    @staticmethod
+    def _choosing(
+        replay: RouterReplay | None, row: PackedRow, places: torch.Tensor | None
+    ) -> AbstractContextManager[None]:
+        if replay is None:
+            return nullcontext()
+        every = row.experts
+        return replay.choosing(every if every is None or places is None else every.index_select(0, places))
 
     def _routing(self, row: PackedRow, states: layouts.States) -> Routing:
         top_k = _choices(self.model.config.get_text_config())
@@ -284,6 +340,13 @@ def _scale(config: Any, ours: torch.Tensor, theirs: torch.Tensor) -> float:
 def _choices(config: Any) -> int:
     """Return how many experts each token goes to; 0 where the config does not say."""
     return int(getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_top_k", None) or 0)
+
+
+def expert_counts(config: Any) -> set[int]:
+    """Return the numbers of experts that a config names."""
+    given = {**config.to_dict(), **{name: getattr(config, name, None) for name in getattr(config, "attribute_map", {})}}
+    every = {name: value for name, value in given.items() if "experts" in name and isinstance(value, int)}
+    return {value for name, value in every.items() if not re.search("per_tok|shared|top_?k", name)}
 
 
 def plain_row(token_ids: list[int]) -> PackedRow:

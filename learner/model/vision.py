@@ -24,11 +24,11 @@ from protocol.config import ConfigError
 _TYPES = ("mm_token_type_ids", "token_type_ids")
 
 
-def states(network: Any, row: PackedRow, one_batch: bool, **more: Any) -> layouts.States:
+def states(network: Any, row: PackedRow, one_batch: bool, choosing: layouts.Choosing, **more: Any) -> layouts.States:
     """Run the network over a row with images.
 
     Args:
-        one_batch: As for `layouts.states`.
+        one_batch, choosing: As for `layouts.states`.
         **more: Further arguments of the network.
     """
     device, base = row.input_ids.device, network.base_model
@@ -39,7 +39,8 @@ def states(network: Any, row: PackedRow, one_batch: bool, **more: Any) -> layout
         # What pads a sequence repeats the row's first token, which may be an image's.
         pads = (slots == 0) & (torch.arange(batch.length, device=device) > 0)
         ids = row.input_ids[0][slots].masked_fill(pads, 0)
-        hidden.append(_run(base, network.config, ids, row.images, **more).flatten(0, 1))
+        with choosing(batch.tokens):
+            hidden.append(_run(base, network.config, ids, row.images, **more).flatten(0, 1))
     return layouts.States(torch.cat(hidden).index_select(0, plan.first), None)
 
 

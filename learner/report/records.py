@@ -13,7 +13,7 @@ import msgspec
 from learner.feed.judged_groups import StepCounts
 from learner.report.journal import Record
 from learner.training.trainer import StepMetrics
-from protocol.messages import LearnerReport
+from protocol.messages import LearnerReport, RankReport
 from protocol.status import Evaluation
 from weight_sync.fleet.publications import PublishRecord
 
@@ -31,7 +31,7 @@ MAIN_METRICS = (
     *("loss", "grad_norm", "learning_rate", "entropy", "kl", "kl_reference", "sampler/kl_staleness_0", "clip_ratio/*"),
     *("sampler/distance/*", "ess", "sampler/ratio_p*", "mfu", "wait_s", "train_s", "publish_blocked_ms"),
     *("weight_sync/pause_s", "weight_sync/transfer_s", "weight_sync/sent_bytes", "weight_sync/share_changed"),
-    *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency"),
+    *("tools/call_frequency", "tools/failure_frequency", "rewards/*/mean", "tools/*_frequency", "tools/*/call_s"),
 )
 
 MAX_REPORTED = 64
@@ -96,11 +96,12 @@ class StepRecord(Record):
             "forwarded_per_trained": self.counts.tokens_forwarded / trained if trained else None,
         }
 
-    def report(self, publishing: int | None) -> LearnerReport:
+    def report(self, publishing: int | None, ranks: Sequence[RankReport] = ()) -> LearnerReport:
         """Make the report of the step for the status page.
 
         Args:
             publishing: The version on its way to the servers.
+            ranks: Each of several ranks.
         """
         return LearnerReport(
             step=self.step,
@@ -112,6 +113,7 @@ class StepRecord(Record):
             staleness_max=self.counts.staleness_max,
             publishing=publishing,
             metrics=main_metrics(self.flat()),
+            ranks=list(ranks),
         )
 
 

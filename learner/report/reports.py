@@ -34,6 +34,7 @@ class Reports:
         self._curve = Curve(config.run_dir / "reward.png")
         self._newest: PublishRecord | None = None
         self._warns_of_sampler = not config.rollout.accept_sampler_mismatch
+        self._warns_of_experts = True
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +59,9 @@ class Reports:
         if self._warns_of_sampler and (text := sampler_checks.sampler_kl_warning(record.metrics)):  # once in a session
             self._progress.warn(text)
             self._warns_of_sampler = False
+        if self._warns_of_experts and (text := sampler_checks.no_experts_warning(record.metrics)):
+            self._progress.warn(text)
+            self._warns_of_experts = False
         every = self._config.learner.show_rollout_every
         if samples and every and record.step % every == 0:
             self._progress.show_rollout(samples[0])

@@ -94,6 +94,17 @@ def suspicious(metrics: StepMetrics) -> bool:
     return kl is not None and metrics.sampler_tokens_staleness_0 >= MIN_TOKENS and abs(kl) > SUSPICIOUS_KL
 
 
+def no_experts_warning(metrics: StepMetrics) -> str | None:
+    """Return a warning for a step none of whose tokens has recorded experts, with `learner.router_replay`."""
+    if metrics.beside.get("router_replay/recorded") != 0:
+        return None
+    return (
+        "learner.router_replay = true, and servers have recorded the experts of none of this step's tokens: its tokens "
+        "are computed with the learner's own choice. Start the servers of vllm.servers with "
+        "--enable-return-routed-experts, and servers and workers from this run's model and run file"
+    )
+
+
 def sampler_kl_warning(metrics: StepMetrics) -> str | None:
     """Return a warning for settings with which there should be no difference; None if there is none."""
     if not suspicious(metrics):

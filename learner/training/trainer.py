@@ -27,12 +27,14 @@ from learner.model.reference import Reference
 from learner.model.share import BUCKET_BYTES, Share
 from learner.model.tensor_files import save_policy
 from learner.ranks import environment, wrapping
+from learner.ranks.figures import RankFigures
 from learner.ranks.stopping import LearnerFailed
 from learner.ranks.team import END, PartFailed, Team
-from learner.training import optimiser, state_files, step_sums
+from learner.training import optimiser, replay_effect, state_files, step_sums
 from learner.training.flops import Meter
 from learner.training.passes import Known, Preparation, PreviousWeights, consult, in_several_rows, survey, with_previous
 from protocol.config import LearnerSection
+from protocol.messages import RankReport
 
 T = TypeVar("T")
 
@@ -95,6 +97,7 @@ class Trainer:
 
     Attributes:
         optim: Name of the optimiser.
+        ranks: What each of several ranks did in the newest step.
     """
 
     def __init__(
@@ -114,7 +117,10 @@ class Trainer:
         self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
         self._router_coef = section.router_aux_loss_coef
+        self._replay_check = section.router_replay_check_every
         self._meter = Meter(policy, self.device)
+        self._figures = RankFigures(self.team, self.device)
+        self.ranks: list[RankReport] = []
         self._policy = wrapping.wrapped(policy, self.accelerator, self.team)
         stepper, self.schedule = optimiser.build_optimiser(policy, section)
         self.optimiser = self.accelerator.prepare(stepper)
@@ -156,6 +162,7 @@ class Trainer:
     def _step(self, share: RankRows) -> StepMetrics:
         """Do this rank's part of a step."""
         started = time.perf_counter()
+        self._figures.begin()
         self._scored.clear()
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
@@ -168,9 +175,16 @@ class Trainer:
         preparation = self._prepare(rows, rollouts, share.surveyed)
         routing = [known.routing for known in preparation.known if known.routing is not None]
         routers = RouterLoss(self._router_coef, routing, self.team.add_up) if routing else None
+        replays = self.policy.replay is not None
+        own |= replay_effect.nothing(self.device) if replays else {}
+        measured = replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
+            if measured and number == 1:
+                step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
                 scores: TokenScores = self._policy(row)
+                if number == len(rows):
+                    self._figures.last_pass()
                 if row.is_padding:
                     self.accelerator.backward(0 * scores.logprobs.sum())
                     continue
@@ -184,6 +198,10 @@ class Trainer:
                 self.accelerator.backward(row_loss * self.team.count)
             distance = scores.logprobs.detach() - row.behaviour
             self._scored.append((row.rollout, row.behaviour, scores.logprobs.detach()))
+            if replays:
+                step_sums.add(own, replay_effect.recorded(row))
+            if measured and number == 1:
+                step_sums.add(own, replay_effect.with_replay(distance))
             step_sums.add(own, {"loss": row_loss.detach(), "entropy": scores.entropy.detach().sum()})
             step_sums.add(own, step_sums.sampler_kl(distance, row.fresh))
             step_sums.add(spread, drift.drift_sums(distance, row.staleness))
@@ -197,6 +215,7 @@ class Trainer:
         grad_norm = float(wrapping.whole(norm))
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
+        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
         objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:
@@ -226,7 +245,11 @@ class Trainer:
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={**drift.drift_metrics(spread, rollouts.servers), **self._meter.metrics(flops, train_s)},
+            beside={
+                **drift.drift_metrics(spread, rollouts.servers),
+                **self._meter.metrics(flops, train_s),
+                **replay_effect.metrics(own),
+            },
         )
 
     def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:

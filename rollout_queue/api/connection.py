@@ -23,7 +23,7 @@ from protocol import access, codec, reasons
 from protocol.client import JSON
 from protocol.messages import ErrorBody
 from rollout_queue.api.connection_pool import ConnectionPool, Kind, kind_of
-from rollout_queue.observe.histograms import Histograms
+from rollout_queue.observe.prometheus import Histograms
 
 _TOO_MANY_PIECES = "the body is framed in too many pieces: send larger chunks, and no trailer"
 

@@ -1,4 +1,5 @@
-"""The queue's clocks. Time in which the process itself did not run counts towards no deadline."""
+"""The queue's clocks. Time in which the process itself did not run counts towards no deadline, and the time that people
+read never goes back."""
 
 from __future__ import annotations
 
@@ -40,9 +41,39 @@ class AwakeClock:
         return now - self.overslept_s
 
 
+class WallClock:
+    """Tells the time of day. Where the machine's clock is set back it goes on as if it had not been: else steps and
+    events of a run would stand before earlier ones.
+
+    Args:
+        source: Time of day, seconds since 1970. `monotonic`: a monotonic clock, seconds.
+    """
+
+    def __init__(
+        self, source: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._source = source
+        self._monotonic = monotonic
+        self._ahead = source() - monotonic()
+
+    def __call__(self) -> float:
+        passed = self._monotonic()
+        self._ahead = max(self._ahead, self._source() - passed)
+        return passed + self._ahead
+
+    def not_before(self, at: float) -> None:
+        """Go on from `at`, seconds since 1970, if it is later than now."""
+        self._ahead = max(self._ahead, at - self._monotonic())
+
+
 @dataclass(frozen=True)
 class Clock:
     """The queue's clocks, seconds: `monotonic` for deadlines, `wall` for times that people read."""
 
     monotonic: Callable[[], float] = field(default_factory=AwakeClock)
-    wall: Callable[[], float] = time.time
+    wall: Callable[[], float] = field(default_factory=WallClock)
+
+    def not_before(self, at: float) -> None:
+        """Let `wall` go on from `at` if that is later than now."""
+        if isinstance(self.wall, WallClock):
+            self.wall.not_before(at)

@@ -171,6 +171,8 @@ async def _keep_history(broker: Broker) -> None:
             await asyncio.to_thread(load)
         except Exception:
             logger.exception("the page does not show what was before")
+    if broker.history.newest_at is not None:  # by a clock that has been set back since
+        broker.clock.not_before(broker.history.newest_at)
     try:
         while broker.failure is None:
             began = time.perf_counter()

@@ -12,7 +12,7 @@ from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import diagnosis, stall
-from rollout_queue.observe.limits import limit_of
+from rollout_queue.observe.limits import limit_of, slowest_tool
 from rollout_queue.observe.stall import alarm_after_s
 from rollout_queue.observe.waits import LEARNER, group_alike
 from rollout_queue.store.base import MAX_SILENCE_S
@@ -42,7 +42,7 @@ def assemble(broker: Broker) -> Status:
     workers = seen.workers.statuses(now, seen.waits.what)
     servers = [_server(broker, server) for server in broker.fleet.servers]
     notices = seen.notices.list(now)
-    causes = diagnosis.diagnose(seen.symptoms, notices, workers, broker.config)
+    causes = diagnosis.diagnose(seen.symptoms, notices, workers, broker.config, broker.history.changes)
     return Status(
         run=broker.config.run.name,
         uptime_s=now - seen.started,
@@ -121,7 +121,10 @@ def _groups(broker: Broker) -> GroupCounts:
 def _limit(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequence[Server]) -> Limit | None:
     slots = sum(worker.capacity for worker in workers if not worker.is_gone)
     inputs = broker.observations.limits.inputs(slots, broker.config.vllm.max_num_seqs * len(servers), broker.now)
-    return None if inputs is None or broker.ledger.run.finished else limit_of(inputs, broker.config)
+    if inputs is None or broker.ledger.run.finished:
+        return None
+    slowest = slowest_tool(broker.observations.symptoms.newest.tools)
+    return limit_of(msgspec.structs.replace(inputs, slowest_tool=slowest), broker.config)
 
 
 def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequence[Evaluation]) -> list[Wait]:
@@ -176,7 +179,7 @@ def _stall(broker: Broker, groups: GroupCounts, workers: Sequence[WorkerStatus],
             groups_per_step=broker.config.learner.groups_per_step,
             found_full=seen.progress.full,
             ended=seen.progress.ended,
-            why_equal=diagnosis.why_equal(seen.symptoms, notices, broker.config),
+            why_equal=diagnosis.why_equal(seen.symptoms, notices, broker.config, broker.history.changes),
             blocked_by=broker.grant().blocked_by,
             learner_seen_s_ago=seen.learner_seen_s_ago(now),
             learner_waits_for=waits_for,

@@ -19,6 +19,7 @@ from rollout_queue.broker.waiting import MAX_POLLS, MAX_WAIT_S, Place
 from rollout_queue.ledger import evaluations, registration, tickets, validation
 from rollout_queue.ledger.records import Decision, EvalRecord, Refusal, TicketRecord, TicketState
 from rollout_queue.observe import windows
+from rollout_queue.observe.notices import CHANGED
 from rollout_queue.observe.windows import GroupOutcome
 
 # Groups up to this size are validated on the event loop, which takes about a millisecond; larger ones in a thread.
@@ -304,10 +305,10 @@ async def _register(broker: Broker, report: WorkerReport) -> Sequence[str]:
         broker.registry.add(worker_id, run.session, broker.now)
     await commit
     seen.session_came(worker_id)
-    if admitted.data_changed is not None:
-        notices.say(reasons.FINGERPRINT, admitted.data_changed, broker.now, worker_id)
+    if admitted.changed is not None:
+        notices.say(CHANGED, admitted.changed, broker.now, worker_id)
     for warning in admitted.warnings:
-        notices.say(reasons.FINGERPRINT, warning, broker.now, worker_id)
+        notices.say(CHANGED, warning, broker.now, worker_id)
     return admitted.warnings
 
 

@@ -84,7 +84,7 @@ class Admission:
     def grant(self, load: QueueLoad) -> Grant:
         """Decide how many tickets may be issued under `load`."""
         used = sum(self._used.values())
-        outstanding = f"{load.outstanding} groups outstanding"
+        outstanding = f"{load.outstanding} groups under way"
         if load.session == 0:
             return Grant(0, "a learner: none has begun a session")
         if load.served_version is None:
@@ -103,9 +103,9 @@ class Admission:
             outstanding += f" and {used} dropped from steps that are not made yet"
         if self._bound(load.version, load.served_version) <= self._depth_groups:
             lag = load.version - load.served_version
-            return Grant(0, f"the staleness bound: {outstanding}, servers {lag} versions behind")
+            return Grant(0, f"the staleness bound: {outstanding}, the servers {lag} versions behind the learner")
         allowed = f"{limit} allowed = {self.depth:.2f} steps of {self._groups_per_step}"
-        return Grant(0, f"the depth limit: {outstanding}, {allowed}", for_depth=True)
+        return Grant(0, f"the limit of work ahead: {outstanding}, {allowed}", for_depth=True)
 
     def observe_refusal(self, grant: Grant) -> None:
         """Note that a worker with free slots got no ticket."""

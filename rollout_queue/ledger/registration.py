@@ -30,12 +30,12 @@ class Admitted(msgspec.Struct, frozen=True):
     Attributes:
         decision: Change of the run's record.
         warnings: Harmless differences.
-        data_changed: How the data set differs from that of the session before; None if it does not.
+        changed: How data set, task file or tools differ from the session before; None if they do not.
     """
 
     decision: Decision = Decision()
     warnings: tuple[str, ...] = ()
-    data_changed: str | None = None
+    changed: str | None = None
 
 
 def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool = True) -> Admitted:
@@ -77,7 +77,7 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
         taken = msgspec.structs.replace(run, data=given, data_session=run.session)
         return Admitted(
             Decision(run=taken),
-            data_changed=changed,
+            changed=changed,
         )
     if difference := fingerprint.difference(before, given):
         if not live:
@@ -100,7 +100,8 @@ def admit(run: RunState, worker_id: str, given: Fingerprint | None, live: bool =
 
 
 def _change(before: Fingerprint, given: Fingerprint) -> str | None:
-    """Describe how the data sets differ from the session before, and what follows; None if they do not."""
+    """Describe how data sets, task file or tools differ from the session before, and what follows; None if they do
+    not."""
     trained = msgspec.structs.replace(given, rows=before.rows, data=before.data)
     if difference := fingerprint.difference(trained, given):
         return (
@@ -112,6 +113,8 @@ def _change(before: Fingerprint, given: Fingerprint) -> str | None:
             f"the eval_dataset is not the one of the session before: {difference}. Evaluations from here on cannot be "
             f"compared with those before; undo the change if it was not meant"
         )
+    if None not in (before.task, given.task) and before.task != given.task:
+        return "the task's file, or its tools, are not those of the session before: rewards and tools may differ"
     return None
 
 

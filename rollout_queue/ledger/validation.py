@@ -10,7 +10,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.images import MAX_BYTES, Image
-from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, Segment
+from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, RoutedExperts, Segment
 from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
@@ -138,6 +138,10 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
         _check_metrics(rollout, where)
     if not _tokens_are_sound(group, rules):
         _check_tokens(group, rules)
+    for number, rollout in enumerate(group.rollouts):
+        for position, segment in enumerate(rollout.segments):
+            if segment.experts is not None:
+                _check_experts(segment.experts, len(segment.token_ids), f"rollout {number}, segment {position}")
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -297,6 +301,24 @@ def _check_length(segment: Segment, max_tokens: int | None, where: str) -> None:
             reasons.SEGMENT_TOO_LONG,
             f"{where}: {end} tokens up to the last sampled one, the learner takes {max_tokens} (vllm.max_model_len or "
             f"learner.token_budget): start the worker with the learner's run file",
+        )
+
+
+def _check_experts(experts: RoutedExperts, length: int, where: str) -> None:
+    end = 0
+    for start, stop in experts.spans:
+        if not end <= start < stop <= length:
+            raise Refusal(
+                reasons.EXPERTS_COVER,
+                f"{where}: experts of tokens [{start}, {stop}) overlap, are of none or leave the {length} tokens",
+            )
+        end = stop
+    tokens = sum(stop - start for start, stop in experts.spans)
+    if tokens * experts.layers * experts.top_k != len(experts.ids):
+        raise Refusal(
+            reasons.EXPERTS_COVER,
+            f"{where}: {len(experts.ids)} experts for {tokens} tokens, {experts.layers} layers and "
+            f"{experts.top_k} choices in each",
         )
 
 

@@ -17,6 +17,7 @@ from protocol import reasons
 from protocol.config import RunConfig
 from protocol.rollouts import UNKNOWN_TOOL
 from protocol.status import Cause, Notice, Severity, WorkerStatus
+from rollout_queue.observe.changes import ChangeFinder
 from rollout_queue.observe.notices import printable
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow
 
@@ -39,6 +40,8 @@ _REFUSED_S = 600.0
 _COLD = 0.3
 
 _MAX_TEXT = 700
+
+_FALL = "reward"
 
 # Failures that come and go with a process, and say nothing of task and settings.
 PASSING = frozenset(
@@ -74,6 +77,7 @@ _OF_A_SERVER = frozenset(
         reasons.BAD_LOGPROBS,
         reasons.MISSING_VERSIONS,
         reasons.BAD_VERSIONS,
+        reasons.BAD_EXPERTS,
     }
 )
 
@@ -136,22 +140,30 @@ class CauseTimes:
 
 
 def diagnose(
-    symptoms: Symptoms, notices: Sequence[Notice], workers: Sequence[WorkerStatus], config: RunConfig
+    symptoms: Symptoms,
+    notices: Sequence[Notice],
+    workers: Sequence[WorkerStatus],
+    config: RunConfig,
+    changes: ChangeFinder | None = None,
 ) -> list[Cause]:
     """Name what keeps the run from learning.
 
     Args:
         notices: Those of the status; they hold the first error of each tool and reward.
         workers: Those of the status.
+        changes: What it found in the run's steps; None for nothing.
 
     Returns:
         The worst first; of those that are as bad, the one that may explain the others.
     """
     equal = _equal_share(symptoms)
     flat = symptoms.flat_steps >= symptoms.patience_steps
-    causes = _of_episodes(symptoms, notices, config)
+    causes = _of_episodes(symptoms, notices, config, changes)
     explains = _worst(causes)
     follows = []
+    if explains is not None and changes is not None and changes.fall is not None and explains.about != _FALL:
+        causes = [cause for cause in causes if cause.about != _FALL]
+        follows.append(changes.fall.text)
     if explains is not None and equal is not None:
         follows.append(f"{equal} had rewards that are all equal, and taught nothing")
     if explains is not None and flat:
@@ -170,15 +182,32 @@ def diagnose(
     return sorted(found, key=lambda cause: cause.severity != "bad")
 
 
-def why_equal(symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig) -> str:
+def why_equal(
+    symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig, changes: ChangeFinder | None = None
+) -> str:
     """Say why the rewards of a group are all equal, even if few such groups were seen. Arguments as of `diagnose`."""
-    explains = _worst(_of_episodes(symptoms, notices, config))
+    explains = _worst(_of_episodes(symptoms, notices, config, changes))
     return explains.text if explains is not None else _why_equal(symptoms, config)
 
 
-def _of_episodes(symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig) -> list[Cause]:
+def _of_episodes(
+    symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig, changes: ChangeFinder | None
+) -> list[Cause]:
     """List what goes wrong in episodes before they are rewarded, what explains the others first."""
-    return [*_tools(symptoms, notices), *_cut_off(symptoms, config), *_wrong_calls(symptoms, config)]
+    return [
+        *_tools(symptoms, notices),
+        *_fall(symptoms, config, changes),
+        *_cut_off(symptoms, config),
+        *_wrong_calls(symptoms, config),
+    ]
+
+
+def _fall(symptoms: Symptoms, config: RunConfig, changes: ChangeFinder | None) -> Iterator[Cause]:
+    """Say that the reward fell from one step to the next, and what was changed there."""
+    if changes is not None and changes.fall is not None:
+        hides_the_task = changes.lost_half or _equal_share(symptoms) is not None
+        text = changes.describe_fall(config, _rollouts(config))
+        yield _cause(_FALL, text, "bad" if hides_the_task else "warn")
 
 
 def _worst(causes: Sequence[Cause]) -> Cause | None:

@@ -15,9 +15,11 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import history
+from protocol import history, reasons
 from protocol.history import Entry, Event, EventKind, Part, Row, RunColumns
 from protocol.status import ServerStatus, Status, WorkerStatus, describe_evaluation
+from rollout_queue.observe.changes import ChangeFinder
+from rollout_queue.observe.notices import CHANGED
 
 # A status is written so often, seconds; events at once.
 WRITE_S = 5.0
@@ -34,6 +36,10 @@ _PART_BYTES = 4 * 1024**2
 
 # Bytes of the files that are read again, at least in part, when a queue starts.
 _READ_BYTES = 8 * 1024**2
+
+# A worker that was not heard from for so long has missed two heartbeats, seconds.
+_QUIET_S = 25.0
+_KILLED = "it was killed, hangs, or cannot reach the queue"
 
 # A part that was thinned out so often is deleted when there is still no room.
 _MAX_THINNED = 6
@@ -55,6 +61,8 @@ class History:
         max_bytes: Of its files.
 
     Attributes:
+        changes: Follows the steps and events.
+        newest_at: Time of the newest entry that `load` read, wall clock, seconds; None if there was none.
         may_be_full: Whether `make_room` may have something to do.
         failure: Why nothing is written now, if that is so; the history in memory goes on.
     """
@@ -63,9 +71,11 @@ class History:
         self.failure: str | None = None
         self.may_be_full = False
         self.columns = RunColumns()
+        self.changes = ChangeFinder()
         self.events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._folder = folder
         self._max_bytes = max_bytes
+        self.newest_at: float | None = None
         self._newest: Status | None = None
         self._written_at = float("-inf")
         self._file: _PartFile | None = None
@@ -75,15 +85,20 @@ class History:
         """Read what earlier queues of the run wrote. Blocks; call it before anything is added."""
         if self._folder is None:
             return
+        order = history.Order()
         parts = history.parts(self._folder)
         size = sum(_size(part.path) for part in parts)
         for part in parts:
-            for entry in history.read_part(part.path, every=1 + size // _READ_BYTES):
+            for entry in map(order.moved, history.read_part(part.path, every=1 + size // _READ_BYTES)):
                 if entry.status is not None:
                     self._newest = entry.status
-                    self.columns.add(entry.at, entry.status)
+                    _, step = self.columns.add(entry.at, entry.status)
+                    if step is not None:
+                        self.changes.step(step)
                 if entry.event is not None:
                     self.events.append(entry.event)
+                    self.changes.event(entry.event)
+        self.newest_at = order.newest
         if self._newest is not None:  # of a queue that has ended, however soon
             self._newest = msgspec.structs.replace(self._newest, uptime_s=float("inf"))
 
@@ -91,13 +106,17 @@ class History:
         """Add the status as of `at`, wall clock, seconds. The last one of a queue is written whenever it comes."""
         events = between(self._newest, status, at)
         self._newest = status
+        row, step = self.columns.add(at, status)
+        if step is not None:
+            events += [jump.event() for jump in self.changes.step(step)]
+        for event in events:
+            self.changes.event(event)
         self.events += events
         self._write([Entry(at, event=event) for event in events])
         if is_last or at - self._written_at >= WRITE_S or at < self._written_at:
             self._written_at = at
             there = [worker for worker in status.workers if worker.does != "left"][:_MAX_WORKERS]
             self._write([Entry(at, msgspec.structs.replace(status, workers=there))])
-        row, step = self.columns.add(at, status)
         return Change(row, step, events)
 
     def make_room(self) -> None:
@@ -204,15 +223,16 @@ def between(before: Status | None, after: Status, at: float) -> list[Event]:
         at: Wall clock of the later one, seconds.
     """
     found = (*_run(before, after), *_servers(before, after), *_workers(before, after), *_told(before, after))
-    return [Event(at, kind, text, who) for kind, text, who in found]
+    return [Event(at, kind, text, who, after.step) for kind, text, who in found]
 
 
 def _run(before: Status | None, after: Status) -> Iterator[_Said]:
     if before is None or _restarted(before, after):
         yield "run", "the queue started", None
     if after.learner.session and (before is None or after.learner.session != before.learner.session):
-        others = f" with {', '.join(after.learner.changed)}" if after.learner.changed else ""
-        yield "learner", f"the learner began session {after.learner.session} at step {after.step}{others}", "learner"
+        yield "learner", f"the learner began session {after.learner.session} at step {after.step}", "learner"
+        for setting in after.learner.changed:
+            yield "change", f"{setting}, from step {after.step + 1} on", "learner"
     if before is None:
         return
     if after.step < before.step:
@@ -251,27 +271,43 @@ def _state(server: ServerStatus) -> str:
 
 def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
     were = {} if before is None else {worker.worker_id: worker for worker in before.workers}
+    failing: dict[str, list[str]] = {}
     for worker in after.workers:
         name, was = worker.worker_id, were.pop(worker.worker_id, None)
         gone = worker.is_gone
         if was is None and not gone:
             yield "worker", f"worker {name} joined from {worker.host or 'somewhere'}", name
-        elif worker.does == "refused" if was is None else gone and was.does != worker.does:
+        elif worker.does == "refused" if was is None else _has_gone(was, worker):
             yield "worker", f"worker {name} {_how_gone(worker)}", name
-        elif was is not None and was.is_gone and not gone:
+        elif was is not None and not gone and (was.is_gone or _is_quiet(was)) and not _is_quiet(worker):
             yield "worker", f"worker {name} came back", name
-        first = sorted(set(worker.failures) - set(was.failures if was is not None else ()))
-        if first:
-            yield "worker", f"worker {name}: the first failures of {', '.join(first)}", name
+        elif _is_quiet(worker) and not gone and (was is None or not _is_quiet(was)):
+            yield "worker", f"worker {name} is not heard from for {worker.seen_s_ago:.0f} s: {_KILLED}", name
+        for reason in set(worker.failures) - set(was.failures if was is not None else ()):
+            failing.setdefault(reason, []).append(name)
+    for reason, names in sorted(failing.items()):
+        others = f" and {len(names) - 1:,} others" if len(names) > 1 else ""
+        text = f"worker {names[0]}{others}: the first episodes that failed, for {reason}"
+        yield "worker", text, names[0] if len(names) == 1 else None
     for worker in were.values():
         if not worker.is_gone:
             yield "worker", f"worker {worker.worker_id} was forgotten", worker.worker_id
 
 
+def _is_quiet(worker: WorkerStatus) -> bool:
+    return worker.does not in ("left", "refused") and worker.seen_s_ago >= _QUIET_S
+
+
+def _has_gone(was: WorkerStatus, worker: WorkerStatus) -> bool:
+    """Say whether it is news that a worker is gone. One that is silent for a minute was named when it fell quiet."""
+    known = worker.does == "silent" and _is_quiet(was)
+    return worker.is_gone and was.does != worker.does and not known
+
+
 def _how_gone(worker: WorkerStatus) -> str:
     if worker.does == "refused":
         return f"was refused: {worker.reason}"
-    return "left" if worker.does == "left" else "has been silent for a minute"
+    return "left" if worker.does == "left" else f"is not heard from for a minute: {_KILLED}"
 
 
 def _told(before: Status | None, after: Status) -> Iterator[_Said]:
@@ -279,8 +315,9 @@ def _told(before: Status | None, after: Status) -> Iterator[_Said]:
         0 if before is None or _restarted(before, after) else max((notice.id for notice in before.notices), default=0)
     )
     for notice in after.notices:
-        if notice.id > known:
-            yield "notice", notice.text, notice.who
+        # What the queue itself says of a server is the event of its state.
+        if notice.id > known and not (notice.kind == reasons.SERVER and notice.who is None):
+            yield "change" if notice.kind == CHANGED else "notice", notice.text, notice.who
     seen = set() if before is None else {cause.about for cause in before.diagnosis}
     for cause in after.diagnosis:
         if cause.about not in seen:

@@ -14,12 +14,15 @@ brings most limits. `tests/deploy/planning/test_limits.py` compares it with simu
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 import msgspec
 
 from protocol.config import RunConfig
 from protocol.messages import LearnerReport
 from protocol.status import Limit, LimitingPart
+from rollout_queue.observe.notices import printable
+from rollout_queue.observe.windows import ToolCounts
 
 # A part that would bring less, as a share of the run's speed, is not named.
 _MIN_GAIN = 0.05
@@ -66,6 +69,7 @@ class LimitInputs(msgspec.Struct, frozen=True):
     slots: int
     requests: int
     more: float = _ASSUMED_MORE
+    slowest_tool: str | None = None
 
 
 def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
@@ -91,7 +95,8 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
             head = "The workers' slots limit"
             tail = f"; all {inputs.slots:,} are taken, and the servers would run {inputs.requests:,} requests at once"
         case "tools":
-            head, tail = "Tools limit", f"; episodes pass {inputs.in_tools:.0%} of their time in tools"
+            slowest = f", {inputs.slowest_tool}" if inputs.slowest_tool else ""
+            head, tail = "Tools limit", f"; episodes pass {inputs.in_tools:.0%} of their time in tools{slowest}"
         case "judge":
             head, tail = "The judge limits", f"; episodes pass {inputs.in_judgement:.0%} of their time in judgement"
         case "publication":
@@ -102,6 +107,16 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
         case None:
             head, tail = "No part by itself limits", ""
     return Limit(part, f"{head} the run: {waits}{tail}.")
+
+
+def slowest_tool(tools: Mapping[str, ToolCounts]) -> str | None:
+    """Name the tool that takes most of the time of all calls, with its share; None if no call was timed."""
+    total = sum(counts.seconds for counts in tools.values())
+    if not total:
+        return None
+    name = max(tools, key=lambda tool: tools[tool].seconds)
+    took = tools[name].seconds
+    return f"{took / total:.0%} of that in {printable(name)}, {took / tools[name].calls:.2g} s a call"
 
 
 def _gains(inputs: LimitInputs, config: RunConfig) -> dict[LimitingPart, float]:

@@ -11,6 +11,9 @@ from protocol.status import Notice
 
 MAX_NOTICES = 64
 
+# The kind of a notice about something that people changed: a data set, a task's file.
+CHANGED = "changed"
+
 MAX_CHARACTERS = 500
 
 _MAX_KNOWN = 1024

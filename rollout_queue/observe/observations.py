@@ -17,9 +17,9 @@ from rollout_queue.ledger.records import Decision, RunState, TicketRecord, Ticke
 from rollout_queue.ledger.registration import SILENT_S
 from rollout_queue.observe.connections import ConnectionCounts
 from rollout_queue.observe.diagnosis import CauseTimes, Symptoms
-from rollout_queue.observe.histograms import Histograms
 from rollout_queue.observe.limits import LimitWindow
 from rollout_queue.observe.notices import Notices
+from rollout_queue.observe.prometheus import Histograms
 from rollout_queue.observe.stall import StepProgress
 from rollout_queue.observe.waits import EPISODES, LEARNER, SESSION, Waits
 from rollout_queue.observe.windows import (
@@ -39,6 +39,7 @@ LOADING = "loading"
 CHECKPOINT = "checkpoint"
 _MAX_NOTICES_PER_REPORT = 16
 _MAX_METRICS = 128
+_MAX_RANKS = 256
 
 
 # Settings that a learner may say to have changed, and characters of each.
@@ -220,6 +221,7 @@ class Observations:
             seen_s_ago=self.learner_seen_s_ago(now),
             metrics=dict(list(newest.metrics.items())[:_MAX_METRICS]) if newest else {},
             changed=self._changed,
+            ranks=newest.ranks[:_MAX_RANKS] if newest else [],
         )
 
 

@@ -6,8 +6,8 @@ It splits at the group's arrival: `in_flight` passed while the group was made, `
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Hashable, Iterable
+from collections import Counter, defaultdict, deque
+from collections.abc import Hashable, Iterable, Mapping
 from statistics import fmean
 from typing import Self, TypeVar
 
@@ -123,11 +123,12 @@ _MAX_TOOLS = 32
 
 
 class ToolCounts(msgspec.Struct, frozen=True):
-    """Calls of a tool; those of them that failed by its own fault, and those that the policy got wrong."""
+    """Calls of a tool and their seconds; those that failed by its own fault, and those that the policy got wrong."""
 
     calls: int = 0
     own_failures: int = 0
     wrong_calls: int = 0
+    seconds: float = 0.0
 
 
 class GroupOutcome(msgspec.Struct, frozen=True):
@@ -147,20 +148,21 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, group: Group) -> Self:
         rewards = [rollout.reward for rollout in group.rollouts]
-        counts: Counter[tuple[str, str]] = Counter()
+        counts: defaultdict[tuple[str, str], float] = defaultdict(float)
         for rollout in group.rollouts:
             for name, value in rollout.metrics.items():
                 if name.startswith("tools/") and (count := TOOL_COUNT.fullmatch(name)):
-                    counts[count["tool"], count["what"]] += max(0, int(value))
+                    counts[count["tool"], count["what"]] += max(0.0, value)
         called = [tool for tool, what in counts if what == "calls"]
         tools = {tool: _tool_counts(tool, counts) for tool in called[:_MAX_TOOLS]}
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
         return cls(fmean(rewards), min(rewards) == max(rewards), dict(finished), tools)
 
 
-def _tool_counts(tool: str, counts: Counter[tuple[str, str]]) -> ToolCounts:
-    own = sum(counts[tool, f"failures/{reason}"] for reason in _OF_THE_TOOL)
-    return ToolCounts(counts[tool, "calls"], own, max(0, counts[tool, "failures"] - own))
+def _tool_counts(tool: str, counts: Mapping[tuple[str, str], float]) -> ToolCounts:
+    calls, failures = (int(counts.get((tool, what), 0)) for what in ("calls", "failures"))
+    own = int(sum(counts.get((tool, f"failures/{reason}"), 0) for reason in _OF_THE_TOOL))
+    return ToolCounts(calls, own, max(0, failures - own), counts.get((tool, "seconds"), 0.0))
 
 
 class OutcomeWindow:
@@ -177,7 +179,7 @@ class OutcomeWindow:
         self.equal = 0
         self.rewards: Counter[float] = Counter()
         self.finished: Counter[str] = Counter()
-        self._tools: Counter[tuple[str, str]] = Counter()
+        self._tools: defaultdict[str, ToolCounts] = defaultdict(ToolCounts)
 
     def __len__(self) -> int:
         return len(self._outcomes)
@@ -191,8 +193,7 @@ class OutcomeWindow:
     @property
     def tools(self) -> dict[str, ToolCounts]:
         """Calls by tool."""
-        names = (tool for tool, what in self._tools if what == "calls")
-        return {name: ToolCounts(*(self._tools[name, what] for what in ToolCounts.__struct_fields__)) for name in names}
+        return dict(self._tools)
 
     def _count(self, outcome: GroupOutcome, sign: int) -> None:
         if outcome.equal:
@@ -201,8 +202,13 @@ class OutcomeWindow:
         for reason, count in outcome.finished.items():
             _change(self.finished, reason, sign * count)
         for tool, counts in outcome.tools.items():
-            for what in ToolCounts.__struct_fields__:
-                _change(self._tools, (tool, what), sign * getattr(counts, what))
+            known = self._tools[tool]
+            names = ToolCounts.__struct_fields__
+            now = ToolCounts(*(getattr(known, name) + sign * getattr(counts, name) for name in names))
+            if now.calls:
+                self._tools[tool] = now
+            else:
+                del self._tools[tool]
 
 
 def _change(counts: Counter[Key], key: Key, by: int) -> None:

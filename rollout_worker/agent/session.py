@@ -34,6 +34,7 @@ from rollout_worker.episodes.episode import Episode
 from rollout_worker.episodes.limits import Deadline
 from rollout_worker.episodes.runner import EpisodeRunner, note_turn
 from rollout_worker.episodes.tool_results import for_policy
+from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
@@ -315,9 +316,9 @@ class Session:
                     began = episodes.clock()
                     # A request is answered in a task of the server's, which does not belong to the episode.
                     with tracing.span("generate", self._span, kind="client") as span:
-                        sampled = await episodes.sampler.sample(
-                            self._affinity, context.ids, tokens, None, OwnParams(self.temperature, asked.stop)
-                        )
+                        known = known_until(before.draft.experts) if appends and before is not None else 0
+                        own = OwnParams(self.temperature, asked.stop)
+                        sampled = await episodes.sampler.sample(self._affinity, context.ids, tokens, None, own, known)
                         note_turn(span, self.turns + 1, sampled)
                     self._generate_s += episodes.clock() - began
                 allowance.spend(len(sampled.token_ids))

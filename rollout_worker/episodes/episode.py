@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from protocol import reasons
@@ -20,6 +19,7 @@ from protocol.rollouts import NEW_SEGMENTS
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.parsers.base import Message
 from rollout_worker.episodes.capacity import Reservation
+from rollout_worker.inference.experts import RecordedExperts, joined
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice
 from rollout_worker.inference.wire import AS_THE_RUN, OwnParams, Sampled, SampledSpan
@@ -126,6 +126,7 @@ class SegmentDraft:
         mask: For each token, whether it was sampled.
         logprobs: For each token, its log-prob; 0 where it was not sampled.
         spans: Sampled tokens by policy version and server, counted from the start of the segment.
+        experts: Experts that servers recorded of its tokens, in order.
         images: Images among the tokens, in order.
     """
 
@@ -136,6 +137,7 @@ class SegmentDraft:
         self.mask = [False] * self.prompt_size
         self.logprobs = [0.0] * self.prompt_size
         self.spans: list[SampledSpan] = []
+        self.experts: list[RecordedExperts] = []
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
         """Append the ids that were shown before a turn, and the turn."""
@@ -146,6 +148,7 @@ class SegmentDraft:
         self.ids += turn.token_ids
         self.mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs
+        self.experts += turn.experts
 
     def segment(self, server_names: Sequence[str], images: Sequence[str] = ()) -> Segment:
         """Return the segment so far, as `Episode.segments`."""
@@ -157,7 +160,8 @@ class SegmentDraft:
             version_spans=[
                 VersionSpan(span.version, span.start, span.end, server_names.index(span.server)) for span in self.spans
             ],
-            images=places or msgspec.UNSET,
+            experts=joined(self.experts),
+            images=places,
         )
 
 

@@ -27,6 +27,7 @@ from rollout_worker.episodes.capacity import Capacity, LoopYield
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
 from rollout_worker.episodes.limits import Deadline, EpisodeLimits
 from rollout_worker.episodes.tool_results import describe_defused, for_policy
+from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import Sampler
@@ -133,8 +134,11 @@ class EpisodeRunner:
             async with self._slot(episode, first, deadline):
                 with self._timed(episode, "generate"), tracing.span("generate", kind="client") as span:
                     pending = None if first is None else first.pending
+                    known = 0 if following.prompt is not None else known_until(episode.drafts[-1].experts)
                     seen = following.shown(episode)
-                    turn = await self.sampler.sample(affinity, prompt_ids, budget.tokens, pending, setup.own, seen)
+                    turn = await self.sampler.sample(
+                        affinity, prompt_ids, budget.tokens, pending, setup.own, known, seen
+                    )
                     note_turn(span, rollout.turns + 1, turn)
             first = None
             await self.loop_yield.passed()
@@ -241,7 +245,7 @@ class EpisodeRunner:
         """Count calls and failures in all, by tool and by reason. Errors of the tools' own code become notices."""
         rollout.tool_calls += len(results)
         for result in results:
-            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced)
+            count_call(rollout.metrics, result.counted_as, result.reason, result.coerced, result.seconds)
             rollout.tool_failures += result.failed
             if result.defused:
                 self.tell_of_defused(result.name, result.counted_as)

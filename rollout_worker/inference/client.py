@@ -154,7 +154,19 @@ class InferenceClient:
         except TimeoutError:
             raise ServerFailed(f"{url}: no answer within {timeout.total:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise ServerFailed(f"{url}: {type(error).__name__}: {error}") from error
+            raise ServerFailed(f"{url}: {_in_words(error)}") from error
+
+
+def _in_words(error: aiohttp.ClientError | OSError) -> str:
+    """Say what became of a connection. aiohttp's own texts name its classes and parsers."""
+    match error:
+        case aiohttp.ClientConnectorError():
+            return f"it takes no connection ({error.os_error.strerror or error})"
+        case aiohttp.ServerDisconnectedError() | ConnectionResetError():
+            return "it closed the connection before it answered"
+        case aiohttp.ClientPayloadError():
+            return "it stopped answering: the connection was lost in the middle of an answer"
+    return str(error) or type(error).__name__
 
 
 class EventSplitter:

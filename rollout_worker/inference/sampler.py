@@ -22,6 +22,7 @@ from protocol.config import RunConfig
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME, label_in
 from rollout_worker.inference.client import InferenceClient
+from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import (
     BadSample,
     Doubtful,
@@ -118,6 +119,7 @@ class Sampler:
         max_tokens: int,
         pending: PendingChoice | None = None,
         own: OwnParams = AS_THE_RUN,
+        known: int = 0,
         images: Sequence[Placed] = (),
     ) -> Sampled:
         """Sample a turn.
@@ -130,6 +132,7 @@ class Sampler:
             prompt: Token ids to sample after.
             max_tokens: Maximum number of sampled tokens.
             pending: The first attempt, if it is part of a group's first turn.
+            known: The first tokens of the prompt whose experts are known, with `learner.router_replay`.
             images: Images in the prompt.
 
         Raises:
@@ -143,7 +146,8 @@ class Sampler:
             self.pool.check_proven(affinity)
             token_ids, room = prompt + turn.token_ids, max_tokens - len(turn.token_ids)
             try:
-                part = await self._attempt(affinity, token_ids, room, pending, avoid, own, images)
+                start = known_until(turn.experts) if turn.experts else known
+                part = await self._attempt(affinity, token_ids, room, pending, avoid, own, start, images)
             except Doubtful as error:
                 name = error.server.name if error.server is not None else affinity.server
                 if first is not None or not self.pool.others(name):
@@ -192,13 +196,14 @@ class Sampler:
         pending: PendingChoice | None,
         avoid: str | None,
         own: OwnParams,
+        known: int,
         images: Sequence[Placed],
     ) -> Sampled:
         """Return the turn from the pending request if there is one, else from a new request."""
         if pending is not None:
             sampled = await pending
         else:
-            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, images)
+            sampled = await self._one(affinity, token_ids, max_tokens, avoid, own, known, images)
         if sampled.spans:
             self.pool.saw_version(sampled.spans[-1].server, sampled.spans[-1].version)
             affinity.sampled.update((span.server, span.version) for span in sampled.spans)
@@ -212,11 +217,12 @@ class Sampler:
         max_tokens: int,
         avoid: str | None,
         own: OwnParams,
+        known: int,
         images: Sequence[Placed],
     ) -> Sampled:
         async with self.pool.request([affinity], len(token_ids), self._expected(max_tokens), avoid) as running:
             server = running.server
-            request = self._request(server, token_ids, max_tokens, 1, False, own, images)
+            request = self._request(server, token_ids, max_tokens, 1, False, own, known, images)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
@@ -256,7 +262,7 @@ class Sampler:
         async with self.pool.request(affinities, len(prompt), expected) as running:
             server = running.server
             stream = self._stream_first_turn
-            request = self._request(server, prompt, max_tokens, len(pending), stream, own, images)
+            request = self._request(server, prompt, max_tokens, len(pending), stream, own, images=images)
             running.id = request.request_id
             async with aclosing(self._client.generate(server.url, request, server.name)) as choices:
                 async for choice in choices:
@@ -274,9 +280,11 @@ class Sampler:
                 raise ServerFailed(f"{server.url}: the answer ended before every continuation was finished")
 
     def _checked(self, choice: SampledChoice, server: Server, request: GenerateRequest) -> Sampled:
-        most, adapter, pool = request.sampling_params.max_tokens, label_in(request.model), self.pool
+        params, adapter, pool = request.sampling_params, label_in(request.model), self.pool
+        recorded = (params.routed_experts_prompt_start, len(request.token_ids))
+        experts = recorded if self._config.learner.router_replay else None
         try:
-            asked = Asked(most, self._stop_token_ids, pool.newest_version, adapter, pool.run_id)
+            asked = Asked(params.max_tokens, self._stop_token_ids, pool.newest_version, adapter, pool.run_id, experts)
             return sampled_of(choice, server.name, asked)
         except BadSample as error:
             error.server = server
@@ -309,17 +317,19 @@ class Sampler:
         n: int,
         stream: bool,
         own: OwnParams,
-        images: Sequence[Placed],
+        known: int = 0,
+        images: Sequence[Placed] = (),
     ) -> GenerateRequest:
         model = self._client.model_at(server.url)
         weights = server.version if model == SERVED_MODEL_NAME else model
+        interval = _ONE_CHUNK if stream else None
+        params = sampling_params(self._config, self._stop_token_ids, max_tokens, n, interval, own)
+        params.routed_experts_prompt_start = known
         return GenerateRequest(
             model=model,
             request_id=next(self._names),
             token_ids=token_ids,
-            sampling_params=sampling_params(
-                self._config, self._stop_token_ids, max_tokens, n, _ONE_CHUNK if stream else None, own
-            ),
+            sampling_params=params,
             cache_salt=f"{self.pool.run_id or self._config.run.name}:{weights}",
             stream=stream,
             features=Features.of(images),

@@ -14,6 +14,7 @@ from protocol import reasons
 from protocol.config import RunConfig
 from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, typed
 from protocol.versions import Label, parse
+from rollout_worker.inference.experts import RecordedExperts, recorded_experts
 from rollout_worker.inference.failures import BadSample, UnknownWeights
 from rollout_worker.vision.messages import Placed
 
@@ -36,6 +37,7 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     Attributes:
         logprobs: 0 asks for the log-prob of the sampled token only.
         stream_interval: Number of tokens between chunks.
+        routed_experts_prompt_start: First token of the prompt whose experts are wanted.
     """
 
     max_tokens: int
@@ -53,6 +55,7 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     frequency_penalty: float = 0.0
     stop: list[str] | None = None
     skip_special_tokens: bool = True
+    routed_experts_prompt_start: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +175,7 @@ class SampledChoice(msgspec.Struct):
     logprobs: Logprobs | None = None
     finish_reason: str | None = None
     weight_versions: list[WeightVersion] | None = None
+    routed_experts: str | None = None
 
 
 class ErrorInfo(msgspec.Struct):
@@ -195,6 +199,8 @@ class Asked(NamedTuple):
         newest_version: The newest version that the registry has named for any server.
         adapter: Label of the adapter that was asked for; the labels in an answer are then those of the base model.
         run_id: Id of this run; tokens of another run are refused.
+        experts: First token of the prompt whose experts were asked for, and the prompt's length; None without
+            `learner.router_replay`.
     """
 
     max_tokens: int
@@ -202,6 +208,7 @@ class Asked(NamedTuple):
     newest_version: int
     adapter: Label | None = None
     run_id: str = ""
+    experts: tuple[int, int] | None = None
 
 
 class SampledSpan(NamedTuple):
@@ -225,12 +232,14 @@ class Sampled:
         logprobs: float `[n]`, one per token.
         spans: Cover `[0, n)`.
         finish_reason: stop, length, or abort where the server aborted the request and the turn goes on.
+        experts: What servers recorded of the segment's tokens so far, in order.
     """
 
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     spans: list[SampledSpan] = field(default_factory=list)
     finish_reason: str = "abort"
+    experts: list[RecordedExperts] = field(default_factory=list)
 
     def extend(self, other: Sampled) -> None:
         """Append tokens that were sampled after these."""
@@ -244,6 +253,7 @@ class Sampled:
         self.token_ids += other.token_ids
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
+        self.experts += other.experts
 
 
 def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
@@ -257,6 +267,7 @@ def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
         logprobs=Logprobs(content),
         finish_reason=more.finish_reason,
         weight_versions=more.weight_versions,
+        routed_experts=more.routed_experts,
     )
 
 
@@ -286,6 +297,9 @@ def sampled_of(choice: SampledChoice, server: str, asked: Asked) -> Sampled:
         spans=_spans(_versions(choice, len(token_ids), asked), len(token_ids), server, asked),
         logprobs=_logprobs(choice.logprobs, len(token_ids)),
         finish_reason=finish_reason,
+        experts=[]
+        if asked.experts is None
+        else recorded_experts(choice.routed_experts, *asked.experts, len(token_ids)),
     )
 
 

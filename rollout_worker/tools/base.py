@@ -73,6 +73,7 @@ class ToolResult:
         coerced: Whether its arguments were converted to fit the schema.
         error: The error of the tool's own code; None if it raised none.
         call_id: Id of the call in the policy's notation; None if that has no ids.
+        seconds: How long the call took; None for one that reached no tool.
         defused: Whether the answer held the text of special tokens. Such text was broken up.
     """
 
@@ -84,6 +85,7 @@ class ToolResult:
     error: UserCodeError | None = None
     call_id: str | None = None
     defused: bool = False
+    seconds: float | None = None
 
     @property
     def failed(self) -> bool:
@@ -119,7 +121,9 @@ def counted_as(name: str, counted: int) -> str:
     return name[:NAME_CHARACTERS] if counted < MAX_COUNTED else OTHER
 
 
-def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced: bool) -> None:
+def count_call(
+    metrics: dict[str, float], tool: str, reason: str | None, coerced: bool, seconds: float | None = None
+) -> None:
     """Add a call to metrics.
 
     Args:
@@ -127,12 +131,15 @@ def count_call(metrics: dict[str, float], tool: str, reason: str | None, coerced
         tool: The tool's name in metrics.
         reason: Why the call failed, a code of `protocol.reasons`; None if it did not fail.
         coerced: Whether its arguments were converted to fit the schema.
+        seconds: How long it took; None if that is not known.
     """
-    counts = {"calls": 1, "failures": int(reason is not None)}
+    counts: dict[str, float] = {"calls": 1, "failures": int(reason is not None)}
     if reason is not None:
         counts[f"failures/{reason}"] = 1
     if coerced:
         counts["coerced"] = 1
+    if seconds is not None:
+        counts["seconds"] = seconds
     for what, count in counts.items():
         metric = f"tools/{tool}/{what}"
         metrics[metric] = metrics.get(metric, 0.0) + count

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -179,9 +180,14 @@ class ToolBox:
             return _failure(
                 name, reasons.TOOL_UNKNOWN, f"there is no tool {short(name)}; the tools are: {known}", id=id
             )
+        began = time.perf_counter()
+        result = await self._call(entry, name, id, call.arguments)
+        return replace(result, seconds=time.perf_counter() - began)
+
+    async def _call(self, entry: _Entry, name: str, id: str | None, given: dict[str, Any] | str) -> ToolResult:
         counted, coerced = entry.counted_as, False
         try:
-            arguments = await _fitted(entry.parameters, call.arguments)
+            arguments = await _fitted(entry.parameters, given)
             coerced = bool(arguments.repairs)
             content = await entry.tool.call(arguments.values, self._timeout_s)
             return ToolResult(name, content, None, counted, coerced, call_id=id)

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from protocol.status import Evaluation, LearnerStatus
 from rollout_queue.observe import prometheus
-from rollout_queue.observe.histograms import Histograms
+from rollout_queue.observe.prometheus import Histograms
 from tests.kit.status import status
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"

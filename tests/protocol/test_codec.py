@@ -21,9 +21,18 @@ from hypothesis.extra.numpy import arrays
 
 from protocol import codec, messages, status
 from protocol.images import Image, ImagePlace, pack
-from protocol.messages import Group, LeaseReply, PolicyCommand, Rollout, RunPosition, Segment, VersionSpan
+from protocol.messages import (
+    Group,
+    LeaseReply,
+    PolicyCommand,
+    Rollout,
+    RoutedExperts,
+    RunPosition,
+    Segment,
+    VersionSpan,
+)
 
-CARRIES_ARRAYS = {Segment, Rollout, Group, LeaseReply, Image}
+CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply, Image}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -58,6 +67,15 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     return {int: integers, float: numbers, str: st.text(max_size=20), bool: st.booleans(), type(None): st.none()}[kind]
 
 
+experts = st.builds(
+    RoutedExperts,
+    ids=arrays(np.uint8, 12) | arrays(np.uint16, 12),
+    layers=st.integers(1, 8),
+    top_k=st.integers(1, 8),
+    spans=st.lists(st.tuples(integers, integers), max_size=3),
+)
+
+
 @st.composite
 def segments(draw: st.DrawFn) -> Segment:
     length = draw(st.sampled_from((0, 1, 2, 31, 300)))
@@ -66,9 +84,8 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(arrays(np.bool_, length)),
         draw(arrays(np.float32, length)),
         draw(st.lists(values_of(VersionSpan), max_size=3)),
-        draw(
-            st.just(msgspec.UNSET) | st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), min_size=1)
-        ),
+        draw(st.none() | experts),
+        draw(st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), max_size=2)),
     )
 
 
@@ -110,7 +127,7 @@ def plain(value: Any) -> Any:
         return type(value).__name__, {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if isinstance(value, list):
         return [plain(item) for item in value]
-    return value
+    return list(value) if isinstance(value, tuple) else value
 
 
 def a_group(tokens: int = 5, size: int = 2) -> Group:

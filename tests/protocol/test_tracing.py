@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
@@ -115,6 +117,32 @@ def test_a_collector_that_is_away_is_told_of_once_and_ends_nothing(
     (line,) = caplog.messages
     assert line.startswith(f"traces for tracking.traces = {url} get lost, and all else goes on: ")
     assert not tracing.is_on()
+
+
+def test_an_answer_without_an_end_is_not_read() -> None:
+    """A collector that floods would else fill the memory of every process."""
+    sent, broken = [], threading.Event()
+
+    class Flood(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.end_headers()
+            try:
+                while sum(sent) < 10**9:
+                    sent.append(self.wfile.write(bytes(2**16)))
+            except OSError:
+                broken.set()
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Flood) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with tracing.sending(f"http://127.0.0.1:{server.server_port}", "worker", "run"):
+            tracing.record("feed", TICKETS[0], 1.0, 2.5)
+        assert broken.wait(60.0), sum(sent)
+        server.shutdown()
+    assert sum(sent) < 10**8, "what the sockets hold"
 
 
 def test_without_the_packages_a_run_goes_on_and_the_remedy_is_said(

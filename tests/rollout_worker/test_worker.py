@@ -70,6 +70,7 @@ async def test_a_rollout_holds_what_the_server_sampled():
         assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 0)
         assert rollout.reward_components == {"accuracy": 1.0}
         assert set(rollout.timings) == {"generate", "tools", "reward", "total"}
+        assert 0 < rollout.metrics.pop("tools/multiply/seconds") <= rollout.timings["tools"]
         assert rollout.metrics == {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
 
 
@@ -664,7 +665,9 @@ async def test_calls_and_failures_are_counted_by_tool_and_what_the_policy_invent
     run = await roll(task(tools=[multiply, fetch]), fake(scripted(TOKENIZER, in_turn(said))), config=LONG)
     for rollout in run.rollouts:
         assert (rollout.tool_calls, rollout.tool_failures) == (5, 4)
-        assert rollout.metrics == {
+        timed = {name for name in rollout.metrics if name.endswith("/seconds")}
+        assert timed == {"tools/multiply/seconds", "tools/fetch/seconds"}, "the others reach no tool"
+        assert {name: value for name, value in rollout.metrics.items() if name not in timed} == {
             "tools/multiply/calls": 1.0,
             "tools/multiply/failures": 0.0,
             "tools/fetch/calls": 2.0,

@@ -439,7 +439,7 @@ def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, s
     [
         lambda: GRPOConfig(num_generation=8),
         lambda: GRPOTrainer("org/model", accuracy, RLOOConfig(), ROWS),
-        lambda: RLOOTrainer("org/model", accuracy, RLOOConfig(), ROWS).train(),
+        lambda: RLOOTrainer("./no_such_folder", accuracy, RLOOConfig(), ROWS).train(),
     ],
 )
 def test_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from weight_sync.vllm.engine import layer_proof, score_proof
-from weight_sync.vllm.engine.contract import ModelRunner
+from weight_sync.vllm.engine.contract import ModelRunner, RecordsOfWorker
 from weight_sync.vllm.engine.layer_proof import Reading
 from weight_sync.vllm.engine.score_proof import put_under
 
@@ -92,12 +92,13 @@ class StagingMixin:
     _weight_update_active: bool
 
     def slipstream_staging(self) -> dict[str, Any]:
-        """Return `StagedEngine.staging` of this worker, without waiting."""
+        """Return `StagedEngine.staging` of this worker, without waiting; and `tower`, whether the weights that embed
+        images are among those staged."""
         staging = getattr(self.weight_transfer_engine, "staging", None)
         if staging is None:
             return {"stage": "failed", "error": "the transport of this server loads in place", "seconds": {}}
-        report: dict[str, Any] = staging()
-        return report
+        shadow = getattr(self.weight_transfer_engine, "shadow", None)
+        return {**staging(), "tower": bool(getattr(shadow, "of_tower", False))}
 
     def slipstream_drop_update(self) -> bool:
         """Drop an open update, as vLLM does with one that fails. Returns whether there was one."""
@@ -124,5 +125,22 @@ class StagingMixin:
         return time.monotonic() - began
 
 
-class SlipstreamWorker(StagingMixin, ProofMixin, AdapterMixin):
+class RecordsMixin:
+    """The worker's part in what is recorded of requests: the experts of a mixture."""
+
+    model_runner: ModelRunner
+
+    def slipstream_forget_records(self, request_ids: list[str]) -> None:
+        """Drop what was recorded of these requests, which begin anew. Between two steps of the engine."""
+        records: RecordsOfWorker | None = getattr(self.model_runner, "aux_output_connector", None)
+        if records is None or records._buffer is None:
+            return
+        with records._lock:
+            known = [request_id for request_id in request_ids if request_id in records._requests]
+            keys = [key for request_id in known for key in reversed(records._requests[request_id].aux_output_keys)]
+            records._publish_blocks([], release_keys=keys)
+            records._teardown(known)
+
+
+class SlipstreamWorker(StagingMixin, ProofMixin, AdapterMixin, RecordsMixin):
     """Mixed into vLLM's own worker class."""

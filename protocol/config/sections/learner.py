@@ -142,6 +142,20 @@ class LearnerSection(OptimiserSection):
         "causal-conv1d, padded for every other",
         why="a model is trained as fast as its layers allow",
     )
+    router_replay: bool = setting(
+        False,
+        description="for mixtures of experts: the learner computes each token with the experts that the server chose "
+        "for it, weighed by its own routers; servers run with --enable-return-routed-experts. Tokens of which none are "
+        "known take the learner's own choice",
+        why="needs the layers times choices of a model in bytes for each token; its loss is then of the policy that "
+        "sampled, not of a near one with other experts",
+    )
+    router_replay_check_every: CountOrZero = setting(
+        20,
+        description="with router_replay: steps between measurements of what it changes "
+        "(router_replay/logprob_diff_without), each a forward pass over one row; 0: never",
+        why="costs less than a hundredth of the time",
+    )
     logits_mib: Annotated[int, Field(ge=1, le=2**20)] = setting(
         512,
         description="maximum MiB of logits and of all that is computed from them, at one time",

@@ -1,7 +1,7 @@
 /* One chart: a small plot of plotly.js on the axis that all charts share, wall time or steps, and its legend. */
 (() => {
   "use strict";
-  const { el, button, state, colour, format, isNumber, last, chartList } = slipstream;
+  const { el, set, button, state, colour, format, isNumber, last, chartList } = slipstream;
 
   const HEIGHT = 168;
   const MARGIN = { l: 48, r: 10, t: 8, b: 22 };
@@ -48,6 +48,26 @@
     const columns = page[line.from];
     if (mode() === "time") return columns.at.map((at) => at + shift);
     return line.from === "steps" ? columns.step : columns.at.map((at) => stepAt(page.steps, at));
+  }
+
+  /**
+   * Returns a line's points with a gap at each of `breaks` (positions between two points). Of lines over steps the
+   * points without a value are left out, since these have one now and then.
+   */
+  function broken(xs, ys, line, breaks) {
+    const sparse = line.markers || line.from === "steps";
+    const points = xs.map((x, i) => [x, ys[i]]).filter(([, y]) => !sparse || isNumber(y));
+    if (!breaks.length) return { x: points.map(([x]) => x), y: points.map(([, y]) => y) };
+    const gaps = breaks.map((at) => [at, null]).filter(([at]) => points.length && at > points[0][0] && at < points.at(-1)[0]);
+    const all = [...points, ...gaps].sort((a, b) => a[0] - b[0]);
+    return { x: all.map(([x]) => x), y: all.map(([, y]) => y) };
+  }
+
+  /** Returns the points of a stacked line, at 0 during each of `stops`. */
+  function emptied(xs, ys, stops) {
+    const zeros = stops.flatMap(([from, to]) => [from + 0.001, to - 0.001].map((at) => [at, 0]));
+    const all = [...xs.map((x, i) => [x, ys[i]]), ...zeros].sort((a, b) => a[0] - b[0]);
+    return { x: all.map(([x]) => x), y: all.map(([, y]) => y) };
   }
 
   // plotly draws dates in UTC: the reader's own clock is put in by moving them.
@@ -110,19 +130,18 @@
         for (const line of suffix ? chartList.linesOf(chart, run) : chart.lines) {
           const own = this.traces.find((trace) => trace.name === line.name);
           const place = own ? own.place : this.traces.filter((trace) => !trace.other).length;
-          this.traces.push({
-            line,
-            place,
-            other: suffix !== "",
-            name: line.name + suffix,
-            x: positions(line, run, shift),
-            y: chartList.valuesOf(line, run),
-          });
+          const x = positions(line, run, shift);
+          const y = chartList.valuesOf(line, run);
+          const drawn = chart.stacked
+            ? emptied(x, y, mode() === "time" ? this.owner.stops : [])
+            : broken(x, y, line, suffix ? [] : this.owner.breaks());
+          this.traces.push({ line, place, other: suffix !== "", name: line.name + suffix, ...drawn });
         }
       }
       const names = this.traces.map((trace) => trace.name).join("\n");
       if (names === this.names) return;
       this.names = names;
+      set(this.title, { title: chart.help || null });
       this.title.replaceChildren(chart.title, chart.unit ? el("span", { class: "unit", text: chart.unit }) : "");
       this.legend.replaceChildren(...this.traces.map((trace) => this.legendItem(trace)));
     }
@@ -164,7 +183,7 @@
           line,
           mode: trace.line.markers ? "lines+markers" : "lines",
           marker: { size: 6, color: shade },
-          connectgaps: Boolean(trace.line.markers) || trace.line.from === "steps",
+          connectgaps: Boolean(chart.stacked) && trace.line.from === "steps",
           opacity: trace.other ? 0.75 : 1,
           visible: !this.hidden.has(trace.name),
           hoverinfo: "skip",
@@ -245,6 +264,11 @@
           line: { color: colour("--bad"), width: 1, dash: "dash" },
         });
       }
+      for (const [from, to] of mode() === "time" ? this.owner.stops : []) {
+        const [x0, x1] = [toPlot(from), toPlot(to)];
+        const fillcolor = colour("--stop");
+        shapes.push({ type: "rect", xref: "x", yref: "paper", x0, x1, y0: 0, y1: 1, fillcolor, line: { width: 0 }, layer: "below" });
+      }
       const at = this.owner.sliderX();
       if (at !== null) shapes.push(upright(at, { color: colour("--accent"), width: 2 }));
       return shapes;
@@ -252,6 +276,7 @@
 
     /** Shows each line's value at `x`, or its last. */
     values(x) {
+      x ??= this.owner.sliderX();
       this.traces.forEach((trace, i) => {
         const value = x === null || !trace.x.length ? last(trace.y) : trace.y[nearest(trace.x, x)];
         const text = format.number(value);

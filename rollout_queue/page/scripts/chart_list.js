@@ -31,6 +31,7 @@
   const CHARTS = [
     {
       id: "reward",
+      help: "Mean reward of the episodes of each optimiser step, and of each reward function",
       section: "Learning",
       title: "Reward",
       lines: [
@@ -41,6 +42,7 @@
     },
     {
       id: "evaluation",
+      help: "Rewards on the task's evaluation data, which is not trained",
       section: "Learning",
       title: "Evaluation",
       lines: [
@@ -51,6 +53,7 @@
     },
     {
       id: "reward_spread",
+      help: "How far rewards lie apart. Episodes of one prompt whose rewards are all equal teach nothing: their share is drawn too",
       section: "Learning",
       title: "Spread of rewards",
       lines: [
@@ -61,6 +64,7 @@
     },
     {
       id: "depth",
+      help: "Groups that are being made, or wait to be trained, counted in optimiser steps; what the queue aims at, and how many it allows",
       section: "Flow",
       title: "Depth: groups outstanding",
       unit: "steps",
@@ -72,6 +76,7 @@
     },
     {
       id: "staleness",
+      help: "How many optimiser steps older the weights that sampled a token were than those that trained on it. In flight: passed while its episode was played; in the queue: while its group waited. Dashed: queue.max_staleness",
       section: "Flow",
       title: "Staleness of trained tokens",
       unit: "versions",
@@ -89,6 +94,7 @@
     },
     {
       id: "step_time",
+      help: "Where the seconds of an optimiser step go",
       section: "Flow",
       title: "Time of a step by phase",
       unit: "s",
@@ -111,6 +117,7 @@
     },
     {
       id: "tokens",
+      help: "Over the last minute: tokens that the servers sampled, and tokens that the learner trained",
       section: "Flow",
       title: "Tokens a second",
       unit: "tokens/s",
@@ -122,6 +129,7 @@
     },
     {
       id: "waits",
+      help: "Share of the newest steps in which the learner had too few groups, and of the workers' time in which the queue gave them no prompts",
       section: "Flow",
       title: "Who waits",
       unit: "share of time",
@@ -129,14 +137,16 @@
     },
     {
       id: "groups",
+      help: "A group is all episodes of one prompt: at workers while it is played, ready while it waits in the queue, with the learner until it is trained",
       section: "Flow",
       title: "Groups by place",
       unit: "groups",
       stacked: true,
-      lines: [time("tickets", "at workers"), time("ready", "ready"), time("leased", "leased")],
+      lines: [time("tickets", "at workers"), time("ready", "ready"), time("leased", "with the learner")],
     },
     {
       id: "drops",
+      help: "Groups that were not trained. Zero variance: all their rewards are equal; overage: too stale; failed: a worker gave up",
       section: "Flow",
       title: "Dropped groups by reason, in all",
       unit: "groups",
@@ -147,6 +157,7 @@
     },
     {
       id: "lost_tokens",
+      help: "Tokens of the groups that arrived for a step, and of those that trained",
       section: "Flow",
       title: "Tokens of a step: sampled and trained",
       unit: "tokens",
@@ -154,6 +165,7 @@
     },
     {
       id: "trained_age",
+      help: "Tokens by how many versions behind their weights were",
       section: "Flow",
       title: "Trained tokens by staleness",
       unit: "tokens",
@@ -162,6 +174,7 @@
     },
     {
       id: "activity",
+      help: "What most of each worker's open episodes do",
       section: "Flow",
       title: "Workers by what they do",
       unit: "workers",
@@ -189,9 +202,17 @@
       unit: "groups/s",
       lines: [time("rate_groups", "groups")],
     },
-    { id: "entropy", section: "Policy", title: "Entropy", unit: "nats", lines: [step("entropy")] },
+    {
+      id: "entropy",
+      help: "How undecided the policy is at a token; a fall to 0 means that it always says the same",
+      section: "Policy",
+      title: "Entropy",
+      unit: "nats",
+      lines: [step("entropy")],
+    },
     {
       id: "kl",
+      help: "How far the policy has moved from the one that sampled, and from the reference model",
       section: "Policy",
       title: "KL divergence",
       unit: "nats",
@@ -203,6 +224,7 @@
     },
     {
       id: "clip",
+      help: "Share of tokens whose gradient was cut because the policy had moved too far from the sampler",
       section: "Policy",
       title: "Clipped tokens",
       unit: "share",
@@ -215,6 +237,7 @@
     },
     {
       id: "ratio",
+      help: "Probability of a token under the policy that trains, divided by that under the one that sampled it; 1: the same",
       section: "Policy",
       title: "Probability ratio, policy to sampler",
       lines: [
@@ -227,13 +250,26 @@
     },
     {
       id: "ess",
+      help: "Effective sample size: how much of a step's data counts after it was weighted for its age",
       section: "Policy",
       title: "Effective sample size",
       unit: "share",
       lines: [step("ess"), step("correction/ess", "of the correction")],
     },
-    { id: "loss", section: "Policy", title: "Loss", lines: [step("loss")] },
-    { id: "grad_norm", section: "Policy", title: "Norm of the gradient", lines: [step("grad_norm")] },
+    {
+      id: "loss",
+      help: "The objective that the optimiser lowers; it need not fall while the reward rises",
+      section: "Policy",
+      title: "Loss",
+      lines: [step("loss")],
+    },
+    {
+      id: "grad_norm",
+      help: "Length of the gradient; 0 means that nothing was learnt",
+      section: "Policy",
+      title: "Norm of the gradient",
+      lines: [step("grad_norm")],
+    },
     { id: "learning_rate", section: "Policy", title: "Learning rate", lines: [step("learning_rate")] },
     {
       id: "lengths",
@@ -266,7 +302,22 @@
       unit: "share of calls",
       lines: [step("tools/failure_frequency", "all", { width: 2.2 }), every(/^tools\/([^/]+)\/failure_frequency$/)],
     },
-    { id: "finish", section: "Episodes", title: "How episodes end", unit: "share", lines: [every(/^finish\/(.+)$/)] },
+    {
+      id: "tool_time",
+      section: "Episodes",
+      title: "Time of a tool call",
+      help: "Mean seconds from a call of each tool to its answer",
+      unit: "s",
+      lines: [every(/^tools\/([^/]+)\/call_s$/)],
+    },
+    {
+      id: "finish",
+      help: "Stop: by itself; length and context: cut off by a limit of tokens; turn_limit; timeout; aborted",
+      section: "Episodes",
+      title: "How episodes end",
+      unit: "share",
+      lines: [every(/^finish\/(.+)$/)],
+    },
     {
       id: "environment",
       section: "Episodes",
@@ -276,6 +327,7 @@
     },
     {
       id: "publication",
+      help: "Seconds in which new weights travel to the servers, and in which these stand still for the exchange",
       section: "Weights",
       title: "Time of a publication",
       unit: "s",
@@ -293,6 +345,7 @@
     },
     {
       id: "probe",
+      help: "After each publication a server's log-probs are compared with the learner's: the largest difference",
       section: "Weights",
       title: "Largest difference in a proof",
       unit: "nats",
@@ -306,6 +359,7 @@
     },
     {
       id: "distance",
+      help: "Mean distance of the log-probs of each server's samples to the learner's: one that stands out has wrong weights or arithmetic",
       section: "Weights",
       title: "Distance of each server's log-probs to the learner's",
       unit: "nats",
@@ -313,6 +367,7 @@
     },
     {
       id: "mfu",
+      help: "Share of the device's arithmetic that the learner uses (model FLOPs utilisation), and how full its rows are packed",
       section: "Weights",
       title: "MFU, and packing",
       unit: "share",

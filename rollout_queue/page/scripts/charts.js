@@ -5,6 +5,8 @@
   const { el, button, select, state, theme, format, isNumber, chartList } = slipstream;
   const { Chart, MARGIN, checkTimes, mode, stepAt, fromPlot } = slipstream.chart;
 
+  const { stopsOf } = slipstream.source;
+
   const MAX_MARKS = 60; // events that are drawn as marks
   const SLICE_MS = 50; // of drawing, before the page may answer again
   const WINDOWS = {
@@ -32,6 +34,7 @@
       this.sections = new Map();
       this.touch = window.matchMedia("(pointer: coarse)").matches;
       this.cost = 0;
+      this.stops = [];
       this.observer = new IntersectionObserver(
         (entries) => {
           for (const entry of entries) this.charts.get(entry.target).inView = entry.isIntersecting;
@@ -79,6 +82,7 @@
     update(page, at = null) {
       this.page = page;
       this.at = at;
+      this.stops = stopsOf(page);
       checkTimes(page);
       const wanted = (state.get("chart") || "").toLowerCase();
       let found = chartList.chartsOf(page);
@@ -183,6 +187,13 @@
       return found;
     }
 
+    /** Returns where lines break: in the middle of each stop, and where a session of the learner began. */
+    breaks() {
+      if (mode() !== "time") return [];
+      const began = this.page.events.filter(({ kind, text }) => kind === "learner" && text.includes("began session"));
+      return [...this.stops.map(([from, to]) => (from + to) / 2), ...began.map((event) => event.at)];
+    }
+
     /** Returns wall time as a position on the axis. */
     toX(at) {
       return mode() === "time" ? at : stepAt(this.page.steps, at);
@@ -195,6 +206,8 @@
     /** Says what a position is: a time, and the step that was under way. */
     describe(x) {
       if (mode() === "step") return `step ${Math.round(x)}`;
+      const stop = this.stops.find(([from, to]) => x > from && x < to);
+      if (stop) return `the run was stopped for ${format.seconds(stop[1] - stop[0])}`;
       const step = stepAt(this.page.steps, x);
       return `${format.clock(x, true)}${step === null ? "" : `, step ${Math.max(0, Math.floor(step))}`}`;
     }

@@ -5,11 +5,13 @@
   const { svg, set, format, visible, isNumber, Drawing } = slipstream;
   const { count, number, percent, seconds, plural } = format;
 
+  const { figuresOf } = slipstream.source;
+
   const NAMES = { servers: "vLLM servers", workers: "Rollout workers", queue: "Queue", learner: "Learner" };
   const ROLES = {
     servers: "sample the policy's answers",
     workers: "play and judge episodes",
-    queue: "hands out tickets, keeps groups",
+    queue: "hands out prompts, keeps groups",
     learner: "trains, and makes new weights",
   };
   const PLACES = [
@@ -43,13 +45,13 @@
   }
 
   /** Returns what each node says: a big figure, its parts for a bar, two lines. */
-  function contents(status) {
-    const { groups, learner, servers, workers, rates } = status;
+  function contents(page, status, at) {
+    const { groups, servers, rates } = status;
+    const { reward, stepTime, learnerWaits, workers: here } = figuresOf(page, status, at);
     const serving = servers.filter((server) => server.state === "serving").length;
     const proven = servers.map((server) => server.version).filter(isNumber);
     const [oldest, newest] = [Math.min(...proven), Math.max(...proven)];
     const versions = oldest === newest ? `version ${oldest}` : `versions ${oldest} to ${newest}`;
-    const here = workers.filter((worker) => worker.does !== "left");
     const open = here.reduce((sum, worker) => sum + worker.episodes_in_flight, 0);
     const places = PLACES.map(([key, name, colour]) => [
       name,
@@ -58,6 +60,7 @@
     ]);
     const over = open - places.reduce((sum, place) => sum + place[1], 0);
     if (over > 0) places.push(["ended", over, "--series-3"]);
+    const gone = status.workers.filter((worker) => ["silent", "refused"].includes(worker.does)).length;
     const failed = here.reduce((sum, worker) => sum + worker.episodes_failed, 0);
     const failures = failed ? `; ${plural(failed, "failure")}` : "";
     return {
@@ -78,7 +81,7 @@
             .filter((place) => place[1])
             .map((place) => `${count(place[1])} ${place[0]}`)
             .join(", ") || "no episode is open",
-          `${plural(here.length, "worker")}, idle ${percent(status.worker_wait_share)}${failures}`,
+          `${plural(here.length, "worker")}${gone ? `, ${count(gone)} gone` : ""}, idle ${percent(status.worker_wait_share)}${failures}`,
         ],
       },
       queue: {
@@ -86,12 +89,12 @@
         parts: [
           ["at workers", groups.tickets, "--series-1"],
           ["ready", groups.ready, "--series-3"],
-          ["leased", groups.leased, "--series-5"],
+          ["with the learner", groups.leased, "--series-5"],
         ],
         total: Math.max(groups.limit, groups.outstanding, 1),
         lines: [
-          `${count(groups.tickets)} at workers, ${count(groups.ready)} ready, ${count(groups.leased)} leased`,
-          `${number(status.depth)} steps ahead, aims at ${number(status.depth_target)}`,
+          `${count(groups.tickets)} at workers, ${count(groups.ready)} ready, ${count(groups.leased)} taken`,
+          `work for ${number(status.depth)} steps, aims at ${number(status.depth_target)}`,
         ],
       },
       learner: {
@@ -99,10 +102,8 @@
         parts: [["done", status.step, "--series-3"]],
         total: Math.max(status.total_steps, 1),
         lines: [
-          learner.reward_mean === null
-            ? "no step yet"
-            : `reward ${number(learner.reward_mean)}, ${seconds(learner.step_s)} a step`,
-          `waits ${percent(status.learner_wait_share)} of its time for groups`,
+          reward === null ? "no step yet" : `reward ${number(reward)}, ${seconds(stepTime)} a step`,
+          `waits ${percent(learnerWaits)} of its time for groups`,
         ],
       },
     };
@@ -213,7 +214,7 @@
         "queue",
         [number(rates.groups, 2), "groups/s"],
         speedOf(rates.groups, 10),
-        plan ? [number(rates.groups, 2), "tickets/s"] : [count(groups.tickets), "tickets out"],
+        plan ? [number(rates.groups, 2), "prompts/s"] : [count(groups.tickets), "in work"],
         plan ? speedOf(rates.groups, 10) : speedOf(groups.tickets, 100),
       ],
       [
@@ -276,7 +277,8 @@
   }
 
   /** Draws the versions that may still train, where the servers are, and how old the trained tokens were. */
-  function drawRuler(drawing, ruler, page, status) {
+  function drawRuler(drawing, ruler, page, status, now) {
+    const { staleness: mean, stalenessMax, stalenessOf } = figuresOf(page, status, now);
     const bound = page.max_staleness ?? status.max_staleness;
     const { x, y, w } = ruler;
     const place = (version) => x + w - (w * Math.min(bound + 0.6, status.version - version)) / Math.max(bound, 1);
@@ -310,12 +312,11 @@
       });
       mark.replaceChildren(svg("title", { text: visible(`${server.name} has version ${server.version}`) }));
     });
-    const mean = status.staleness.mean;
     const at = place(status.version - mean);
     drawing.put("ruler.mean", "path", { d: `M${at} ${y + 1}l5 7h-10z`, class: "mean" });
-    const ages = `${number(mean, 2)} versions old on average, ${status.staleness.max} at most`;
+    const ages = `${number(mean, 2)} versions old on average, ${stalenessMax} at most`;
     const dots = heights.size ? "the dots are servers; " : "";
-    const text = `Versions: ${dots}the trained tokens (▲) are ${ages}, and never more than ${bound}`;
+    const text = `Versions: ${dots}the trained tokens (▲) ${stalenessOf} are ${ages}; the bound is ${bound}`;
     drawing.put("ruler.text", "title", {}, text);
     return text;
   }
@@ -329,7 +330,7 @@
     }
 
     /** Draws a state of the run. Returns the sentence under the picture about staleness. */
-    draw(page, status) {
+    draw(page, status, at = null) {
       const wide = (this.root.parentNode.clientWidth || 1000) >= WIDE;
       if (wide !== this.wide) {
         this.wide = wide;
@@ -360,7 +361,7 @@
         this.drawing.finish();
         return "";
       }
-      const parts = page.plan ? planned(contents(status), page.plan) : contents(status);
+      const parts = page.plan ? planned(contents(page, status, at), page.plan) : contents(page, status, at);
       const waits = Object.fromEntries(Object.keys(NAMES).map((name) => [name, []]));
       for (const wait of status.waits) waits[nodeOf(wait.who)].push(wait);
       const publishing = status.servers.some((server) => server.state === "syncing");
@@ -369,7 +370,7 @@
       for (const [name, box] of Object.entries(layout.nodes)) {
         drawNode(this.drawing, name, box, parts[name], waits[name], alarm && name === "learner", Boolean(page.plan));
       }
-      const text = drawRuler(this.drawing, layout.ruler, page, status);
+      const text = drawRuler(this.drawing, layout.ruler, page, status, at);
       this.drawing.finish();
       const said = Object.keys(NAMES).map(
         (name) => `${NAMES[name]}: ${parts[name].big}; ${parts[name].lines.join("; ")}`,

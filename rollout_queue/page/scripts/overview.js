@@ -1,7 +1,8 @@
 /* The overview: the loop with one sentence on what limits the run, figures, the main charts, and who waits for whom. */
 (() => {
   "use strict";
-  const { el, svg, set, visible, format, loop, charts, last, isNumber } = slipstream;
+  const { el, svg, set, visible, format, loop, charts, isNumber } = slipstream;
+  const { figuresOf, valueAt } = slipstream.source;
   const { count, number, percent, seconds, plural } = format;
 
   /** Returns what keeps the run from learning, the likeliest cause first. */
@@ -28,6 +29,17 @@
   const limitOf = (status) =>
     status && status.limit ? { text: status.limit.text, severity: status.limit.part ? "info" : "good" } : null;
 
+  const HELP = {
+    Reward: "Mean reward of all episodes of the newest optimiser step",
+    Evaluation: "Mean reward of the newest evaluation, on the task's own evaluation data",
+    Steps: "Optimiser steps over the last minute, and how long the newest one took with its wait for groups",
+    Sampled: "Tokens that the policy wrote on the vLLM servers, a second, over the last minute",
+    Trained: "Tokens that the learner trained, a second, over the last minute. Groups whose rewards are all equal teach nothing and are left out",
+    Staleness: "How many optimiser steps the weights that sampled a token were behind when it was trained",
+    "Learner waits": "Share of the newest steps in which the learner had too few groups to go on",
+    Dropped: "Groups that were not trained, and the commonest reason; zero variance: all rewards of a group are equal",
+  };
+
   class Overview {
     constructor(view) {
       this.limit = el("p", { class: "limit", role: "status" });
@@ -37,6 +49,7 @@
       this.more = el("ul", { class: "diagnosis" });
       this.waits = el("ul", { class: "waits" });
       this.notices = el("ul", { class: "notices" });
+      this.changes = el("ul", { class: "changes" });
       const headline = el("div");
       view.append(
         el("div", { class: "panel" }, this.limit, picture, this.staleness),
@@ -48,6 +61,7 @@
           el("section", { class: "panel" }, el("h3", { text: "What limits the run" }), this.more),
           el("section", { class: "panel" }, el("h3", { text: "Who waits for whom" }), this.waits),
           el("section", { class: "panel" }, el("h3", { text: "Notices" }), this.notices),
+          el("section", { class: "panel" }, el("h3", { text: "What changed, and at which step" }), this.changes),
         ),
       );
       this.loop = new loop.Loop(picture);
@@ -56,12 +70,12 @@
 
     /** Draws a moment of the run. `at`: the slider's time, null for the newest. */
     draw(page, status, at) {
-      const staleness = this.loop.draw(page, status);
+      const staleness = this.loop.draw(page, status, at);
       const headline = headlineOf(status);
       set(this.limit, { text: visible(headline.text), class: `limit ${headline.severity}` });
       this.staleness.textContent = staleness ? `${staleness}.` : "";
       this.headline.update(page, at);
-      this.drawTiles(page, status);
+      this.drawTiles(page, status, at);
       const limits = [...causesOf(status), limitOf(status) || (causesOf(status).length ? null : headline)];
       list(
         this.more,
@@ -85,16 +99,26 @@
           ]),
         "Nothing to fix.",
       );
+      list(
+        this.changes,
+        page.events
+          .filter((event) => event.kind === "change" && (at === null || event.at <= at))
+          .slice(-20)
+          .reverse()
+          .map((event) => [event.text, event.text.includes("from step") ? null : `step ${count(event.step)}`, ""]),
+        "No setting, tool or reward has changed from one step to the next.",
+      );
     }
 
-    drawTiles(page, status) {
+    drawTiles(page, status, at) {
       const { steps, time } = page;
-      const evaluation = last(steps["eval/reward"]);
+      const evaluation = valueAt(steps, "eval/reward", at);
+      const figures = status ? figuresOf(page, status, at) : {};
       const rates = status ? status.rates : {};
       const trained = rates.tokens_sampled ? rates.tokens_trained / rates.tokens_sampled : null;
       const tiles = status
         ? [
-            ["Reward", number(status.learner.reward_mean), "mean of the newest step", steps.reward],
+            ["Reward", number(figures.reward), "mean of the newest step", steps.reward],
             [
               "Evaluation",
               number(evaluation),
@@ -105,7 +129,7 @@
             [
               "Steps",
               `${number(status.rates.steps * 60)} / min`,
-              `${seconds(status.learner.step_s)} each`,
+              `${seconds(figures.stepTime)} each`,
               time.rate_steps,
             ],
             [
@@ -122,11 +146,11 @@
             ],
             [
               "Staleness",
-              number(status.staleness.mean, 2),
-              `highest ${status.staleness.max}, bound ${page.max_staleness ?? status.max_staleness}`,
+              number(figures.staleness, 2),
+              `highest ${figures.stalenessMax}, bound ${page.max_staleness ?? status.max_staleness}`,
               steps.staleness_mean || time.staleness_mean,
             ],
-            ["Learner waits", percent(status.learner_wait_share), "of its time, for groups", time.learner_wait_share],
+            ["Learner waits", percent(figures.learnerWaits), "of its time, for groups", time.learner_wait_share],
             [
               "Dropped",
               count(Object.values(status.drops).reduce((a, b) => a + b, 0)),
@@ -151,6 +175,7 @@
           );
           this.tiles.append(tile);
         }
+        set(tile, { title: HELP[name] });
         set(tile.children[0], { text: name });
         set(tile.children[1], { text: value });
         set(tile.children[2], { text: visible(note) });
@@ -159,7 +184,7 @@
     }
   }
 
-  /** Writes [text, seconds, class] as a list, into the nodes that are there. */
+  /** Writes [text, seconds or a text, class] as a list, into the nodes that are there. */
   function list(node, rows, empty) {
     if (!rows.length) rows = [[empty, null, "dim"]];
     while (node.children.length > rows.length) node.lastChild.remove();
@@ -167,7 +192,7 @@
       if (!node.children[i]) node.append(el("li", {}, el("span"), el("time")));
       set(node.children[i], { class: kind });
       set(node.children[i].children[0], { text: visible(text).slice(0, 2000) });
-      set(node.children[i].children[1], { text: isNumber(since) ? seconds(since) : "" });
+      set(node.children[i].children[1], { text: isNumber(since) ? seconds(since) : since || "" });
     });
   }
 

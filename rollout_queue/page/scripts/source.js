@@ -44,6 +44,47 @@
     };
   }
 
+  /** Returns a column's value at a time (seconds), or its last where that is null; null where none is known. */
+  function valueAt(columns, name, at) {
+    const values = columns[name] || [];
+    for (let i = values.length - 1; i >= 0; i--)
+      if (isNumber(values[i]) && (at === null || columns.at[i] <= at)) return values[i];
+    return null;
+  }
+
+  /**
+   * Returns the figures that several parts of the page show, so that these never differ: those that charts draw, else
+   * the status's. `at`: the slider's time, null for the newest.
+   */
+  function figuresOf(page, status, at) {
+    const own = (name, otherwise) => valueAt(page.steps, name, at) ?? otherwise;
+    const known = own("staleness_mean", null) !== null;
+    return {
+      reward: own("reward", status.learner.reward_mean),
+      stepTime: own("step_time", status.learner.step_s),
+      staleness: known ? own("staleness_mean") : status.staleness.mean,
+      stalenessMax: known ? own("staleness_max", status.staleness.max) : status.staleness.max,
+      stalenessOf: known ? "of the newest step" : "of the newest steps",
+      learnerWaits: status.learner.wait_share ?? status.learner_wait_share,
+      workers: status.workers.filter((worker) => !["left", "silent", "refused"].includes(worker.does)),
+      rates: status.rates,
+    };
+  }
+
+  /** Returns [from, to] of each time in which no queue ran: from the last that is known before one started. */
+  function stopsOf(page) {
+    const { at } = page.time;
+    const usual = at.length > 2 ? (at.at(-1) - at[0]) / at.length : 1;
+    const found = [];
+    const known = [...at, ...page.events.map((event) => event.at)].filter(isNumber).sort((a, b) => a - b);
+    for (const event of page.events) {
+      if (event.kind !== "run" || event.text !== "the queue started") continue;
+      const before = known.filter((time) => time < event.at).at(-1);
+      if (before !== undefined && event.at - before > Math.max(15, 5 * usual)) found.push([before, event.at]);
+    }
+    return found;
+  }
+
   /** Appends a row to columns of equal length. A new column starts with nulls. */
   function appendRow(columns, key, row, limit) {
     const length = columns[key].length;
@@ -265,5 +306,5 @@
     }
   }
 
-  slipstream.source = { Source, LIMITS, TIMES, appendRow, appendStep };
+  slipstream.source = { Source, LIMITS, TIMES, appendRow, appendStep, figuresOf, stopsOf, valueAt };
 })();

@@ -3,7 +3,7 @@
 (() => {
   "use strict";
   const { el, set, button, state, visible, format, isNumber } = slipstream;
-  const { count, number, percent, seconds, clock, plural } = format;
+  const { bytes, count, number, percent, seconds, clock, plural } = format;
 
   const PAGE_ROWS = 50;
 
@@ -164,13 +164,16 @@
 
   const SERVER_COLUMNS = [
     column("name", "Server", (s) => s.name),
-    column("state", "State", (s) => s.state, undefined, { class: (s) => `badge state-${s.state}` }),
+    column("state", "State", (s) => s.state, undefined, {
+      class: (s) => `badge state-${s.state}`,
+      help: "serving: samples; joining, syncing: gets weights; stale: too old to sample; quarantined: its weights failed their proof; draining: leaves; down: does not answer",
+    }),
     column(
       "version",
       "Version",
       (s) => s.version,
       (v) => v ?? "–",
-      numeric,
+      { numeric: true, help: "Of its weights: the optimiser steps that made them" },
     ),
     column(
       "lag",
@@ -179,7 +182,7 @@
       (v) => v ?? "–",
       { numeric: true, help: "Versions behind the learner" },
     ),
-    column("since", "Since", (s) => s.since_s, seconds, numeric),
+    column("since", "For", (s) => s.since_s, seconds, { numeric: true, help: "How long it has been in this state" }),
     column(
       "waits",
       "Waits for",
@@ -199,6 +202,7 @@
       "Weights by",
       (s) => s.transport,
       (v) => v ?? "–",
+      { help: "How new weights travel to it" },
     ),
     column("proof", "Proof", (s) => proofOf(s).max_abs_diff, number, {
       numeric: true,
@@ -227,7 +231,10 @@
       "Does",
       (w) => w.does,
       (v) => String(v).replaceAll("_", " "),
-      { class: (w) => `badge does-${w.does}` },
+      {
+        class: (w) => `badge does-${w.does}`,
+        help: "What most of its open episodes do; silent: not heard from for a minute; refused: its data would be wrong; left: it has ended",
+      },
     ),
     column(
       "why",
@@ -237,9 +244,18 @@
       { ...prose, help: "Why it is refused, or its failures" },
     ),
     column("open", "Open", (w) => w.episodes_in_flight, count, { numeric: true, help: "Open episodes" }),
-    column("generating", "Generating", (w) => w.episodes_generating, count, numeric),
-    column("tools_now", "In tools", (w) => w.episodes_in_tools, count, numeric),
-    column("judged", "Judged", (w) => w.episodes_in_judgement, count, numeric),
+    column("generating", "Generating", (w) => w.episodes_generating, count, {
+      numeric: true,
+      help: "Episodes for which a server writes an answer now",
+    }),
+    column("tools_now", "In tools", (w) => w.episodes_in_tools, count, {
+      numeric: true,
+      help: "Episodes that wait for a tool or an environment",
+    }),
+    column("judged", "Judged", (w) => w.episodes_in_judgement, count, {
+      numeric: true,
+      help: "Episodes that wait for their reward",
+    }),
     column("done", "Done", (w) => w.episodes_done, count, numeric),
     column("failed", "Failed", (w) => w.episodes_failed, count, {
       numeric: true,
@@ -256,7 +272,7 @@
     ),
     column("waits", "Idle", (w) => w.wait_share, percent, {
       numeric: true,
-      help: "Share of its slots' time without a ticket",
+      help: "Share of its time in which it could play episodes and the queue gave it no prompt",
     }),
     column(
       "seen",
@@ -266,6 +282,24 @@
       numeric,
     ),
     column("host", "Host", (w) => `${w.host}:${w.pid}`),
+  ];
+
+  const RANK_COLUMNS = [
+    column("rank", "Rank", (r) => r.rank, undefined, { numeric: true, help: "A process of the learner, with a part of each step" }),
+    column("busy", "Busy", (r) => r.busy_s, seconds, {
+      numeric: true,
+      help: "Seconds of the newest step until its last backward pass, in which the ranks exchange gradients",
+    }),
+    column("wait", "Waited", (r) => r.wait_s, seconds, {
+      numeric: true,
+      help: "How much longer the slowest rank was busy. Where ranks hold parts of the weights they wait in each layer, which is not seen here",
+    }),
+    column("step", "Step", (r) => r.step_s, seconds, { numeric: true, help: "Seconds of the whole step" }),
+    column("tokens", "Tokens", (r) => r.tokens, number, { numeric: true, help: "That it passed through the model" }),
+    column("memory", "Memory", (r) => r.memory_bytes, bytes, {
+      numeric: true,
+      help: "The most that it held: of its GPU in the step; without one, of the process since its start",
+    }),
   ];
 
   const EVENT_COLUMNS = [
@@ -321,17 +355,21 @@
     ),
   ];
 
-  /** The tables of servers, workers and evaluations. */
+  /** The tables of servers, workers, ranks and evaluations. */
   class Fleet {
     constructor(container) {
       this.servers = new Table(container, "servers", "Servers", SERVER_COLUMNS, { empty: "No server is registered." });
       this.workers = new Table(container, "workers", "Workers", WORKER_COLUMNS, { empty: "No worker is registered." });
+      this.ranks = new Table(container, "ranks", "Ranks of the learner", RANK_COLUMNS);
       this.evaluations = new Table(container, "evaluations", "Evaluations", EVALUATION_COLUMNS, { order: "-step" });
     }
 
     update(page, status) {
       this.servers.update(status ? status.servers : []);
       this.workers.update(status ? status.workers : []);
+      const ranks = (status && status.learner.ranks) || [];
+      this.ranks.update(ranks);
+      this.ranks.box.hidden = ranks.length === 0;
       this.evaluations.update(page.evaluations);
       this.evaluations.box.hidden = page.evaluations.length === 0;
     }

@@ -24,6 +24,9 @@ from tests.kit.postgres import cluster
 @pytest.fixture(autouse=True)
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr(
+        setup.model_facts, "facts", lambda config: [("model", config.model.path)]
+    )  # it has its own tests
 
 
 def test_what_is_installed_here_is_sound(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,11 +17,12 @@ from deploy import cli
 from deploy.commands.ended import EndedRun, find, render_ended
 from protocol import checkpoints, history
 from protocol.config import RunConfig, load
+from protocol.messages import ServerState
 from protocol.status import Cause, Status
 from rollout_queue.observe.history import History
 from rollout_queue.store.base import hold_lock_file
 from tests.deploy.commands.test_report import rollout
-from tests.kit.status import status
+from tests.kit.status import server, status
 
 NOW, HOUR = 1_000_000.0, 3600.0
 
@@ -161,7 +162,7 @@ def test_the_commands_read_the_files_where_the_queue_has_ended(
 ) -> None:
     stepped(config, 9)
     summed_up(config, 9)
-    looked(config, step=9, total_steps=9)
+    looked(config, step=9, total_steps=9, servers=[server("vllm-7", ServerState.SERVING)])
     run(monkeypatch, "status", run_file)
     assert "steps made, reward 0.250 at its first steps" in " ".join(capsys.readouterr().out.split())
     run(monkeypatch, "status", run_file, "--json")
@@ -175,8 +176,23 @@ def test_the_commands_read_the_files_where_the_queue_has_ended(
     assert "ticket 7.0" in out
     run(monkeypatch, "rollouts", run_file, "--json")
     assert msgspec.json.decode(capsys.readouterr().out)["ticket_id"] == "7.0"
+    run(monkeypatch, "servers", "list", run_file)
+    out = capsys.readouterr().out
+    assert "as its queue last saw them:" in out
+    assert "vllm-7" in out
+    run(monkeypatch, "servers", "list", run_file, "--json")
+    assert msgspec.json.decode(capsys.readouterr().out)["name"] == "vllm-7"
     monkeypatch.setattr(sys, "argv", ["slipstream", "rollouts", str(run_file), "--eval"])
     with pytest.raises(SystemExit) as end:
         cli.main()
     assert end.value.code == 2
     assert "; rollouts of evaluations were in its queue alone; evaluations.jsonl has" in capsys.readouterr().err
+
+
+def test_servers_of_a_run_that_left_nothing_of_them_are_refused_in_one_line(config: RunConfig, run_file: Path) -> None:
+    found = CliRunner().invoke(cli.app, ["servers", "list", str(run_file)])
+    assert "no queue answers at http://127.0.0.1:" in str(found.exception)
+    stepped(config, 9)
+    summed_up(config, 9)
+    found = CliRunner().invoke(cli.app, ["servers", "list", str(run_file)])
+    assert "; it left no state of its servers" in str(found.exception)

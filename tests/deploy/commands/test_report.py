@@ -125,9 +125,16 @@ def test_a_run_beside_another(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_step_that_the_queue_did_not_see_by_itself_lies_between_its_neighbours() -> None:
-    known = [(2.0, 100.0), (4.0, 140.0)]
-    assert [report._time_of(step, known) for step in (1, 2, 3, 4, 9)] == [100.0, 100.0, 120.0, 140.0, 140.0]
-    assert report._time_of(1, []) is None
+    times = report._StepTimes({"step": [2.0, 2.0, 4.0], "at": [100.0, 110.0, 140.0]})
+    assert [times.of(step) for step in (1, 2, 3, 4, 9)] == [100.0, 100.0, 125.0, 140.0, 140.0]
+    assert report._StepTimes({}).of(1) is None
+
+
+def test_no_step_lies_in_a_stop_of_the_run() -> None:
+    """Steps 5 and 6 were made before the stop and again after it, as the run was resumed from step 4."""
+    rows = [(2.0, 10.0), (6.0, 20.0), (4.0, 9000.0), (8.0, 9010.0)]
+    times = report._StepTimes({"step": [step for step, _ in rows], "at": [at for _, at in rows]})
+    assert [times.of(step) for step in (2, 3, 4, 6, 8)] == [10.0, 4505.0, 9000.0, 9005.0, 9010.0]
 
 
 def test_a_long_run_is_thinned_out_evenly(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

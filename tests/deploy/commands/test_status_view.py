@@ -95,10 +95,10 @@ def shown(status: Status, width: int = 100) -> str:
     [
         "run quickstart  step 41/60  version 41, served 40  reward 0.875",
         "limit        The learner limits the run: the learner waits 12%.",
-        "35 groups of 36 = 12 in work + 7 ready + 16 leased",
-        "depth        2.19 steps, target 2.25",
+        "35 of at most 36 = 12 at workers + 7 ready + 16 with the learner",
+        "work ahead   2.19 optimiser steps, aims at 2.25",
         "2.5 MB of 2147 MB",
-        "mean 1.25 = 0.75 in flight + 0.50 in queue; max 3, ever 4, bound 4",
+        "1.25 versions on average = 0.75 while played + 0.50 in the queue; highest 3, ever 4, bound 4",
         "9000 tokens sampled, 8500 trained",
         "policy       ratio to the sampler 1, 0.94 to 1.06 for 98 % of the tokens, effective sample size 98%, FLOPs",
         "learner 12%, workers 50%",
@@ -214,7 +214,7 @@ def test_i7_notices_stand_above_the_figures(width: int) -> None:
         "! 2 min ago",
         "! 12 s ago",
     ]
-    assert notices[-1] < next(number for number, line in enumerate(lines) if line.startswith("outstanding"))
+    assert notices[-1] < next(number for number, line in enumerate(lines) if line.startswith("groups"))
 
 
 def test_a_run_that_was_given_up_says_so_in_place_of_the_alarm() -> None:

@@ -100,3 +100,20 @@ def test_a_server_has_one_api_process(run_file: Path) -> None:
         with pytest.raises(ConfigError, match=r"keeps its pauses and its owner in one API process; leave it out"):
             server_args.check_server_args(load(run_file, ["--vllm.args", spelling]))
     server_args.check_server_args(load(run_file, ["--vllm.args", '["--api-server-count", "1", "-dp", "2"]']))
+
+
+def test_servers_that_cannot_tell_their_experts_are_refused_before_they_start(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = ("--learner.router_replay", "true")
+    with pytest.raises(ConfigError, match=r"router_replay = true: vLLM's CPU build .*; set learner.router_replay"):
+        server_args.check_router_replay(load(run_file, [*replay]), cpu=True)
+    for refused in ('["-pp", "2"]', '["-dcp", "2"]', '["--no-enable-prefix-caching"]'):
+        with pytest.raises(ConfigError, match=r"router_replay = true: .*vllm.args"):
+            server_args.check_router_replay(load(run_file, [*replay, "--vllm.args", refused]), cpu=False)
+    server_args.check_router_replay(load(run_file, [*replay]), cpu=False)
+    server_args.check_router_replay(load(run_file, []), cpu=True)
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
+    config = load(run_file, [*replay])
+    server_args.check_router_replay(config, cpu=True)
+    assert "--enable-return-routed-experts" in vllm_server.command(config, 0)

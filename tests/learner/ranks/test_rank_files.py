@@ -72,7 +72,9 @@ def same(found: dict[str, Any], right: dict[str, Any]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(("family", "others", "shard"), [("Mixtral", 3, True), ("Qwen2, tied", 2, False)])
+@pytest.mark.parametrize(
+    ("family", "others", "shard"), [("Mixtral", 3, True), pytest.param("Qwen2, tied", 2, False, marks=pytest.mark.wide)]
+)
 def test_any_number_of_ranks_goes_on_from_what_four_have_written(
     tmp_path: Path, family: str, others: int, shard: bool
 ) -> None:

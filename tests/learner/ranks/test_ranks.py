@@ -20,6 +20,7 @@ from learner.feed.packing import PackedRow, Sample, deal, pack
 from learner.run import build_trainer
 from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol.config import RunConfig
+from protocol.messages import RankReport
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
 from tests.kit.model import tiny_model
@@ -178,6 +179,27 @@ def test_several_steps_make_the_weights_that_one_rank_makes(moving: Pair) -> Non
     assert list(found) == list(right)
     for name, weight in right.items():
         torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-4, msg=name)
+
+
+def figures(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> list[RankReport]:
+    trainer.step(rows, rollouts)
+    return trainer.ranks
+
+
+def test_each_rank_says_what_it_did_and_how_long_it_waited_for_the_slowest(moving: Pair) -> None:
+    samples = samples_of([30, 20, 25, 35, 12, 18], 2, 0)
+    rows, rollouts = pack(samples, 64), step_rollouts(samples)
+    found = moving.several.call(figures, rows, rollouts)
+    hands = deal(rows, len(found))
+    assert [of.rank for of in found] == list(range(len(found)))
+    assert len(found) > 1
+    assert [of.tokens for of in found] == [sum(row.tokens for row in hand if not row.is_padding) for hand in hands]
+    slowest = max(of.busy_s for of in found)
+    for of in found:
+        assert 0 < of.busy_s <= of.step_s
+        assert of.wait_s == pytest.approx(slowest - of.busy_s)
+        assert of.memory_bytes > 10**6
+    assert figures(moving.alone, rows, rollouts) == []
 
 
 def diverge(trainer: Trainer, rows: list[PackedRow], rollouts: StepRollouts) -> str:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout_queue.broker.clock import TICK_S, AwakeClock
+from rollout_queue.broker.clock import TICK_S, AwakeClock, Clock, WallClock
 
 
 @given(st.lists(st.floats(0, 100)))
@@ -20,3 +20,25 @@ def test_it_goes_on_and_leaves_out_all_but_a_tick_of_each_long_gap(gaps: list[fl
         assert clock() == pytest.approx(awake)
         assert clock() == pytest.approx(awake)
     assert clock.overslept_s == pytest.approx(time[0] - awake)
+
+
+def test_the_time_of_day_goes_on_where_the_machines_clock_is_set_back() -> None:
+    day, passed = [50_000.0], [7.0]
+    clock = WallClock(lambda: day[0], lambda: passed[0])
+    assert clock() == 50_000.0
+    day[0] += 60.0
+    passed[0] += 60.0
+    assert clock() == 50_060.0
+    day[0] -= 3 * 3600.0
+    passed[0] += 1.0
+    assert clock() == 50_061.0
+    day[0] += 24 * 3600.0  # the machine was suspended, and its clock set right
+    assert clock() == day[0]
+
+
+def test_the_time_of_day_begins_behind_what_the_run_has_seen() -> None:
+    clock = WallClock(lambda: 50_000.0, lambda: 7.0)
+    Clock(wall=clock).not_before(40_000.0)
+    assert clock() == 50_000.0
+    Clock(wall=clock).not_before(90_000.0)
+    assert clock() == 90_000.0

@@ -331,8 +331,8 @@ async def test_a_queue_that_was_stopped_asks_its_store_before_it_answers(monkeyp
     [
         lambda client: client.ack("l", LeaseAck(2)),
         lambda client: client.release("l", 2),
-        lambda client: client.lease(LeaseRequest(2, "l", 1)),
-        lambda client: client.tickets(TicketRequest("w", 1)),
+        lambda client: client.lease(LeaseRequest(2, "l", 1, wait_s=0.0)),
+        lambda client: client.tickets(TicketRequest("w", 1, wait_s=0.0)),
     ],
 )
 async def test_a_queue_that_was_stopped_asks_its_store_before_it_refuses(

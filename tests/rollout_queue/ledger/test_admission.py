@@ -276,10 +276,13 @@ def test_grants_fill_the_depth_or_what_the_lag_leaves_of_the_bound(granted: int,
     [
         ("a learner: none has begun a session", load(session=0)),
         ("a server: none is serving", load(served=None)),
-        ("the queue is full: 10 groups outstanding, queue.capacity_groups = 10", load(outstanding=10)),
+        ("the queue is full: 10 groups under way, queue.capacity_groups = 10", load(outstanding=10)),
         ("the queue is full: 2048 bytes, queue.capacity_bytes = 2048", load(size=2048)),
-        ("the staleness bound: 0 groups outstanding, servers 5 versions behind", load(version=5, served=0)),
-        ("the depth limit: 8 groups outstanding, 8 allowed = 2.00 steps of 4", load(outstanding=8)),
+        (
+            "the staleness bound: 0 groups under way, the servers 5 versions behind the learner",
+            load(version=5, served=0),
+        ),
+        ("the limit of work ahead: 8 groups under way, 8 allowed = 2.00 steps of 4", load(outstanding=8)),
     ],
 )
 def test_i7_a_refused_ticket_names_its_reason(blame: str, now: QueueLoad) -> None:

@@ -105,14 +105,14 @@ def test_the_first_worker_of_a_session_gives_the_data_set(changed: dict[str, Any
         admit(run, "third", other(**changed))
     # A new session asks anew, and says so if the answer is another.
     admitted = admit(msgspec.structs.replace(run, session=2), "third", other(**changed))
-    assert "not the one of the session before" in (admitted.data_changed or "")
-    assert admit(msgspec.structs.replace(run, session=2), "third", GIVEN).data_changed is None
+    assert "not the one of the session before" in (admitted.changed or "")
+    assert admit(msgspec.structs.replace(run, session=2), "third", GIVEN).changed is None
 
 
 def test_i9_another_setting_in_a_new_session_is_no_change_of_the_data_set() -> None:
     warmer = {"rollout.temperature": "0.7"}
     run = RunState(session=2, declared=msgspec.structs.replace(DECLARED, rollout=warmer), data=GIVEN, data_session=1)
-    assert admit(run, "w", other(rollout=warmer)).data_changed is None
+    assert admit(run, "w", other(rollout=warmer)).changed is None
 
 
 def test_attack_12_a_worker_that_names_no_data_set_is_refused() -> None:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec
+from protocol import codec, reasons
 from protocol.images import Image, ImagePlace, PackedArray
-from protocol.messages import Group, LeaseReply, Rollout, Segment, Ticket, VersionSpan
+from protocol.messages import Group, LeaseReply, Rollout, RoutedExperts, Segment, Ticket, VersionSpan
 from rollout_queue.ledger import validation
 from rollout_queue.ledger.records import Refusal, TicketRecord
 from tests.kit import group, segment
@@ -326,3 +326,30 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
     else:
         with pytest.raises(Refusal):
             validation.check_group(candidate, RECORD, RULES)
+
+
+@pytest.mark.parametrize(
+    ("spans", "ids", "words"),
+    [
+        ([(0, 2), (2, 3)], 3 * 4, None),
+        ([], 0, None),
+        ([(0, 2), (1, 3)], 4 * 4, "overlap"),
+        ([(1, 1)], 0, "are of none"),
+        ([(-1, 1)], 2 * 4, "leave the"),
+        ([(0, 9)], 9 * 4, "leave the"),
+        ([(0, 2)], 2 * 4 - 1, "7 experts for 2 tokens, 2 layers and 2 choices"),
+    ],
+)
+def test_recorded_experts_are_of_tokens_that_are_there(
+    spans: list[tuple[int, int]], ids: int, words: str | None
+) -> None:
+    candidate = group(TICKET)
+    segment = candidate.rollouts[0].segments[0]
+    assert 3 <= len(segment.token_ids) < 9
+    segment.experts = RoutedExperts(np.zeros(ids, np.uint8), 2, 2, spans)
+    if words is None:
+        validation.check_group(candidate, RECORD, RULES)
+        return
+    with pytest.raises(Refusal, match=words) as refusal:
+        validation.check_group(candidate, RECORD, RULES)
+    assert refusal.value.reason == reasons.EXPERTS_COVER

@@ -106,7 +106,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.parametrize(
     ("count", "indices_kept"),
-    [(100_000, 10_000), pytest.param(1_000_000, leases.INDICES_KEPT, marks=pytest.mark.wide)],
+    [(60_000, 10_000), pytest.param(1_000_000, leases.INDICES_KEPT, marks=pytest.mark.wide)],
 )
 def test_a_weeks_tickets_leave_store_restart_and_memory_small(tmp_path: Path, count: int, indices_kept: int) -> None:
     path = tmp_path / "queue.db"

@@ -198,7 +198,8 @@ def test_what_happened_between_two_looks_is_said_once() -> None:
         finished=True,
     )
     assert said(first, second) == [
-        ("learner", "learner", "the learner began session 2 at step 5 with learner.learning_rate = 0.1 (was 0.2)"),
+        ("learner", "learner", "the learner began session 2 at step 5"),
+        ("change", "learner", "learner.learning_rate = 0.1 (was 0.2), from step 6 on"),
         ("learner", "learner", "a checkpoint of step 5 was saved"),
         ("run", None, "no step for 120 s: nobody samples"),
         ("run", None, "the run was given up: nothing is accepted"),
@@ -206,10 +207,10 @@ def test_what_happened_between_two_looks_is_said_once() -> None:
         ("server", "v0", "server v0 was serving and is quarantined: its proof failed"),
         ("server", "v2", "server v2 at http://v2 joined, joining"),
         ("server", "v1", "server v1 left"),
-        ("worker", "a", "worker a: the first failures of judge"),
         ("worker", "b", "worker b left"),
         ("worker", "c", "worker c came back"),
         ("worker", "e", "worker e joined from h"),
+        ("worker", "a", "worker a: the first episodes that failed, for judge"),
         ("worker", "d", "worker d was forgotten"),
         ("notice", "e", "new"),
         ("evaluation", None, "evaluation of step 5: reward 0.500 (4 rows, 0.0 s)"),
@@ -226,3 +227,52 @@ def test_a_queue_that_started_again_says_so_and_what_it_tells_anew() -> None:
         ("notice", None, "new"),
     ]
     assert said(None, status())[0] == ("run", None, "the queue started")
+
+
+def test_a_worker_that_falls_quiet_is_named_once_and_so_is_its_return() -> None:
+    heard, quiet, silent = (
+        status(workers=[worker("a", seen_s_ago=ago, does=does)])
+        for ago, does in ((3.0, "generating"), (26.0, "generating"), (70.0, "silent"))
+    )
+    text = "worker a is not heard from for 26 s: it was killed, hangs, or cannot reach the queue"
+    assert said(heard, quiet) == [("worker", "a", text)]
+    assert said(quiet, quiet) == said(quiet, silent) == []
+    assert said(quiet, heard) == said(silent, heard) == [("worker", "a", "worker a came back")]
+    assert [text for _, _, text in said(heard, silent)] == [text.replace("26 s", "a minute")]
+
+
+def test_a_server_that_dies_is_one_event_however_many_workers_fail_by_it() -> None:
+    names = [f"w{number}" for number in range(9)]
+    before = status(uptime_s=9.0, servers=[server("v0", ServerState.SERVING)], workers=[*map(worker, names)])
+    why = "http://v0: it takes no connection (Connection refused)"
+    after = status(
+        uptime_s=10.0,
+        servers=[server("v0", ServerState.DOWN, why)],
+        workers=[worker(name, failures={"server": 1}) for name in names],
+        notices=[Notice(1, "server", f"vLLM server v0 at http://v0 is down: {why}", None, 0.0)],
+    )
+    assert said(before, after) == [
+        ("server", "v0", f"server v0 was serving and is down: {why}"),
+        ("worker", None, "worker w0 and 8 others: the first episodes that failed, for server"),
+    ]
+
+
+def test_a_history_of_a_clock_that_was_set_back_is_in_order(tmp_path: Path) -> None:
+    folder = tmp_path / "history"
+    for began, steps in ((90_000.0, (1, 2)), (50_000.0, (3, 4))):
+        kept = History(folder, 10**9)
+        for step in steps:
+            learner = LearnerStatus(1, step, step, metrics={"reward": 0.5})
+            kept.add(status(step=step, learner=learner), began + 10.0 * step)
+        kept.close()
+    entries = list(stored.read(folder))
+    assert [entry.status.step for entry in entries if entry.status is not None] == [1, 2, 3, 4]
+    times = [entry.at for entry in entries]
+    assert times == sorted(times)
+    assert (times[0], times[-1]) == (90_010.0, 90_030.0)
+    assert all(entry.event is None or entry.event.at == entry.at for entry in entries)
+    again = History(folder, 10**9)
+    again.load()
+    assert again.columns.steps.json()["step"] == [1, 2, 3, 4]
+    assert again.columns.time.json()["at"] == sorted(again.columns.time.json()["at"])
+    assert again.newest_at == 90_030.0

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from protocol.messages import LearnerReport, WorkerReport
-from rollout_queue.observe.limits import LimitInputs, LimitWindow, limit_of
+from rollout_queue.observe.limits import LimitInputs, LimitWindow, limit_of, slowest_tool
+from rollout_queue.observe.windows import ToolCounts
 from rollout_queue.observe.workers import WorkerReports
 from tests.kit.config import config
 
@@ -39,6 +40,14 @@ def test_the_part_that_others_wait_for_limits(
     limit = limit_of(inputs(**given), config({"queue": queue}))
     assert limit.part == part
     assert said in limit.text
+
+
+def test_the_tool_that_takes_most_of_the_time_is_named() -> None:
+    tools = {"search": ToolCounts(calls=40, seconds=90.0), "add": ToolCounts(calls=400, seconds=10.0)}
+    assert slowest_tool({}) is slowest_tool({"add": ToolCounts(calls=3)}) is None
+    slow = inputs(learner_wait=0.9, ticket_wait=0.8, in_tools=0.9, slowest_tool=slowest_tool(tools))
+    said = "; episodes pass 90% of their time in tools, 90% of that in search, 2.2 s a call."
+    assert limit_of(slow, config()).text.endswith(said)
 
 
 def step(number: int, wait_s: float) -> LearnerReport:

@@ -17,7 +17,7 @@ from protocol import codec
 from protocol.client import QueueClient
 from protocol.messages import BeginSession, Group, LearnerReport, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
 from rollout_queue import store
-from rollout_queue.observe.histograms import Histograms
+from rollout_queue.observe.prometheus import Histograms
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
 

@@ -128,6 +128,76 @@ def test_one_cursor_and_one_zoom_for_all_charts(browser: Browser, served: PageSe
     browser.wait("document.querySelector('[data-chart=\"depth\"] .plot').layout.xaxis.range[1] > 41")
 
 
+def test_lines_break_and_stacks_are_empty_while_the_run_was_stopped(browser: Browser, served: PageServer) -> None:
+    page = served.page
+    half, later = len(page["steps"]["at"]) // 2, 7200.0
+    stopped = page["steps"]["at"][half - 1]
+    for part in ("steps", "time"):
+        page[part]["at"] = [at + later * (at > stopped) for at in page[part]["at"]]
+    began = stopped + later - 5.0
+    page["events"].append({"at": began, "kind": "run", "who": None, "text": "the queue started"})
+    page["now"] += later
+    browser.show(served.url, "view=charts&x=time")
+    for chart in ("reward", "depth"):
+        line = drawn(browser, chart)[0]
+        (gap,) = [i for i, y in enumerate(line["y"]) if y is None]
+        assert line["x"][gap + 1] - line["x"][gap - 1] > 1000 * 7000.0, chart
+    stack = drawn(browser, "groups")[0]
+    assert [y for y in stack["y"] if y == 0] == [0, 0]
+    shaded = "document.querySelector('[data-chart=\"reward\"] .plot').layout.shapes.filter((s) => s.type === 'rect')"
+    (stop,) = browser.run(shaded)
+    assert 1000 * 7000.0 < stop["x1"] - stop["x0"] < 1000 * 7300.0
+    assert "stopped for" in browser.run("slipstream.page.charts.describe(arguments[0])", began - 60.0)
+    browser.show(served.url, "view=charts&x=step")
+    assert None not in drawn(browser, "reward")[0]["y"]
+
+
+def test_every_figure_that_is_shown_twice_comes_from_one_place(browser: Browser) -> None:
+    page = make_page()
+    steps, status = page["steps"], page["status"]
+    steps["staleness_mean"][-1], steps["staleness_max"][-1], steps["reward"][-1] = 1.75, 3, 0.123
+    page["time"]["rate_tokens_sampled"][-1] = status["rates"]["tokens_sampled"] = 777.0
+    status["learner"]["wait_share"] = page["time"]["learner_wait_share"][-1] = 0.25
+    status["learner_wait_share"] = 0.9  # since the queue's start
+    status["workers"].append({**status["workers"][0], "worker_id": "lost", "does": "silent", "episodes_in_flight": 9})
+    with serving(page) as served:
+        browser.show(served.url)
+        tiles = dict(zip(browser.texts(".tile span"), browser.texts(".tile b"), strict=True))
+        loop = " ".join(browser.texts("svg.loop text"))
+        shown = {"Reward": "0.123", "Staleness": "1.8", "Learner waits": "25 %", "Sampled": "777 tok/s"}
+        assert {name: tiles[name] for name in shown} == shown
+        for said in (
+            "reward 0.123",
+            "waits 25 % of its time",
+            "777 tokens sampled a second",
+            "2 workers, 1 gone, idle",
+        ):
+            assert said in loop, said
+        assert "are 1.8 versions old on average, 3 at most; the bound is 4" in browser.text(".note")
+        assert sum(worker["episodes_in_flight"] for worker in status["workers"][:2]) == 20
+        assert "20 episodes" in loop
+        for chart, value in (("reward", "0.123"), ("staleness", "1.75"), ("tokens", "777")):
+            browser.wait(
+                "document.querySelector(arguments[0]).textContent === arguments[1]",
+                f'.view-overview [data-chart="{chart}"] .series b',
+                value,
+            )
+        assert all(browser.run("[...document.querySelectorAll('.tile')].map((tile) => tile.title.length > 20)"))
+
+
+def test_what_changed_is_listed_with_its_step(browser: Browser, served: PageServer) -> None:
+    texts = [
+        "learner.learning_rate = 0.1 (was 0.2), from step 31 on",
+        "the task's file, or its tools, are not those of the session before",
+    ]
+    for text in texts:
+        at = served.page["now"] - 1
+        served.page["events"].append({"at": at, "kind": "change", "who": None, "text": text, "step": 31})
+    browser.show(served.url)
+    assert browser.texts("ul.changes li span") == texts[::-1]
+    assert browser.texts("ul.changes li time") == ["step 31", ""]
+
+
 def test_the_loop_says_rates_waits_and_versions(browser: Browser, served: PageServer) -> None:
     status = served.page["status"]
     for size in ((1280, 800), (390, 844)):
@@ -205,6 +275,20 @@ def test_tables_sort_filter_and_page(browser: Browser) -> None:
         assert browser.text("table[data-table='evaluations'] td:nth-child(2)") == "0.61"
 
 
+def test_ranks_have_a_table_where_there_are_several(browser: Browser, served: PageServer) -> None:
+    browser.show(served.url, "view=fleet")
+    box = "document.querySelector(\"table[data-table='ranks']\").closest('section')"
+    assert browser.run(f"{box}.hidden")
+    served.opened.acquire(timeout=60)
+    status = served.page["status"]
+    figures = {"busy_s": 1.5, "wait_s": 0.25, "step_s": 2.0, "tokens": 4096, "memory_bytes": 3 * 2**30}
+    ranks = [{"rank": rank, **figures} for rank in range(2)]
+    served.push("status", {**status, "learner": {**status["learner"], "ranks": ranks}})
+    browser.wait(f"!{box}.hidden")
+    rows = browser.texts("table[data-table='ranks'] tbody td")
+    assert rows == ["0", "1.5 s", "0.25 s", "2 s", "4,096", "3 GiB", "1", "1.5 s", "0.25 s", "2 s", "4,096", "3 GiB"]
+
+
 def test_events_stand_in_the_log_and_on_the_charts(browser: Browser, served: PageServer) -> None:
     browser.show(served.url, "view=charts")
     drawn(browser, "reward")
@@ -259,6 +343,8 @@ def test_nothing_overflows_on_a_phone_or_a_laptop_in_either_theme(browser: Brows
                 "view=fleet",
                 f"view=rollouts&rollout={page['rollouts'][-1]['ticket_id']}/3",
             ):
+                if theme == "dark" and view in ("view=charts", "view=fleet"):
+                    continue  # it is as wide
                 for beside in ("", "&as=group&life=1") if "rollouts" in view else ("",):
                     browser.show(served.url, view + beside, size=size)
                     browser.wait("document.documentElement.dataset.theme === arguments[0]", theme)

@@ -37,7 +37,7 @@ class ScriptedSampler:
         self.turns = list(turns)
         self.pool = self
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, images=()):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, known=0, images=()):
         ids = self.turns.pop(0)
         return Sampled(list(ids), [-1.0] * len(ids), [SampledSpan(1, 0, len(ids), "vllm-0")], "stop")
 

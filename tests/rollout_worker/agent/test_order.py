@@ -37,7 +37,7 @@ class Policy:
         self.given = []
         self.asked = 0
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, images=()):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, known=0, images=()):
         reply = TOKENIZER.encode(REPLIES[self.asked % len(REPLIES)] + "<|im_end|>", add_special_tokens=False)
         self.asked += 1
         ids = reply[:max_tokens]

@@ -54,7 +54,7 @@ class ScriptedSampler:
     def release(self, affinities):
         self.released += len(affinities)
 
-    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, images=()):
+    async def sample(self, affinity, prompt, max_tokens, pending=None, own=None, known=0, images=()):
         self.requests.append((list(prompt), max_tokens))
         turn = self.turns[min(len(self.requests), len(self.turns)) - 1]
         if isinstance(turn, Exception):
@@ -303,6 +303,7 @@ async def test_calls_are_counted_by_tool_and_by_reason():
     episode, _ = await play(coerced, wrong, wrong + MALFORMED, nobody, "done")
     assert episode.messages[1]["content"] == "6"
     assert (episode.rollout.tool_calls, episode.rollout.tool_failures) == (5, 4)
+    assert episode.rollout.metrics.pop("tools/multiply/seconds") > 0
     assert episode.rollout.metrics == {
         "tools/multiply/calls": 3,
         "tools/multiply/failures": 2,

@@ -184,6 +184,24 @@ class ModelRunner(Protocol):
     ) -> None: ...
 
 
+class RecordsOfWorker(Protocol):
+    """vLLM's `AuxOutputWorkerConnector`, which keeps the experts that were chosen for each request's tokens."""
+
+    _buffer: Any
+    _requests: dict[str, Any]
+    _lock: Any
+
+    def _publish_blocks(self, batches: list[Any], *, release_keys: Sequence[str]) -> None: ...
+
+    def _teardown(self, request_ids: Sequence[str]) -> None: ...
+
+
+class RecordsOfScheduler(Protocol):
+    """vLLM's `AuxOutputSchedulerConnector`."""
+
+    _finished_requests: dict[str, Any]
+
+
 class Worker(Protocol):
     """vLLM's GPU `Worker`, of which the CPU's is a subclass."""
 

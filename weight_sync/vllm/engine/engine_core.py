@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
 
-from weight_sync.vllm.engine.contract import EngineCore, Request
+from weight_sync.vllm.engine.contract import EngineCore, RecordsOfScheduler, Request
 
 logger = logging.getLogger(__name__)
 
@@ -84,14 +84,30 @@ def begin_anew(core: EngineCore) -> None:
     scheduler = core.scheduler
     now = time.monotonic()
     # The last first, as each is put at the head of the queue.
-    for request in [request for request in reversed(scheduler.running) if not request.num_output_tokens]:
+    without = [request for request in reversed(scheduler.running) if not request.num_output_tokens]
+    for request in without:
         scheduler.running.remove(request)
         scheduler._preempt_request(request, now, drop_stale_output=True)
         # It may be scheduled in the very next step, and must not look as if it had been in the previous one.
         scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    _forget_records(core, [request.request_id for request in without])
     for request in scheduler.waiting:
         if not request.num_output_tokens:
             _renew(core, request)
+
+
+def _forget_records(core: EngineCore, request_ids: list[str]) -> None:
+    """Drop what servers of a mixture have recorded of requests that begin anew (`--enable-return-routed-experts`).
+
+    vLLM would tell its workers in the next step that they are finished. They may be scheduled in the same one, which
+    its workers refuse.
+    """
+    records: RecordsOfScheduler | None = getattr(core.scheduler, "aux_output_connector", None)
+    if records is None or not request_ids:
+        return
+    for request_id in request_ids:
+        records._finished_requests.pop(request_id, None)
+    core.collective_rpc("slipstream_forget_records", args=(request_ids,))
 
 
 def _renew(core: EngineCore, request: Request) -> None:

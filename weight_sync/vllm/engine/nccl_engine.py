@@ -17,7 +17,7 @@ from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngin
 
 from weight_sync.vllm.engine.fingerprints import ModelFingerprints
 from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import UpdateCheck
+from weight_sync.vllm.engine.reload import DirectWrites, UpdateCheck
 
 
 class NcclEngine(NCCLWeightTransferEngine):
@@ -56,6 +56,7 @@ class NcclEngine(NCCLWeightTransferEngine):
             watched = undo.enter_context(watching(self._layers(), prints=True))
             self.model.load_weights = lambda weights: load(noted(weights))
             undo.callback(self.model.__dict__.pop, "load_weights", None)
+            undo.enter_context(DirectWrites(self.model))
             super().receive_weights(update_info)
         check.take(watched)
 

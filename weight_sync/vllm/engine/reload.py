@@ -13,11 +13,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, make_online_process_loader
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, CopyCounter
+from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.contract import ModelConfig, VllmConfig
@@ -110,9 +113,61 @@ class UpdateCheck:
             return
         # Some quantised layers have more than a checkpoint holds, and experts may be another worker's.
         plain = type(getattr(module, "quant_method", None)).__name__.startswith(("Unquantized", "NoneType"))
-        plain = plain and all(tensor.ndim < 3 for tensor in parameters.values())
-        if info.load_numel == 0 or (plain and info.load_numel < sum(tensor.numel() for tensor in parameters.values())):
-            yield from (f"{name}.{of}" for of in parameters)
+        got = {of for of, _ in info.loaded_weights}
+        # vLLM keeps biases where they are, so they are not in its record.
+        biased = {"bias"} if plain and module._parameters.get("bias") is not None else set()
+        if info.load_numel == 0 or not plain:
+            missing = parameters.keys() if info.load_numel == 0 else set()
+        else:
+            missing = (parameters.keys() | biased) - got
+            whole = all(tensor.ndim < 3 for tensor in parameters.values())
+            if whole and not missing and info.load_numel < sum(tensor.numel() for tensor in parameters.values()):
+                missing = parameters.keys()
+        yield from (f"{name}.{of}" for of in sorted(missing))
+
+
+class DirectWrites(TorchFunctionMode):
+    """Hands what a model's own loader copies straight into a parameter to the parameter's loader, while inside.
+
+    vLLM's layerwise reload gives parameters without memory to the loaders of a model, and waits for calls of each
+    parameter's `weight_loader`. Some models (GPT-OSS's experts and attention sinks, in vllm 0.32) do without: they copy
+    into the parameter, and what they copy would be lost.
+
+    Args:
+        model: A model that `initialize_layerwise_reload` has made ready.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self._places = {
+            id(parameter): (layer, name)
+            for layer in model.modules()
+            for name, parameter in layer._parameters.items()
+            if parameter is not None and parameter.is_meta
+        }
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        place = self._places.get(id(args[0])) if args and func in (_DATA, torch.Tensor.copy_) else None
+        # Loaders copy into the same parameters while vLLM counts what they load.
+        if place is None or isinstance(_get_current_dispatch_mode(), CopyCounter):
+            return func(*args, **(kwargs or {}))
+        if func == torch.Tensor.copy_:
+            _load(*place, args[0], args[1])
+        return args[0]
+
+
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+
+def _load(layer: torch.nn.Module, name: str, parameter: Any, value: torch.Tensor) -> None:
+    """Load a parameter as if it had no loader of its own. `parameter`: without memory; the layer may have another by
+    now."""
+    held: Any = getattr(layer, name)
+    held.weight_loader = default_weight_loader
+    held.weight_loader = parameter.weight_loader = make_online_process_loader(layer, name)
+    parameter.weight_loader(parameter, value)
 
 
 class Reload:
@@ -136,14 +191,17 @@ class Reload:
         be half new."""
         layers = [(name, module, module) for name, module in self._model.named_modules()]
         with watching(layers) as watched:
-            load_staged(self._model, self._model_config, self._weights)
+            load_staged(self._model, self._model_config, self._weights, self._check)
         self._check.take(watched)
         known = _known.setdefault(self._model, set())
         self.proven = ModelFingerprints(self._check.prints, products=self._check.products, known=known)
 
 
-def load_staged(model: Any, model_config: ModelConfig, weights: Weights) -> None:
+def load_staged(model: Any, model_config: ModelConfig, weights: Weights, check: UpdateCheck | None = None) -> None:
     """Reload `model` from `weights`, names and tensors as in a checkpoint. Generation must be paused.
+
+    Raises:
+        ValueError: Some parameters got nothing. The model is half new then.
 
     On a CPU vLLM packs weights when it loads them, but not all of them again when it reloads. No tensor of the
     checkpoint reaches a tied output head, which is a module of its own; experts are packed at their first load only,
@@ -151,8 +209,13 @@ def load_staged(model: Any, model_config: ModelConfig, weights: Weights) -> None
     """
     with _without_false_alarms(model):
         initialize_layerwise_reload(model)
-        model.load_weights(iter(weights.items()))
-        finalize_layerwise_reload(model, model_config)
+        with DirectWrites(model):
+            model.load_weights(iter(weights.items()))
+        try:
+            if check is not None:
+                check.check_whole()
+        finally:
+            finalize_layerwise_reload(model, model_config)
     for module in model.modules():
         if isinstance(module, ParallelLMHead) and hasattr(module, "cpu_linear"):
             module.quant_method.process_weights_after_loading(module)

@@ -26,7 +26,7 @@ from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, Reading
 from weight_sync.vllm.engine.contract import VllmConfig
 from weight_sync.vllm.engine.fingerprints import held
 from weight_sync.vllm.engine.layer_proof import watching
-from weight_sync.vllm.engine.reload import Reload
+from weight_sync.vllm.engine.reload import DirectWrites, Reload
 from weight_sync.vllm.engine.shadow_checks import (
     NoShadow,
     RowSums,
@@ -111,8 +111,8 @@ class Shadow:
         self.of_tower = any(is_of_tower(model, pair.name) for pair in self.pairs)
         self.proven = replace(held(all_pairs[0].shadow), products=watched.products)
         self._all = all_pairs
-        viewed = _viewed(all_pairs)
-        self._changes = [change for pair in self.pairs for change in _changes(pair, viewed)]
+        referred = _referred(all_pairs)
+        self._changes = [change for pair in self.pairs for change in _changes(pair, referred)]
 
     def exchange(self) -> None:
         """Make the live modules compute with the shadow's tensors. Generation must stand still."""
@@ -152,7 +152,8 @@ def _load(pairs: list[Pair], reading: Reading, sent_tensors: Weights, whole: boo
         pair.info.kernel_tensors = None
     sizes = [pair.info.load_numel_total for pair in pairs]
     try:
-        shadow.load_weights(reading)
+        with DirectWrites(shadow):
+            shadow.load_weights(reading)
     except NotInParts as error:
         raise NotInParts(error.what, reading.at) from None
     except PackingError as error:
@@ -250,17 +251,20 @@ def _pack_experts(shadow: Any) -> None:
         kernel.fused_experts.process_weights_after_loading(shadow)
 
 
-def _viewed(pairs: list[Pair]) -> set[int]:
-    """Return the storages of live buffers: some are views of a weight, as that of Mamba's convolution."""
-    buffers = (buffer for pair in pairs for buffer in pair.live._buffers.values() if buffer is not None)
-    return {buffer.untyped_storage().data_ptr() for buffer in buffers if buffer.numel() and not buffer.is_meta}
+def _referred(pairs: list[Pair]) -> set[int]:
+    """Return the storages of live tensors that something besides a parameter refers to: buffers, some of which are
+    views of a weight, as that of Mamba's convolution; and what attention has, as its sinks."""
+    buffers = [buffer for pair in pairs for buffer in pair.live._buffers.values() if buffer is not None]
+    attention = [vars(impl) for pair in pairs if (impl := getattr(pair.live, "impl", None)) is not None]
+    tensors = [*buffers, *(value for of in attention for value in of.values() if isinstance(value, torch.Tensor))]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel() and not tensor.is_meta}
 
 
-def _changes(pair: Pair, viewed: set[int]) -> Iterator[Callable[[], Any]]:
+def _changes(pair: Pair, referred: set[int]) -> Iterator[Callable[[], Any]]:
     """Yield calls that put the shadow's tensors into the live module. Each returns the tensor that it replaced.
 
     Args:
-        viewed: Storages of which some buffer is a view.
+        referred: Storages that something besides a parameter refers to.
     """
     for container in ("_parameters", "_buffers"):
         old = getattr(pair.live, container)
@@ -270,7 +274,7 @@ def _changes(pair: Pair, viewed: set[int]) -> Iterator[Callable[[], Any]]:
             bind_to_live(tensor, pair)
             live = old.get(name)
             # Others hold references to these: a router's bias, and captured graphs on a GPU.
-            kept = live is not None and container == "_parameters" and live.untyped_storage().data_ptr() in viewed
+            kept = live is not None and container == "_parameters" and live.untyped_storage().data_ptr() in referred
             if live is not None and (kept or name in SKIP_TENSORS or live.device.type != "cpu"):
                 yield partial(live.data.copy_, tensor.data)
             else:

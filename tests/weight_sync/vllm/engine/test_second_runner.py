@@ -69,6 +69,7 @@ print(json.dumps({
 """
 
 
+@pytest.mark.wide
 def test_scores_are_those_of_the_served_path_with_an_adapter_and_without(tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     model, adapter = tmp_path / "model", tmp_path / "adapter"

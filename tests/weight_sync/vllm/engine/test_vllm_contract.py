@@ -48,6 +48,8 @@ IMPLEMENTED_BY = {
     contract.QuantizeMethod: ["vllm.model_executor.layers.quantization.base_config:QuantizeMethodBase"],
     contract.LayerReloadingInfo: ["vllm.model_executor.model_loader.reload.types:LayerReloadingInfo"],
     contract.AdapterLayer: ["vllm.lora.layers.base_linear:BaseLinearLayerWithLoRA"],
+    contract.RecordsOfWorker: ["vllm.distributed.aux_output_connector.worker:AuxOutputWorkerConnector"],
+    contract.RecordsOfScheduler: ["vllm.distributed.aux_output_connector.connector:AuxOutputSchedulerConnector"],
     contract.Worker: ["vllm.v1.worker.gpu_worker:Worker"],
     contract.WeightTransferEngine: ["vllm.distributed.weight_transfer.base:WeightTransferEngine"],
     contract.EngineManager: ["vllm.v1.engine.utils:CoreEngineProcManager"],

@@ -1,0 +1,147 @@
+"""Says what a run does with its model, from its config and tokenizer alone: no weights are read or downloaded."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from deploy.checks import model_check
+from deploy.servers.vllm_server import on_cpu
+from protocol.config import ConfigError, LearnerSection, RunConfig
+
+# Tokens of the longest sequence of a small model, and MiB for its logits.
+_LONGEST, _LOGITS_MIB = 100, 16
+
+# A tool with one argument of each kind that breaks notations.
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Look up a word.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+
+
+def facts(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield what is known of the run's model: what it is, and how each part of a run takes it, or why it does not."""
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        yield "model", "the extras learner, cpu or gpu are needed to look at it"
+        return
+    try:
+        architecture = model_check.read_architecture(config.model)
+    except ConfigError as error:
+        yield "model", str(error)
+        return
+    yield "model", _said(lambda: _description(architecture))
+    yield "model, chat", _said(lambda: _chat(config))
+    yield "model, vLLM", _said(lambda: _serving(config, architecture))
+    yield "model, learner", _said(lambda: _layout(config, architecture))
+
+
+def _said(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except ConfigError as error:
+        return f"no: {error}"
+    except Exception as error:  # of any kind: it may be the model's own code
+        return f"not known before the start: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def _description(architecture: Any) -> str:
+    import torch
+
+    from learner.model.loading import kind_of
+
+    with torch.device("meta"):  # no weight takes memory
+        network = kind_of(architecture).from_config(architecture)
+    count = sum(weight.numel() for weight in network.parameters())
+    size = f"{count / 1e9:.2f} billion" if count > 1e8 else f"{count:,}"
+    context = model_check.longest_context(architecture)
+    return f"{type(network).__name__}, {size} parameters, context " + (f"{context:,}" if context else "not said")
+
+
+def _chat(config: RunConfig) -> str:
+    from rollout_worker.chat.build import build_chat_format
+
+    chat = build_chat_format(config, [])
+    name = getattr(chat, "parser_name", None)
+    found = type(chat).__name__ + (f", parser {name}" if name else "")
+    try:
+        build_chat_format(config, [_TOOL])
+    except ConfigError as error:
+        return f"{found}; without tools: {error}"
+    return f"{found}; with and without tools"
+
+
+def _serving(config: RunConfig, architecture: Any) -> str:
+    if config.vllm.servers:
+        return "servers elsewhere"
+    names = getattr(architecture, "architectures", None) or []
+    if not names:
+        return "its config.json names no architectures, by which vLLM chooses its code"
+    if not _known_to_vllm().isdisjoint(names):
+        limits = "; its CPU build lacks kernels of some architectures" if on_cpu() else ""
+        return f"knows {', '.join(names)}{limits}"
+    return f"has no code of its own for {', '.join(names)}: it tries transformers' (vllm.args), which may fail"
+
+
+def _known_to_vllm() -> set[str]:
+    """Return the architectures in vLLM's registry, read from its source: to import it takes seconds."""
+    package = find_spec("vllm")
+    if package is None or package.origin is None:
+        raise ConfigError("vLLM is not installed here: pip install 'slipstream-rl[cpu]' or '[gpu]'")
+    registry = Path(package.origin).parent / "model_executor" / "models" / "registry.py"
+    tables = [node.value for node in ast.parse(registry.read_text("utf-8")).body if isinstance(node, ast.Assign)]
+    keys = (key for table in tables if isinstance(table, ast.Dict) for key in table.keys)
+    return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+
+
+def _layout(config: RunConfig, architecture: Any) -> str:
+    """Try a small model of the same architecture."""
+    import torch
+
+    from learner.model.build import load_policy
+    from learner.model.loading import kind_of
+    from learner.model.policy import Scoring
+    from learner.model.small import small
+
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder, _quiet():
+        kind_of(architecture).from_config(small(architecture)).save_pretrained(folder)
+        model = config.model.model_copy(update={"path": folder, "revision": None})
+        learner = LearnerSection(layout=config.learner.layout)
+        lora = config.lora.model_copy(update={"r": min(2, config.lora.r), "layers_to_transform": []})
+        try:
+            policy = load_policy(folder, model, Scoring(1.0, _LOGITS_MIB), learner, _LONGEST, lora)
+        except ConfigError as error:
+            raise ConfigError(str(error).replace(folder, config.model.path)) from None
+    adapter = f"; adapters on {', '.join(_targets(policy))}" if policy.adapter is not None else ""
+    note = policy.layout_note.partition(", since ")[2]
+    return f"trains it, learner.layout {policy.layout}{f', since {note}' if note else ''}{adapter}"
+
+
+def _targets(policy: Any) -> list[str]:
+    names = (name for name, weight in policy.named_parameters() if weight.requires_grad and ".lora_" in name)
+    return sorted({name.split(".lora_")[0].rpartition(".")[2] for name in names})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging as of_transformers
+
+    before, bars = logging.root.manager.disable, of_transformers.is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(before)
+        if bars:
+            of_transformers.enable_progress_bar()

@@ -80,10 +80,8 @@ class Staging(threading.Thread):
         return ("building" if "receiving" in self._seconds else "receiving"), self._error
 
     def report(self) -> dict[str, Any]:
-        """Return `stage`, `error`, `seconds` by stage, and `tower`: whether the weights that embed images change, once
-        it is ready."""
-        tower = bool(getattr(self.shadow, "of_tower", False))
-        return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds), "tower": tower}
+        """Return `stage`, `error` and `seconds` by stage."""
+        return {"stage": self._stage, "error": self._error, "seconds": dict(self._seconds)}
 
 
 def _begun(receive: Callable[[], Share]) -> Future[Share]:

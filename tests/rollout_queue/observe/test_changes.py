@@ -24,7 +24,7 @@ def found(name: str, values: Sequence[float], finder: ChangeFinder | None = None
     finder = finder or ChangeFinder()
     jumps = []
     for number, value in enumerate(values, start=1):
-        jumps += finder.step({"step": number, "at": 100.0 * number, name: value})
+        jumps += finder.step({"step": number, "at": 100.0 * number, "rewards/other/mean": 0.5, name: value})
     return [jump.text for jump in jumps]
 
 
@@ -58,6 +58,12 @@ def test_a_figure_that_jumps_is_named_with_its_step(name: str, values: list[floa
     texts = found(name, values)
     assert len(texts) == len(expected), texts
     assert all(part in text for part, text in zip(expected, texts, strict=True)), texts
+
+
+def test_of_a_single_reward_function_the_reward_alone_is_named() -> None:
+    finder = ChangeFinder()
+    steps = [{"step": n, "at": n, "reward": v, "rewards/only/mean": v} for n, v in enumerate([*HIGH, *LOW], start=1)]
+    assert [jump.name for step in steps for jump in finder.step(step)] == ["reward"]
 
 
 def test_a_step_that_a_resumed_run_makes_again_is_looked_at_anew() -> None:

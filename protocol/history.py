@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from protocol.messages import LearnerReport
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status, WorkerActivity, episodes_at
 
@@ -238,6 +239,11 @@ def time_row(at: float, status: Status) -> Row:
     return row
 
 
+def reported_row(at: float, report: LearnerReport) -> Row:
+    """Return a step that the learner reported as a row of the columns over steps."""
+    return {"step": report.step, "at": at, "step_time": report.step_s, "wait_s": report.wait_s, **report.metrics}
+
+
 def step_row(at: float, status: Status) -> Row | None:
     """Return the newest step of a status as a row of the columns over steps; None before the first."""
     learner = status.learner
@@ -258,14 +264,18 @@ class RunColumns:
         """Add the status as of `at`, wall clock, seconds. Returns the new rows; None for a step that is known."""
         row, step = time_row(at, status), step_row(at, status)
         self.time.add(row)
-        if step is None or step["step"] == self._step:
-            return row, None
+        return row, step if step is not None and self.add_step(step) else None
+
+    def add_step(self, step: Row) -> bool:
+        """Add the row of a step, behind those before it. Returns False if it is the newest one already."""
+        if step["step"] == self._step:
+            return False
         number = int(step["step"] or 0)
         if number < self._step:
             self.steps.forget_from(number)
         self._step = number
         self.steps.add(step)
-        return row, step
+        return True
 
 
 class PlanNode(msgspec.Struct, frozen=True):

@@ -40,6 +40,8 @@ def facts(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield "model", str(error)
         return
     yield "model", _said(lambda: _description(architecture))
+    if (lack := _lack_of_weights(config)) is not None:
+        yield "model, weights", f"no: {lack}"
     yield "model, chat", _said(lambda: _chat(config))
     yield "model, vLLM", _said(lambda: _serving(config, architecture))
     yield "model, learner", _said(lambda: _layout(config, architecture))
@@ -52,6 +54,13 @@ def _said(ask: Callable[[], str]) -> str:
         return f"no: {error}"
     except Exception as error:  # of any kind: it may be the model's own code
         return f"not known before the start: {type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
+
+
+def _lack_of_weights(config: RunConfig) -> str | None:
+    folder = Path(config.model.path)
+    if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        return None
+    return f"model.path = {folder} holds no *.safetensors: complete it, or name another folder"
 
 
 def _description(architecture: Any) -> str:

@@ -54,7 +54,10 @@ def examine(config: RunConfig | None, as_json: bool = False) -> int:
     the exit code: 1 if something is broken."""
     of_run = (*_ports(config), *_plan(config), *_store(config), *model_facts.facts(config)) if config else ()
     facts = dict((*_software(), *_devices(), *of_run))
-    faults = [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
+    faults: list[object] = [
+        f"{name}: {text.removeprefix('no: ')}" for name, text in facts.items() if text.startswith("no: ")
+    ]
+    faults += [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
     if as_json:
         print_json({"facts": facts, "broken": [str(fault) for fault in faults]})
         return 1 if faults else 0

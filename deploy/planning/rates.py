@@ -121,6 +121,8 @@ def read_record(run_dir: Path) -> Record:
         ConfigError: There is no such run, it made fewer than two steps (the first one waits for the start), or its
             files hold what no run writes.
     """
+    if not run_dir.is_dir():
+        raise ConfigError(f"{run_dir}: there is no such directory; name that of a run with --from RUN_DIR")
     try:
         return _read_record(run_dir)
     except ConfigError:

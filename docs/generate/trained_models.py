@@ -28,8 +28,8 @@ the model does. A model is refused
 - whose position embeddings depend on the whole row;
 - with weights that its checkpoint does not hold under the names they would be published with.
 
-Speed of a step beside `padded`, of a dense model of 7M parameters on one core (`python -m benchmarks.layouts`), and of a
-Qwen3-Next of its width and depth without the kernels of flash-linear-attention:
+Speed of a step beside `padded`, of a dense model of 7M parameters on one core (`python -m benchmarks.layouts`), and of
+a Qwen3-Next of its width and depth without the kernels of flash-linear-attention:
 
 | batch | trie | packed | padded | hybrid, padded |
 |---|---|---|---|---|

@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.addresses import normal_url
 from protocol.config import ConfigError
+from protocol.history import Row, reported_row
 from protocol.messages import Server, ServerState
 from protocol.status import Stall
 from protocol.versions import new_run_id
@@ -206,14 +207,14 @@ async def _tell_pages(broker: Broker, shown: int) -> int:
     """
     history, viewers = broker.history, broker.viewers
     now, failure = status.assemble(broker), history.failure
-    change = history.add(now, broker.clock.wall())
+    change = history.add(now, broker.clock.wall(), _steps_before(broker))
     if history.failure is not None and failure is None:
         logger.error("%s", history.failure)
         broker.observations.notices.say("history", history.failure, broker.now, key="history")
     viewers.tell("status", now)
     viewers.tell("time", change.time)
-    if change.step is not None:
-        viewers.tell("step", change.step)
+    for step in change.steps:
+        viewers.tell("step", step)
     for event in change.events:
         viewers.tell("event", event)
     shown, rollouts = broker.observations.recent.newer(shown)
@@ -222,6 +223,14 @@ async def _tell_pages(broker: Broker, shown: int) -> int:
         if new:
             viewers.tell("rollouts", new)
     return shown
+
+
+def _steps_before(broker: Broker) -> list[Row]:
+    """Return the steps since the last look, but for the newest one, which the status has."""
+    reports, wall = broker.observations.newest_reports, broker.clock.wall()
+    found = [reported_row(wall - (broker.now - at), report) for at, report in reports if report.metrics][:-1]
+    reports.clear()
+    return found
 
 
 async def _show_alive(broker: Broker) -> None:

@@ -26,6 +26,8 @@ _AWAITED = {
     ServerState.DRAINING: "the end of its requests",
 }
 
+_AWAY = (ServerState.JOINING, ServerState.DOWN, ServerState.QUARANTINED)
+
 _VERDICT = "the learner to verify the version that is on its way to it"
 
 # Workers that are named where one server waits for many.
@@ -123,6 +125,9 @@ def _limit(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequence[Se
     inputs = broker.observations.limits.inputs(slots, broker.config.vllm.max_num_seqs * len(servers), broker.now)
     if inputs is None or broker.ledger.run.finished:
         return None
+    if servers and all(server.state in _AWAY for server in servers):
+        states = ", ".join(f"{server.name} is {server.state}" for server in servers[:_MAX_NAMED])
+        return Limit("servers", f"No vLLM server serves, so no episode goes on: {states}.")
     slowest = slowest_tool(broker.observations.symptoms.newest.tools)
     return limit_of(msgspec.structs.replace(inputs, slowest_tool=slowest), broker.config)
 

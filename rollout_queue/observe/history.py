@@ -49,7 +49,7 @@ class Change(msgspec.Struct, frozen=True):
     """The rows and events that a status added to the history."""
 
     time: Row
-    step: Row | None
+    steps: list[Row]
     events: list[Event]
 
 
@@ -102,12 +102,18 @@ class History:
         if self._newest is not None:  # of a queue that has ended, however soon
             self._newest = msgspec.structs.replace(self._newest, uptime_s=float("inf"))
 
-    def add(self, status: Status, at: float, is_last: bool = False) -> Change:
-        """Add the status as of `at`, wall clock, seconds. The last one of a queue is written whenever it comes."""
+    def add(self, status: Status, at: float, before: Sequence[Row] = (), is_last: bool = False) -> Change:
+        """Add the status as of `at`, wall clock, seconds. The last one of a queue is written whenever it comes.
+
+        Args:
+            before: Rows of the steps since the status before, but for the newest one, which the status has.
+        """
         events = between(self._newest, status, at)
         self._newest = status
-        row, step = self.columns.add(at, status)
-        if step is not None:
+        steps = [step for step in before if self.columns.add_step(step)]
+        row, newest = self.columns.add(at, status)
+        steps += [] if newest is None else [newest]
+        for step in steps:
             events += [jump.event() for jump in self.changes.step(step)]
         for event in events:
             self.changes.event(event)
@@ -117,7 +123,7 @@ class History:
             self._written_at = at
             there = [worker for worker in status.workers if worker.does != "left"][:_MAX_WORKERS]
             self._write([Entry(at, msgspec.structs.replace(status, workers=there))])
-        return Change(row, step, events)
+        return Change(row, steps, events)
 
     def make_room(self) -> None:
         """Thin out or delete old parts until the rest fits. Blocks; `add` may be called meanwhile."""

@@ -42,7 +42,7 @@ _HELD_BACK = 0.2
 # measured. It is that of a server of which half of a token's time grows with the requests.
 _MIN_MORE, _ASSUMED_MORE = 0.1, 1 / 3
 
-_WINDOW_S, _BUCKET_S = 300.0, 10.0
+_WINDOW_S, _MIN_WINDOW_S, _BUCKET_S = 300.0, 20.0, 10.0
 
 # Steps that count, and how many there must be.
 _WINDOW_STEPS, _MIN_STEPS = 20, 3
@@ -219,10 +219,13 @@ class LimitWindow:
     def inputs(self, slots: int, requests: int, now: float) -> LimitInputs | None:
         """Return what is known; None before a few steps, or before a worker has told of its slots."""
         self._forget(now)
-        times = SlotTimes()
-        for _, part in self._buckets:
-            times.add(part)
         step_s = sum(report.step_s for report in self._steps)
+        # Of workers what passed meanwhile: of a tool that has become slow, steps tell late enough.
+        since = now - max(_MIN_WINDOW_S, min(step_s, _WINDOW_S))
+        times = SlotTimes()
+        for bucket, part in self._buckets:
+            if (bucket + 1) * _BUCKET_S > since:
+                times.add(part)
         if len(self._steps) < _MIN_STEPS or not step_s or not times.slot_s:
             return None
         window_s = min(step_s, _WINDOW_S)

@@ -78,6 +78,8 @@ class Observations:
         self.staleness = StalenessWindow()
         self.tickets = NewestTickets()
         self.rejections: Counter[str] = Counter()
+        # Steps since the history looked last, each with its time.
+        self.newest_reports: deque[tuple[float, LearnerReport]] = deque(maxlen=256)
         self._over_age = 0
         self._learner_at: float | None = None
         self._changed: list[str] = []
@@ -155,6 +157,7 @@ class Observations:
         if report is not None:
             self.symptoms.stepped(report.metrics.get("grad_norm"))
             self._reports.append(report)
+            self.newest_reports.append((now, report))
             self.limits.stepped(report)
             self._learner_waited_s += report.wait_s
             self._learner_s += report.step_s

@@ -45,7 +45,9 @@ What is checked, and what to know:
   experts. It does not serve Nemotron-H's experts (`fused_moe/config.py`: GPUs only), Kimi-Linear where numba is
   installed (`triton_utils/dispatcher.py`), or Qwen3.5 without torchvision. Qwen3-Next it serves in bfloat16 with
   heads of 128 alone (`mamba/ops/cpu/gdn_attention.py`), within 0.1 nats; of LFM2 it turns only the first head by
-  position (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off.
+  position (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off. Gemma 3n arrives
+  as it was sent: a server that has taken updates is as far from the learner (0.3 nats) as one started on the same
+  weights, where these are not those of an untrained model.
 - **Vision models** train their text tower and output layer; the rest is frozen and not published. Rollouts are
   text. vLLM has served none of them here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the

@@ -231,9 +231,8 @@ def _check_system_prompt(config: RunConfig, sample: RowSample, row: Any) -> None
 
 def _tokens(chat: ChatFormat, row: Any) -> int:
     """Return the tokens of a row's prompt. Raises `PromptError`, or any error of a data set's own row."""
-    prompt = row["prompt"]
     try:
-        prompt = prompt if chat.images is None else seen_prompt(prompt, row, chat.images)
+        prompt = seen_prompt(row["prompt"], row, chat.images)
     except ImageError as error:
         raise PromptError(str(error)) from None
     return len(asyncio.run(chat.prompt_ids(prompt)))

@@ -98,7 +98,7 @@ class ChangeFinder:
         if self._rows and (self._rows[-1]["step"] or 0.0) >= number:  # a resumed run makes a step again
             self._forget_from(number)
         self._rows.append(row)
-        found = [jump for name in row if _FIGURE.fullmatch(name) and (jump := self._jump(name)) is not None]
+        found = [jump for name in _figures(row) if (jump := self._jump(name)) is not None]
         self._jumps += found
         for jump in found:
             self._jumped[jump.name] = jump.step
@@ -146,10 +146,7 @@ class ChangeFinder:
         ]
         causes = [jump.text for jump in jumps if not jump.name.startswith("rewards/")]
         fell = {jump.name: jump.text for jump in jumps if jump.name.startswith("rewards/") and jump.after < jump.before}
-        # Of a single reward function the whole says as much.
-        several = sum(name.startswith("rewards/") for name in self._rows[-1]) > 1
-        parts = fell.values() if several else ()
-        return list(dict.fromkeys([*changed, *began, *broke, *causes, *parts]))
+        return list(dict.fromkeys([*changed, *began, *broke, *causes, *fell.values()]))
 
     @property
     def lost_half(self) -> bool:
@@ -178,6 +175,13 @@ class ChangeFinder:
         if not _matters(name, was, now):
             return None
         return Jump(name, int(after[0]["step"] or 0), after[0].get("at") or 0.0, was, now)
+
+
+def _figures(row: Row) -> list[str]:
+    """Return the names of the figures to follow. Of a single reward function the reward says as much."""
+    names = [name for name in row if _FIGURE.fullmatch(name)]
+    parts = [name for name in names if name.startswith("rewards/")]
+    return names if len(parts) > 1 else [name for name in names if name not in parts]
 
 
 def _matters(name: str, was: float, now: float) -> bool:

@@ -39,7 +39,8 @@ from rollout_worker.task.task import Task
 from rollout_worker.tools.base import Content, ToolResult
 from rollout_worker.tools.toolbox import open_tools
 from rollout_worker.user_code import NotCalled, UserCodeError
-from rollout_worker.vision.messages import images_of, placed
+from rollout_worker.vision.messages import images_of, placed, seen_prompt
+from rollout_worker.vision.sources import ImageError
 
 # Maximum number of rows whose environment is checked before a run, and of resets that are tried for each environment.
 MAX_CHECKED_ROWS = 1000
@@ -172,11 +173,12 @@ class EnvironmentSource:
         try:
             read = partial(observed, images=kind.chat.images)
             observation = await instance.call("reset", read, self.config.worker.environment_timeout_s, arguments)
-            return len(await kind.chat.prompt_ids(folded(columns["prompt"], observation)))
+            prompt = seen_prompt(columns["prompt"], columns, kind.chat.images)
+            return len(await kind.chat.prompt_ids(folded(prompt, observation)))
         except UserCodeError as error:
             instance.lost = True
             return f"{kind.interface.cls}.reset fails on row {number}{sample.suffix}: {error}{_at(error)}"
-        except PromptError as error:
+        except (PromptError, ImageError) as error:
             return f"what {kind.interface.cls}.reset gives on row {number}{sample.suffix} cannot be rendered: {error}"
         finally:
             self.environments.pool.give_back(instance)

@@ -34,16 +34,19 @@ def has_images(prompt: Any) -> bool:
     return not isinstance(prompt, str) and any(_is_image(part) for message in prompt for part in _parts(message))
 
 
-def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcessor) -> Any:
+def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcessor | None) -> Any:
     """Return a row's prompt with every image opened and processed. Blocks.
 
     Args:
         prompt: Text or messages, as the row has it.
         columns: The row's other columns.
+        processor: None returns the prompt as it is.
 
     Raises:
         ImageError: An image cannot be used, or images and parts do not match.
     """
+    if processor is None:
+        return prompt
     given = next((columns[name] for name in COLUMNS if columns.get(name) is not None), None)
     beside = list(given) if isinstance(given, list | tuple) else [] if given is None else [given]
     if isinstance(prompt, str):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
@@ -12,16 +14,15 @@ def build_seeing(folder: Path) -> Path:
     """Write the model's folder, as the example `colours` builds it but for its training."""
     if EXAMPLES not in sys.path:
         sys.path.append(EXAMPLES)
-    from tiny_policy.demonstration import Demonstration, says
-    from tiny_policy.policy import build_tokenizer
-    from tiny_policy.recipe import Recipe
-    from tiny_policy.vision import TOKENS, build_model, build_processor
+    made, policy, recipes, vision = (
+        import_module(f"tiny_policy.{name}") for name in ("demonstration", "policy", "recipe", "vision")
+    )
 
-    def spoken(_: object) -> Demonstration:
-        return Demonstration([{"role": "user", "content": "Which colour?"}], [says("red")])
+    def spoken(_: object) -> Any:
+        return made.Demonstration([{"role": "user", "content": "Which colour?"}], [made.says("red")])
 
-    recipe = Recipe(tools=[], correct=spoken, mixed=spoken, hidden=64)
-    tokenizer = build_tokenizer(recipe, 0, TOKENS)
-    for part in (build_model(recipe, tokenizer, 0), tokenizer, build_processor(48)):
+    recipe = recipes.Recipe(tools=[], correct=spoken, mixed=spoken, hidden=64)
+    tokenizer = policy.build_tokenizer(recipe, 0, vision.TOKENS)
+    for part in (vision.build_model(recipe, tokenizer, 0), tokenizer, vision.build_processor(48)):
         part.save_pretrained(folder)
     return folder

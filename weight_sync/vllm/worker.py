@@ -92,12 +92,13 @@ class StagingMixin:
     _weight_update_active: bool
 
     def slipstream_staging(self) -> dict[str, Any]:
-        """Return `StagedEngine.staging` of this worker, without waiting."""
+        """Return `StagedEngine.staging` of this worker, without waiting; and `tower`, whether the weights that embed
+        images are among those staged."""
         staging = getattr(self.weight_transfer_engine, "staging", None)
         if staging is None:
             return {"stage": "failed", "error": "the transport of this server loads in place", "seconds": {}}
-        report: dict[str, Any] = staging()
-        return report
+        shadow = getattr(self.weight_transfer_engine, "shadow", None)
+        return {**staging(), "tower": bool(getattr(shadow, "of_tower", False))}
 
     def slipstream_drop_update(self) -> bool:
         """Drop an open update, as vLLM does with one that fails. Returns whether there was one."""

@@ -270,6 +270,7 @@ class EngineCore(Protocol):
     """vLLM's `EngineCore`, which Slipstream gives a salt."""
 
     slipstream_salt: str
+    slipstream_tower: bool
     batch_queue: Any
 
     @property
@@ -287,6 +288,8 @@ class EngineCore(Protocol):
     def is_scheduler_paused(self) -> bool: ...
 
     def _reset_caches(self) -> None: ...
+
+    def reset_encoder_cache(self) -> None: ...
 
 
 class CoreClient(Protocol):

@@ -10,6 +10,8 @@ cached, as the caller learns of a swap late. vLLM hashes a request's blocks on t
 swap may still be ahead in the queue; so the salt is compared again on the engine's own thread, and the blocks are
 hashed again if the weights have changed.
 
+Embedded images are kept by their hashes alone. Where the weights that embed them change, all are dropped.
+
 Turns that have tokens already keep their cache: each token has its own label, and the blocks that they fill go under
 the old salt, where no new turn looks. Requests whose keys and values come from another server are left alone.
 """
@@ -45,6 +47,7 @@ def install_prefix_salt() -> None:
     if hasattr(EngineCore, "slipstream_salt"):
         return
     EngineCore.slipstream_salt = f"{_MARK}0"
+    EngineCore.slipstream_tower = False
     preprocess, add, label = EngineCore.preprocess_add_request, EngineCore.add_request, EngineCore.set_weight_version
 
     @wraps(preprocess)
@@ -67,6 +70,9 @@ def install_prefix_salt() -> None:
         label(core, weight_version)
         core.slipstream_salt = f"{_MARK}{weight_version} {next(_CHANGES)}"
         begin_anew(core)
+        if core.slipstream_tower:
+            # After `begin_anew`: whoever still needs an image computes it again.
+            core.reset_encoder_cache()
 
     EngineCore.preprocess_add_request = preprocess_add_request
     EngineCore.add_request = add_request
@@ -188,7 +194,9 @@ def exchange(core: EngineCore, label: str, clear_cache: bool, began: float | Non
     from vllm.v1.core.sched.interface import PauseState
 
     began = time.monotonic() if began is None else began
-    for rank, report in enumerate(core.collective_rpc("slipstream_staging")):
+    reports = core.collective_rpc("slipstream_staging")
+    core.slipstream_tower = any(report.get("tower") for report in reports)
+    for rank, report in enumerate(reports):
         if report["stage"] != "ready":
             error = f"worker {rank} is not ready to swap: {report['error'] or report['stage']}"
             return _result(began, 0.0, error, whole=True)

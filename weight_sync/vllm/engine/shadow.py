@@ -88,6 +88,7 @@ class Shadow:
     Attributes:
         pairs: The live modules that get new weights, and their shadows.
         proven: Fingerprints of the shadows, which the live modules must have after the exchange.
+        of_tower: Whether weights of a part that sees are among them.
     """
 
     def __init__(self, model: Any, vllm_config: VllmConfig, arrivals: Arrivals) -> None:
@@ -107,6 +108,7 @@ class Shadow:
         except BaseException:
             let_go(all_pairs)
             raise
+        self.of_tower = any(is_of_tower(model, pair.name) for pair in self.pairs)
         self.proven = replace(held(all_pairs[0].shadow), products=watched.products)
         self._all = all_pairs
         referred = _referred(all_pairs)

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import _layerwise_process
-from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
+from vllm.model_executor.model_loader.reload.meta import SKIP_LOAD_TENSORS, SKIP_TENSORS
 
 from weight_sync.transports.receiver import Weights
 from weight_sync.vllm.engine.arrivals import Arrivals, MustBeWhole, Reading
@@ -175,8 +175,15 @@ def _load(pairs: list[Pair], reading: Reading, sent_tensors: Weights, whole: boo
     towers = [pair for pair, size in zip(pairs, sizes, strict=True) if size and is_of_tower(pairs[0].live, pair.name)]
     frozen = [] if any(pair in loaded for pair in towers) else towers
     _check_complete([pair for pair in left if pair not in frozen])
+    # vLLM's reload leaves these alone: their loaders write them at once.
+    apart = sum(
+        tensor.numel()
+        for pair in pairs
+        for name, tensor in (*pair.shadow._parameters.items(), *pair.shadow._buffers.items())
+        if name in SKIP_LOAD_TENSORS and tensor is not None
+    )
     sent = sum(tensor.numel() for tensor in sent_tensors.values())
-    if whole and sent > placed and not _head_is_tied_and_sent(pairs, sent_tensors):
+    if whole and sent > placed + apart and not _head_is_tied_and_sent(pairs, sent_tensors):
         raise ValueError(f"of {sent} elements that were sent, {sent - placed} have no place in this server's model")
     for pair in loaded:
         _pack_experts(pair.shadow)
@@ -200,10 +207,20 @@ def _processed(pair: Pair) -> bool:
         return False
     if is_deferred_attention_layer(pair.shadow):
         raise NoShadow(f"{pair.name} ({type(pair.shadow).__name__}) was sent scales")
-    if not isinstance(pair.shadow, VocabParallelEmbedding):
+    own = _own_buffers(pair)
+    missing = info.load_numel_total - sum(buffer.numel() for buffer in own.values()) - info.load_numel
+    if not isinstance(pair.shadow, VocabParallelEmbedding) and missing > 0:
         raise ValueError(f"{pair.name}: {info.load_numel} of {info.load_numel_total} elements came")
     _layerwise_process(pair.shadow, info)
+    pair.shadow._buffers.update(own)
     return True
+
+
+def _own_buffers(pair: Pair) -> dict[str, Any]:
+    """Return live buffers that a layer made when it was built, which no checkpoint has and no load has brought."""
+    got = {name for name, _ in pair.info.loaded_weights}
+    names = pair.live._non_persistent_buffers_set & pair.info.restore_metadata[1].keys() & pair.live._buffers.keys()
+    return {name: pair.live._buffers[name] for name in names - got}
 
 
 def _tie(left: list[Pair], loaded: list[Pair]) -> list[Pair]:

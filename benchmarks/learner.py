@@ -135,7 +135,7 @@ def compare(
 
         kinds.append(Trl)
     ways = {way.name: way for way in (kind(size, step, budget, device) for kind in kinds)}
-    measured = dict(zip(ways, _measure(list(ways.values()), rounds, device), strict=True))
+    measured = dict(zip(ways, measure(list(ways.values()), rounds, device), strict=True))
     ours, trl = measured["ours"], measured.get("trl")
     loss, gradient = _differences(ours, list(measured.values()))
     weights = sum(parameter.numel() for parameter in ways["ours"].model.parameters())
@@ -156,7 +156,7 @@ def compare(
     }
 
 
-def _measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Measured]:
+def measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Measured]:
     """Measure all ways: every way makes a step in each round, and the first way rotates. One step before warms up."""
     firsts = [_first(way) for way in ways]
     seconds: list[list[float]] = [[] for _ in ways]

@@ -40,6 +40,15 @@ What is checked, and what to know:
   vLLM's parameters past their loaders. A publication takes these copies as well. One that leaves a parameter of the
   server unwritten is refused with that parameter's name, by every transport. GPT-OSS was updated twice in a real vLLM
   engine on a CPU: its log-probs matched the learner's to 1e-6; its weights are loaded under the pause.
+<<<<<<< HEAD
+- **vLLM's CPU build** (0.32) serves tiny models of these and takes two updates, with log-probs within 3e-5 nats of the
+  learner's: Gemma 2, Gemma 4, GPT-OSS, Granite 4 (hybrid, with experts and without), Falcon-H1, Nemotron-H without
+  experts. It does not serve Nemotron-H's experts (`fused_moe/config.py`: GPUs only), Kimi-Linear where numba is
+  installed (`triton_utils/dispatcher.py`), or Qwen3.5 without torchvision. Qwen3-Next it serves in bfloat16 with
+  heads of 128 alone (`mamba/ops/cpu/gdn_attention.py`), within 0.1 nats; of LFM2 it turns only the first head by
+  position (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off.
+=======
+>>>>>>> 1d56bffc22aa6c7bcf1e4800fcd70b27dd8beb80
 - **Vision models** train their text tower and output layer; the rest is frozen and not published, unless
   `model.train_vision`. Rollouts are text, or show [images](images.md). vLLM has served Qwen2.5-VL here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the

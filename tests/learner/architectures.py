@@ -245,4 +245,7 @@ ARCHITECTURE_OF: dict[str, str] = {
 }
 
 # Tried with a real vLLM on the CPU: tests/e2e.
-SERVED = ("falcon_h1", "gemma2", "granite", "mixtral", "qwen3", "qwen3_moe")
+SERVED = (
+    *("falcon_h1", "gemma2", "gemma4_text", "gpt_oss", "granite", "granitemoehybrid", "mixtral", "nemotron_h"),
+    *("qwen2_5_vl", "qwen3", "qwen3_moe"),
+)

@@ -66,7 +66,8 @@ class InProcess(ServerControl):
         self.engine.update_weights(update_info)
 
     async def staged(self, wait_s: float) -> Staged:
-        return Staged(**await on_thread(self.engine.staging, wait_s))
+        report = await on_thread(self.engine.staging, wait_s)
+        return Staged(report["stage"], report["error"], report["seconds"])
 
     async def swap(self, label: str, clear_cache: bool) -> Swap:
         self.engine.finish_weight_update()

@@ -44,6 +44,9 @@ TOKENIZER_FILES = (
 
 GENERATION_FILES = ("generation_config.json",)
 
+# How a model that sees takes images.
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+
 # Folder with what ranks remember that hold parts of the weights.
 PARTS = "trainer"
 
@@ -235,7 +238,7 @@ def copy_sources(sources: Sources, target: Path) -> None:
     if sources.chat_template is not None:
         shutil.copyfile(sources.chat_template, target / CHAT_TEMPLATE)
     _copy(model.tokenizer_path, model.tokenizer_revision, TOKENIZER_FILES, target)
-    _copy(model.path, model.revision, GENERATION_FILES, target)
+    _copy(model.path, model.revision, (*GENERATION_FILES, *PROCESSOR_FILES), target)
 
 
 def _copy(source: str, revision: str | None, patterns: tuple[str, ...], target: Path) -> None:

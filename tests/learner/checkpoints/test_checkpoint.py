@@ -268,6 +268,14 @@ def test_a_checkpoint_holds_the_tokenizer_and_the_template_that_the_run_used(
         assert "top_k" not in (saved / "generation_config.json").read_text()
 
 
+def test_a_checkpoint_of_a_model_that_sees_holds_its_image_processor(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    (model / "preprocessor_config.json").write_text('{"patch_size": 8}', encoding="utf-8")
+    (saved := tmp_path / "saved").mkdir()
+    checkpoint.copy_sources(Sources(ModelSection(path=str(model)), None), saved)
+    assert (saved / "preprocessor_config.json").read_text(encoding="utf-8") == '{"patch_size": 8}'
+
+
 def test_what_is_on_the_hub_is_taken_at_the_run_s_revision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[str, str | None]] = []
 

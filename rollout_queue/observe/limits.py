@@ -222,10 +222,10 @@ class LimitWindow:
         step_s = sum(report.step_s for report in self._steps)
         # Of workers what passed meanwhile: of a tool that has become slow, steps tell late enough.
         since = now - max(_MIN_WINDOW_S, min(step_s, _WINDOW_S))
+        newest = [part for bucket, part in self._buckets if (bucket + 1) * _BUCKET_S > since]
         times = SlotTimes()
-        for bucket, part in self._buckets:
-            if (bucket + 1) * _BUCKET_S > since:
-                times.add(part)
+        for part in newest or [part for _, part in self._buckets]:
+            times.add(part)
         if len(self._steps) < _MIN_STEPS or not step_s or not times.slot_s:
             return None
         window_s = min(step_s, _WINDOW_S)

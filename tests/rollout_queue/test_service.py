@@ -45,7 +45,7 @@ from rollout_queue.store.memory import MemoryStore
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.messages import SERVER
-from tests.kit.queue import Served, move_server, refusal, serve_version, serving
+from tests.kit.queue import Served, move_server, refusal, serve_version, serving, until
 
 MIB = 1024**2
 TYPED = {"Content-Type": JSON}
@@ -481,8 +481,34 @@ async def test_the_status_names_what_limits_the_run() -> None:
         assert limit is not None
         assert limit.part == "learner"
         assert "the learner waits 10% of its time for groups, the workers' slots 90%" in limit.text
+        await move_server(client, ServerState.DOWN, 4)
+        none = (await client.status()).limit
+        assert none is not None
+        assert none.text == f"No vLLM server serves, so no episode goes on: {SERVER} is down."
         await client.finish(1)
         assert (await client.status()).limit is None
+
+
+async def test_every_step_is_on_the_live_page_however_fast_they_are() -> None:
+    async with running(learner={"groups_per_step": 1, "steps": 50}) as (queue, client):
+        for number in range(1, 21):
+            (ticket,) = await take(client, 1)
+            await client.submit(group(ticket))
+            leased = codec.decode(bytes((await lease(client, 1)).groups[0]), Group)
+            figures = {
+                "tokens_trained": 6,
+                "staleness_mean": 0.0,
+                "staleness_max": 0,
+                "metrics": {"reward": 0.1 * number},
+            }
+            report = LearnerReport(number, 0.5, wait_s=0.1, step_s=1.0, **figures)
+            await step(client, [leased.ticket_id], number, report=report)
+            await move_server(client, ServerState.SERVING, number)
+        columns = queue.broker.history.columns.steps
+        await until(lambda: 20 in columns.json().get("step", []))
+        steps = columns.json()
+        assert steps["step"] == list(range(1, 21))
+        assert steps["reward"] == pytest.approx([0.1 * number for number in range(1, 21)])
 
 
 async def test_i5_groups_of_a_server_that_failed_its_proof_are_dropped_and_refused() -> None:

@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers as tf
 
 from deploy.checks.model_facts import facts
+from deploy.commands import setup
 from protocol.config import load
 
 
@@ -70,6 +72,16 @@ def test_what_a_part_does_not_take_is_said_in_its_line(run_file: Path) -> None:
     found = of_config(run_file, tf.BltConfig(architectures=["BltForCausalLM"]))
     assert found["model, vLLM"].startswith("has no code of its own for BltForCausalLM")
     assert found["model, learner"].startswith("no: model.path = ")
+
+
+def test_a_folder_without_weights_is_broken(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(run_file)
+    assert found["model, weights"].startswith("no: model.path = ")
+    assert "holds no *.safetensors" in found["model, weights"]
+    assert setup.examine(load(run_file)) == 1
+    assert "broken: model, weights: model.path = " in " ".join(capsys.readouterr().out.split())
+    (run_file.parent / "model" / "model.safetensors").write_bytes(b"")
+    assert "model, weights" not in told(run_file)
 
 
 def test_a_config_that_transformers_does_not_know_is_one_line(run_file: Path) -> None:

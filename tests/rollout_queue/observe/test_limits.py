@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import LearnerReport, WorkerReport
-from rollout_queue.observe.limits import LimitInputs, LimitWindow, limit_of, slowest_tool
+from rollout_queue.observe.limits import LimitInputs, LimitWindow, SlotTimes, limit_of, slowest_tool
 from rollout_queue.observe.windows import ToolCounts
 from rollout_queue.observe.workers import WorkerReports
 from tests.kit.config import config
@@ -48,6 +48,18 @@ def test_the_tool_that_takes_most_of_the_time_is_named() -> None:
     slow = inputs(learner_wait=0.9, ticket_wait=0.8, in_tools=0.9, slowest_tool=slowest_tool(tools))
     said = "; episodes pass 90% of their time in tools, 90% of that in search, 2.2 s a call."
     assert limit_of(slow, config()).text.endswith(said)
+
+
+def test_what_a_tool_took_long_ago_hides_nothing_of_what_workers_do_now() -> None:
+    window = LimitWindow()
+    for number in range(1, 40):
+        window.stepped(step(number, wait_s=0.9))
+        window.slots(SlotTimes(slot_s=4.0, episode_s=4.0), float(number))
+    for second in range(40, 71):
+        window.slots(SlotTimes(slot_s=4.0, episode_s=4.0, tools_s=3.8), float(second))
+    found = window.inputs(4, 4, 70.0)
+    assert found is not None
+    assert found.in_tools > 0.9
 
 
 def step(number: int, wait_s: float) -> LearnerReport:

@@ -127,7 +127,7 @@ app.add_typer(queue.app, name="queue")
 
 @app.command(
     **reading(
-        *("task", "worker", "rollout", "chat", "eval", *MODEL, "vllm.max_model_len"),
+        *("task", "worker", "rollout", "chat", "images", "eval", *MODEL, "vllm.max_model_len"),
         *("run.seed", "tracking.traces", *QUEUE),
     )
 )
@@ -153,6 +153,7 @@ def worker(
             "model",
             "task",
             "learner",
+            "images.enabled",
             "lora",
             "eval",
             "tracking",
@@ -187,7 +188,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
 
 @app.command(
     **reading(
-        *("vllm", *MODEL, "model.dtype", "weight_sync.transport", "weight_sync.adapter_only", "lora"),
+        *("vllm", *MODEL, "model.dtype", "weight_sync.transport", "weight_sync.adapter_only", "lora", "images.enabled"),
         *("queue.max_staleness", "run.seed", *QUEUE),
     )
 )

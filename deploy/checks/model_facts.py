@@ -116,10 +116,10 @@ def _layout(config: RunConfig, architecture: Any) -> str:
     """Try a small model of the same architecture."""
     import torch
 
+    from deploy.checks.small_model import small
     from learner.model.build import load_policy
     from learner.model.loading import kind_of
     from learner.model.policy import Scoring
-    from learner.model.small import small
 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder, _quiet():

@@ -1,4 +1,4 @@
-"""What one commit writes: the records of one or several decisions, new payloads, and what is deleted by it.
+"""Changes of one commit: the records of one or several decisions, new payloads, and what is deleted by it.
 
 Decided here for every store: which payloads are let go, and which tickets become sums.
 """

@@ -1,4 +1,4 @@
-"""What the SQL stores share: statements that SQLite and PostgreSQL both understand, and records as rows.
+"""Statements and rows of the SQL stores: what SQLite and PostgreSQL both understand, and records as rows.
 
 Parameters are written `?`. `tests/rollout_queue/store/test_query_plans.py` keeps the statements of a commit from
 scanning a table.

@@ -59,7 +59,7 @@ def test_a_model_that_sees_is_made_small_with_its_positions(run_file: Path) -> N
 
 
 def test_what_a_model_says_of_its_arithmetic_stays_in_the_small_one(run_file: Path) -> None:
-    from learner.model.small import small
+    from deploy.checks.small_model import small
 
     large = tf.Gemma2Config(final_logit_softcapping=11.0, hidden_activation="silu", rope_theta=7.0)
     found = small(large)

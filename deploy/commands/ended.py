@@ -121,6 +121,12 @@ def find(config: RunConfig, now: float) -> EndedRun | None:
     return None if ended.end == "stopped" and now - ended.ended_at < quiet_s else ended
 
 
+def launcher_runs(run_dir: Path) -> bool:
+    """Tell whether a launcher holds the directory, so that the run is starting, under way, or ending."""
+    lock = run_dir / LAUNCHER_LOCK
+    return lock.exists() and _is_held(lock)
+
+
 def causes_at_end(run_dir: Path, status: Status | None) -> list[Cause]:
     """Return what kept a run from learning when it ended: by its summary, else by its newest `status`."""
     summary, _ = _summary(run_dir / SUMMARY)

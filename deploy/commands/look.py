@@ -54,23 +54,35 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print it once, as one line of JSON")] = False,
 ) -> None:
     """Show depth, staleness and every wait; of a run that is over, how it ended."""
+    from deploy.commands.ended import EndedRun, launcher_runs
     from deploy.commands.ended import find as find_ended
     from deploy.commands.ended import show as show_ended
     from deploy.commands.status import of_run, show
+    from deploy.commands.status import watch as watch_status
 
     config = load(run_file, context.args)
-    # A watch goes on when the queue restarts; a single look fails at once.
-    client = _client(config, queue, patience_s=60.0 if watch and not as_json else 0.0)
+    client = _client(config, queue, patience_s=0.0)
     meant = config.run.name if queue is None else None
+
+    def ended() -> EndedRun | None:
+        return find_ended(config, time.time()) if queue is None else None
+
     try:
         if as_json:
             print_json(of_run(asyncio.run(_status(client)), meant, client.url))
+        elif watch:
+            asyncio.run(watch_status(client, meant, lambda: ended() is not None))
         else:
-            asyncio.run(show(client, watch, meant))
+            asyncio.run(show(client, meant))
     except QueueError as error:
-        if isinstance(error, Unreachable) and queue is None and (ended := find_ended(config, time.time())) is not None:
-            show_ended(ended, as_json)
+        if isinstance(error, Unreachable) and (found := ended()) is not None:
+            show_ended(found, as_json)
             return
+        if isinstance(error, Unreachable) and queue is None and launcher_runs(config.run_dir):
+            raise ConfigError(
+                f"run {config.run.name} is starting or ending: its launcher runs, and no queue answers at "
+                f"{client.url}; look again in a few seconds, or into {config.run_dir / 'logs'}"
+            ) from None
         raise ConfigError(f"{error}{_of_the_folder(config) if queue is None else ''}") from None
 
 
@@ -153,7 +165,7 @@ def show(
     from deploy.commands.status import print_servers
 
     try:
-        found = asyncio.run(servers.listed(_registry(run_file, queue).client()))
+        found = asyncio.run(servers.listed(_registry(run_file, queue).client(patience_s=0.0)))
     except Unreachable:
         if run_file is None or queue is not None:
             raise
@@ -222,8 +234,8 @@ class _Registry:
     url: str
     token: str | None
 
-    def client(self) -> QueueClient:
-        return QueueClient(self.url, self.token, patience_s=5.0, timeout_s=10.0)
+    def client(self, patience_s: float = 5.0) -> QueueClient:
+        return QueueClient(self.url, self.token, patience_s=patience_s, timeout_s=10.0)
 
 
 def _registry(run_file: str | None, queue: str | None) -> _Registry:

@@ -12,7 +12,7 @@ from deploy.commands import probe
 from deploy.commands.arguments import print_json
 from deploy.commands.plan_page import page_data, view
 from deploy.commands.report import save
-from deploy.planning.advice import plan, with_counts
+from deploy.planning.advice import differences, plan, with_counts
 from deploy.planning.calibration import calibrated
 from deploy.planning.rates import read_record, server_count
 from deploy.servers.vllm_server import on_cpu
@@ -49,7 +49,8 @@ def run(
     record = read_record(source)
     try:
         shared = record.config if on_cpu() else None
-        found = plan(planned, calibrated(record), steps, record.notes, measured_with=shared)
+        notes = (*differences(planned, record.config), *record.notes)
+        found = plan(planned, calibrated(record), steps, notes, measured_with=shared)
     except RuntimeError as error:
         raise ConfigError(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"

@@ -47,8 +47,9 @@ def view(plan: Plan, config: RunConfig, record: Record, source: str) -> PlanView
     """
     found = plan.prediction
     servers, workers = _plural(plan.servers, "vLLM server"), _plural(plan.workers, "worker")
+    where = " on this machine's cores" if plan.shares_cores and plan.servers > 1 else ""
     return PlanView(
-        title=f"{servers}, {workers}: {plan.steps} steps simulated on the rates of {source} "
+        title=f"{servers}{where}, {workers}: {plan.steps} steps simulated on the rates of {source} "
         f"({record.measured.steps} steps)",
         advice=plan.advice,
         weights=f"new weights: {found.steps_per_s / config.weight_sync.every:.2f} / s",

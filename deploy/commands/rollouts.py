@@ -34,7 +34,7 @@ _LOOK_S = 0.25
 
 ROLE_WIDTH = 11
 
-MAX_VALUE = 40
+MAX_VALUE = 200
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -12,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from learner.report.rollouts import printable
-from protocol.client import QueueClient
+from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError
 from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
 
@@ -20,12 +22,15 @@ _NOTICES_SHOWN = 8
 
 _WORKERS_SHOWN = 16
 
+# A queue that starts again is away for so long at most, seconds.
+_MAX_AWAY_S = 60.0
+
 # Shares of time below this are not shown.
 _MIN_SHOWN_SHARE = 0.05
 
 
-async def show(client: QueueClient, watch: bool, run: str | None = None) -> None:
-    """Print the status once, or redraw it every second.
+async def show(client: QueueClient, run: str | None = None) -> None:
+    """Print the status once.
 
     Args:
         run: Name of the run that is meant; None for whatever the queue serves.
@@ -34,14 +39,39 @@ async def show(client: QueueClient, watch: bool, run: str | None = None) -> None
         ConfigError: The queue serves another run.
     """
     async with client:
-        first = of_run(await client.status(), run, client.url)
-        if not watch:
-            Console().print(render(first))
-            return
-        with Live(render(first), auto_refresh=False) as live:
+        Console().print(render(of_run(await client.status(), run, client.url)))
+
+
+async def watch(client: QueueClient, run: str | None, is_over: Callable[[], bool]) -> None:
+    """Redraw the status every second; into a file or pipe, print one after the other.
+
+    Args:
+        client: Asks once; a queue that is away may be starting again.
+        run: As of `show`.
+        is_over: Tells, of a queue that is away, whether its run is.
+
+    Raises:
+        ConfigError: The queue serves another run.
+        Unreachable: The run is over, or the queue was away for `_MAX_AWAY_S`.
+    """
+    console, heard_at = Console(), time.monotonic()
+    # `auto_refresh` would draw from another thread.
+    live = Live(console=console, auto_refresh=False) if console.is_terminal else contextlib.nullcontext()
+    async with client:
+        with live as screen:
             while True:
+                try:
+                    shown = render(of_run(await client.status(), run, client.url))
+                except Unreachable:
+                    if is_over() or time.monotonic() - heard_at > _MAX_AWAY_S:
+                        raise
+                else:
+                    heard_at = time.monotonic()
+                    if screen is None:
+                        console.print(shown, end="\n\n")
+                    else:
+                        screen.update(shown, refresh=True)
                 await asyncio.sleep(1.0)
-                live.update(render(of_run(await client.status(), run, client.url)), refresh=True)
 
 
 def of_run(status: Status, run: str | None, url: str) -> Status:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 from statistics import fmean
 from typing import Any
 
@@ -23,6 +24,20 @@ SHARED = "servers that vllm.count starts share this machine's cores; another ser
 MIN_GAIN = 0.03
 
 
+# Settings that a run's speed depends on, besides the number of servers.
+_SPEED = (
+    "worker.count",
+    "worker.episodes",
+    "worker.open_episodes",
+    "vllm.max_num_seqs",
+    "queue.max_staleness",
+    "rollout.group_size",
+    "learner.groups_per_step",
+    "learner.zero_variance",
+    "weight_sync.every",
+)
+
+
 class Change(msgspec.Struct, frozen=True):
     """A change and what it brings. `gain`: of steps a second, as a share."""
 
@@ -35,10 +50,12 @@ class Plan(msgspec.Struct, frozen=True):
     """A prediction of a run, the part that limits it, and what changes would bring, the best first.
 
     Attributes:
+        shares_cores: Whether its servers share this machine's cores.
         notes: What it rests on, and what it leaves out.
     """
 
     servers: int
+    shares_cores: bool
     workers: int
     steps: int
     prediction: Prediction
@@ -77,9 +94,11 @@ def plan(
         return Change(case.text, prediction.steps_per_s / found.steps_per_s - 1, prediction)
 
     found = Simulation(config, rates, seed).run(steps)
-    changes = sorted(map(simulated, _changes(config, rates, shares)), key=lambda change: -change.gain)
+    alone = sharing_cores(rates, config, with_counts(config, servers=1)) if shares else rates
+    changes = sorted(map(simulated, _changes(config, rates, alone, shares)), key=lambda change: -change.gain)
     return Plan(
         servers=server_count(config),
+        shares_cores=shares,
         workers=config.worker.count,
         steps=steps,
         prediction=found,
@@ -95,6 +114,14 @@ def with_counts(config: RunConfig, servers: int | None = None, workers: int | No
     if servers is not None:
         config = _with(config, "vllm", servers=[], count=servers)
     return config if workers is None else _with(config, "worker", count=workers)
+
+
+def differences(planned: RunConfig, record: RunConfig) -> Iterator[str]:
+    """Yield a note if settings that a run's speed depends on are others than those of the record."""
+    pairs = [(name, value(planned), value(record)) for name in _SPEED if (value := attrgetter(name))]
+    pairs.insert(0, ("vLLM servers", server_count(planned), server_count(record)))
+    if changed := [f"{name} = {new} (record: {old})" for name, new, old in pairs if new != old]:
+        yield f"planned with {', '.join(changed)}"
 
 
 def _advice(best: Change) -> str:
@@ -127,13 +154,22 @@ def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
     )
 
 
-def _changes(config: RunConfig, rates: Rates, shares: bool) -> Iterator[_Case]:
-    """Yield the run with one setting changed. `shares`: whether servers share this machine's cores."""
+def _changes(config: RunConfig, rates: Rates, alone: Rates, shares: bool) -> Iterator[_Case]:
+    """Yield the run with one setting changed.
+
+    Args:
+        alone: Rates of servers that each have a machine to themselves.
+        shares: Whether servers share this machine's cores.
+    """
     bound, every, groups = config.queue.max_staleness, config.weight_sync.every, config.learner.groups_per_step
     servers, size = server_count(config), config.rollout.group_size
     more = with_counts(config, servers=servers + 1)
     if shares:
         yield _Case(f"vllm.count = {servers + 1}, on the same cores", more, sharing_cores(rates, config, more))
+        if servers > 1:
+            fewer = with_counts(config, servers=servers - 1)
+            yield _Case(f"vllm.count = {servers - 1}", fewer, sharing_cores(rates, config, fewer))
+            yield _Case("each vLLM server on a machine of its own", config, alone)
     yield _Case("one more vLLM server", more, rates)
     slots = -(-config.worker.episodes * (servers + 1) // servers)
     filled = _with(more, "worker", episodes=slots)

@@ -46,9 +46,10 @@ class Curve:
         return Curve(points, self.prefill_s * factor, self.sharing)
 
     def among(self, servers: int) -> float:
-        """Return how many times as long each of some servers takes that share the cores of one; where that was not
-        measured, as many times as there are servers."""
-        return dict(self.sharing).get(servers, float(servers))
+        """Return how many times as long each of some servers takes that share the cores of one. Beyond the most that
+        were measured it grows with their number; where none were, it is their number."""
+        measured, slower = max((known for known in self.sharing if known[0] <= servers), default=(1, 1.0))
+        return slower * servers / measured
 
     def token_s(self, running: float) -> float:
         return _token_s(self.points, running)

@@ -38,7 +38,7 @@ SILENT_AFTER_S = 30.0
 _MAX_NAMED = 4
 
 # Waits that the line leaves out, because it shows the learner's, the servers' and the workers' in another way.
-SHOWN_ELSEWHERE = ("learner", "learner's feeder", "the queue")
+SHOWN_ELSEWHERE = ("learner", "learner (next batch)", "the queue")
 
 PRINT_EVERY_STEPS = 10
 

@@ -142,7 +142,7 @@ class ChangeFinder:
         broke = [
             event.text
             for event in events
-            if event.kind == "server" and ("is quarantined" in event.text or "is down" in event.text)
+            if event.kind == "server" and ("to quarantined" in event.text or "to down" in event.text)
         ]
         causes = [jump.text for jump in jumps if not jump.name.startswith("rewards/")]
         fell = {jump.name: jump.text for jump in jumps if jump.name.startswith("rewards/") and jump.after < jump.before}

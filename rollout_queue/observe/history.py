@@ -266,7 +266,7 @@ def _servers(before: Status | None, after: Status) -> Iterator[_Said]:
         if was is None:
             yield "server", f"server {server.name} at {server.url} joined, {_state(server)}", server.name
         elif was.state != server.state:
-            yield "server", f"server {server.name} was {was.state} and is {_state(server)}", server.name
+            yield "server", f"server {server.name} went from {was.state} to {_state(server)}", server.name
     for name in were:
         yield "server", f"server {name} left", name
 
@@ -282,11 +282,13 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
         name, was = worker.worker_id, were.pop(worker.worker_id, None)
         gone = worker.is_gone
         if was is None and not gone:
-            yield "worker", f"worker {name} joined from {worker.host or 'somewhere'}", name
+            yield "worker", f"worker {name} joined{f' from {worker.host}' if worker.host else ''}", name
         elif worker.does == "refused" if was is None else _has_gone(was, worker):
             yield "worker", f"worker {name} {_how_gone(worker)}", name
         elif was is not None and not gone and (was.is_gone or _is_quiet(was)) and not _is_quiet(worker):
             yield "worker", f"worker {name} came back", name
+        elif was is not None and not gone and 0 < was.pid != worker.pid > 0:
+            yield "worker", f"worker {name} was started again: its process {was.pid} had ended without a word", name
         elif _is_quiet(worker) and not gone and (was is None or not _is_quiet(was)):
             yield "worker", f"worker {name} is not heard from for {worker.seen_s_ago:.0f} s: {_KILLED}", name
         for reason in set(worker.failures) - set(was.failures if was is not None else ()):
@@ -297,7 +299,11 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
         yield "worker", text, names[0] if len(names) == 1 else None
     for worker in were.values():
         if not worker.is_gone:
-            yield "worker", f"worker {worker.worker_id} was forgotten", worker.worker_id
+            yield (
+                "worker",
+                f"worker {worker.worker_id} is no longer listed: it was not heard from for long",
+                worker.worker_id,
+            )
 
 
 def _is_quiet(worker: WorkerStatus) -> bool:

@@ -12,7 +12,7 @@ import msgspec
 from protocol.status import Wait
 
 # Names of those who wait, and of what they wait for.
-LEARNER, FEEDER = "learner", "learner's feeder"
+LEARNER, FEEDER = "learner", "learner (next batch)"
 _PROCESSES = frozenset({LEARNER, FEEDER})
 EPISODES = "'s episodes"  # after a worker's name
 # A worker that does not fit the last session waits for the next one.

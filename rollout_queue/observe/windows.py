@@ -273,6 +273,11 @@ class GroupAge(msgspec.Struct, frozen=True):
     def total(self) -> int:
         return self.in_flight + self.in_queue
 
+    def at_most(self, oldest: int) -> GroupAge:
+        """Return the age of its oldest token that trained, where none older than `oldest` did."""
+        in_queue = min(self.in_queue, oldest)
+        return GroupAge(min(self.in_flight, oldest - in_queue), in_queue)
+
 
 def age_of(record: TicketRecord) -> GroupAge:
     """Return the age of a trained group. Raises ValueError for any other."""
@@ -299,7 +304,7 @@ class StalenessWindow:
         """
         ages = tuple(age_of(record) for record in trained)
         oldest = max((age.total for age in ages), default=0)
-        self._steps.append(ages)
+        self._steps.append(ages if reported_max is None else tuple(age.at_most(reported_max) for age in ages))
         self._maxima.append(oldest if reported_max is None else reported_max)
         return oldest
 

@@ -76,7 +76,7 @@
     },
     {
       id: "staleness",
-      help: "How many optimiser steps older the weights that sampled a token were than those that trained on it. In flight: passed while its episode was played; in the queue: while its group waited. Dashed: queue.max_staleness",
+      help: "How many optimiser steps older the weights that sampled a token were than those that trained on it. In flight: passed while its episode was played; in the queue: while its group waited; both of a group's oldest token, even where it is masked. Dashed: queue.max_staleness",
       section: "Flow",
       title: "Staleness of trained tokens",
       unit: "versions",
@@ -306,7 +306,7 @@
       id: "tool_time",
       section: "Episodes",
       title: "Time of a tool call",
-      help: "Mean seconds from a call of each tool to its answer",
+      help: "Mean seconds from a call of each tool to its answer; a plain function's with its wait for one of worker.user_threads",
       unit: "s",
       lines: [every(/^tools\/([^/]+)\/call_s$/)],
     },

@@ -191,8 +191,9 @@
     );
   }
 
-  /** Returns the figures of a rollout: [name, value, class]. */
-  function factsOf(view) {
+  /** Returns the figures of a rollout: [name, value, class]. `bound`: the run's on staleness, null if not known. */
+  function factsOf(view, bound) {
+    const masked = isNumber(view.staleness) && isNumber(bound) && view.staleness > bound;
     const rewards = Object.entries(view.reward_components || {});
     const versions = view.versions
       ? view.versions[0] === view.versions[1]
@@ -207,7 +208,7 @@
         ? ["step", view.step ?? "–"]
         : ["evaluation of step", view.evaluation],
       ["version", versions],
-      ["staleness", view.staleness ?? "–"],
+      ["staleness", masked ? `${view.staleness}, tokens above ${bound} masked` : (view.staleness ?? "–")],
       ["ends by", String(view.finish_reason).replaceAll("_", " ")],
       ["turns", view.turns],
       ["tool calls", view.tool_failures ? `${view.tool_calls} (${view.tool_failures} failed)` : view.tool_calls],
@@ -220,12 +221,12 @@
     ];
   }
 
-  /** Shows one rollout. `note`: what sets it apart from those beside it. */
-  function episode(view, note) {
+  /** Shows one rollout. `note`: what sets it apart from those beside it. `bound`: as of `factsOf`. */
+  function episode(view, note, bound) {
     const facts = el(
       "dl",
       { class: "facts" },
-      factsOf(view).map(([name, value, kind]) =>
+      factsOf(view, bound).map(([name, value, kind]) =>
         el(
           "div",
           { "data-fact": name },
@@ -241,10 +242,10 @@
       { class: "episode", "data-episode": `${view.ticket_id}/${view.number}` },
       el("h3", { text: visible(note) }),
       facts,
-      Array.isArray(view.tokens) && view.tokens.length ? tokensOf(view) : null,
       messages
         ? some(messages, MAX_MESSAGES, messageOf, "messages", "messages")
         : el("p", { class: "empty", text: "Its conversation was not kept." }),
+      Array.isArray(view.tokens) && view.tokens.length ? tokensOf(view) : null,
       extra.length
         ? fold(
             "notes of the reward functions",

@@ -175,7 +175,7 @@
       key("wait0"),
       x + 14,
       y + h - 49,
-      `${longest.who} has waited ${seconds(longest.since_s)}${others}`,
+      `${longest.who}: waiting ${seconds(longest.since_s)}${others}`,
       "small wait",
       inner,
     );
@@ -200,14 +200,15 @@
   function drawArrows(drawing, layout, status, publishing, plan) {
     const { nodes, wide } = layout;
     const { rates, groups } = status;
+    const generating = status.workers.reduce((sum, worker) => sum + (worker.episodes_generating || 0), 0);
     const pairs = [
       [
         "servers",
         "workers",
         [count(rates.tokens_sampled), "tokens/s"],
         speedOf(rates.tokens_sampled, 1000),
-        ["prompts", ""],
-        speedOf(rates.tokens_sampled, 1000),
+        plan ? ["requests", ""] : [count(generating), "requests"],
+        plan ? speedOf(rates.tokens_sampled, 1000) : speedOf(generating, 100),
       ],
       [
         "workers",

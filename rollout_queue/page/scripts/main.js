@@ -16,10 +16,26 @@
     ["j and k", "next rollout, and the one before"],
     ["/", "search"],
     ["t", "dark or light"],
-    ["[ and ]", "the time slider, one second back or forth"],
+    ["[ and ]", "the time slider, to the kept state before or after"],
     ["?", "this help"],
     ["Esc", "closes it"],
   ];
+
+  const PLAYED = 300; // moves of the slider from end to end, ten a second
+
+  const nearestState = (statuses, at) =>
+    chart.nearest(
+      statuses.map((each) => each[0]),
+      at,
+    );
+
+  /** Returns for how long a run has been under way at a time (seconds), without the times in which no queue ran. */
+  function underWay(page, at) {
+    const first = page.time.at[0];
+    if (!isNumber(first)) return null;
+    const stopped = source.stopsOf(page).reduce((sum, [from, to]) => sum + Math.max(0, Math.min(to, at) - from), 0);
+    return Math.max(0, at - first - stopped);
+  }
 
   /** The page. It draws the view that is open, from the data and the view's state. */
   class Page {
@@ -106,7 +122,7 @@
         min: 0,
         step: 1,
         "aria-label": "Time",
-        on: { input: () => this.slide(Number(this.range.value)) },
+        on: { input: () => this.slideTo(Number(this.range.value)) },
       });
       this.rangeText = el("output");
       this.play = button("Play", () => (this.playing ? this.stop() : this.start()));
@@ -157,13 +173,7 @@
       const at = Number(state.get("at"));
       if (!statuses.length || !state.get("at") || !isNumber(at))
         return [null, status || (statuses.length ? statuses.at(-1)[1] : null), now];
-      const i = Math.max(
-        0,
-        chart.nearest(
-          statuses.map((each) => each[0]),
-          at,
-        ),
-      );
+      const i = nearestState(statuses, at);
       return [statuses[i][0], statuses[i][1], statuses[i][0]];
     }
 
@@ -176,8 +186,8 @@
       this.tabs.hidden = Boolean(page.plan);
       for (const [name, section] of Object.entries(this.views)) section.hidden = name !== view;
       for (const tab of this.tabs.children) set(tab, { "aria-current": tab.dataset.view === view ? "page" : null });
-      const [at, status] = this.moment();
-      this.drawHeader(page, status);
+      const [at, status, now] = this.moment();
+      this.drawHeader(page, status, now);
       this.drawSlider(page, at);
       if (view === "plan") this.plan.draw(page, status);
       else if (view === "") this.overview.draw(page, status, at);
@@ -191,7 +201,7 @@
       this.log.update(page.events);
     }
 
-    drawHeader(page, status) {
+    drawHeader(page, status, now) {
       document.title = page.run ? `${page.run} · Slipstream` : "Slipstream";
       this.name.textContent = visible(page.run);
       let [text, kind] = page.live ? ["running", "good"] : [page.plan ? "planned" : "over", ""];
@@ -200,7 +210,7 @@
       else if (status && status.finished) [text, kind] = ["finished", ""];
       set(this.pill, { text, class: `pill ${kind}` });
       const position = status && `step ${count(status.step)} of ${count(status.total_steps)}`;
-      const progress = status ? `${position} · version ${count(status.version)} · ${seconds(status.uptime_s)}` : "";
+      const progress = status ? `${position} · version ${count(status.version)} · ${seconds(Math.max(status.uptime_s, underWay(page, now) ?? 0))}` : "";
       this.progress.textContent = page.plan ? visible(page.plan.title) : progress;
     }
 
@@ -233,19 +243,28 @@
       const { statuses } = page;
       this.slider.hidden = statuses.length < 2;
       if (this.slider.hidden) return;
-      this.range.max = statuses.length - 1;
-      const place =
-        at === null
-          ? statuses.length - 1
-          : chart.nearest(
-              statuses.map((each) => each[0]),
-              at,
-            );
-      if (Number(this.range.value) !== place) this.range.value = place;
-      const after = seconds(statuses[place][0] - statuses[0][0]);
-      const text = `${clock(statuses[place][0], true)} (${after} after the start)`;
+      const [first, last] = [statuses[0][0], statuses.at(-1)[0]];
+      this.range.max = Math.ceil(last - first);
+      const after = (at === null ? last : at) - first;
+      // Someone who drags it moves by less than the time between two states.
+      const shown = nearestState(statuses, first + Number(this.range.value));
+      if (statuses[shown][0] !== first + after) this.range.value = Math.round(after);
+      const text = `${clock(first + after, true)} (${seconds(after)} after the start)`;
       set(this.rangeText, { text });
       set(this.range, { "aria-valuetext": text });
+    }
+
+    /** Shows the run as it was so many seconds after its first state. */
+    slideTo(after) {
+      const { statuses } = this.source.page;
+      this.slide(nearestState(statuses, statuses[0][0] + after));
+    }
+
+    /** Returns the number of the state that is shown. */
+    place() {
+      const { statuses } = this.source.page;
+      const [at] = this.moment();
+      return at === null ? statuses.length - 1 : nearestState(statuses, at);
     }
 
     /** Shows the run as it was at one of its kept states. */
@@ -256,12 +275,15 @@
     }
 
     start() {
-      const length = this.source.page.statuses.length;
-      if (Number(this.range.value) >= length - 1) this.slide(0);
+      const last = this.source.page.statuses.length - 1;
+      if (this.place() >= last) this.slide(0);
       this.play.textContent = "Stop";
       this.playing = setInterval(() => {
-        this.slide(Number(this.range.value) + Math.max(1, Math.round(length / 300)));
-        if (Number(this.range.value) >= length - 1) this.stop();
+        const { max, value } = this.range;
+        const place = this.place();
+        this.slideTo(Number(value) + Number(max) / PLAYED);
+        if (this.place() === place) this.slide(place + 1);
+        if (this.place() >= last) this.stop();
       }, 100);
     }
 
@@ -293,7 +315,7 @@
           this.rollouts.search.focus();
         }
       } else if ((event.key === "[" || event.key === "]") && !this.slider.hidden) {
-        this.slide(Number(this.range.value) + (event.key === "]" ? 1 : -1));
+        this.slide(this.place() + (event.key === "]" ? 1 : -1));
       }
     }
   }

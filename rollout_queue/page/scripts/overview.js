@@ -73,7 +73,8 @@
       const staleness = this.loop.draw(page, status, at);
       const headline = headlineOf(status);
       set(this.limit, { text: visible(headline.text), class: `limit ${headline.severity}` });
-      this.staleness.textContent = staleness ? `${staleness}.` : "";
+      const last = !page.live && !page.plan && at === null ? "As the queue last saw the run. " : "";
+      this.staleness.textContent = staleness ? `${last}${staleness}.` : "";
       this.headline.update(page, at);
       this.drawTiles(page, status, at);
       const limits = [...causesOf(status), limitOf(status) || (causesOf(status).length ? null : headline)];

@@ -282,7 +282,7 @@
         el(
           "div",
           { class: views.length > 1 ? "beside" : "alone" },
-          views.map((each) => conversation.episode(each, note(each))),
+          views.map((each) => conversation.episode(each, note(each), page.max_staleness)),
         ),
       );
     }

@@ -189,6 +189,23 @@ def test_the_commands_read_the_files_where_the_queue_has_ended(
     assert "; rollouts of evaluations were in its queue alone; evaluations.jsonl has" in capsys.readouterr().err
 
 
+def test_a_watch_of_a_run_that_is_over_shows_its_end_at_once(
+    config: RunConfig, run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stepped(config, 9)
+    summed_up(config, 9)
+    monkeypatch.setattr("deploy.commands.status._MAX_AWAY_S", 1e9)
+    run(monkeypatch, "status", run_file, "--watch")
+    assert "9 of 100 steps made, reward 0.250" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_launcher_without_a_queue_is_starting_or_ending(config: RunConfig, run_file: Path) -> None:
+    stepped(config, 5)
+    with hold_lock_file(config.run_dir / "launcher.lock"):
+        found = CliRunner().invoke(cli.app, ["status", str(run_file)])
+    assert "run small is starting or ending: its launcher runs, and no queue answers at" in str(found.exception)
+
+
 def test_servers_of_a_run_that_left_nothing_of_them_are_refused_in_one_line(config: RunConfig, run_file: Path) -> None:
     found = CliRunner().invoke(cli.app, ["servers", "list", str(run_file)])
     assert "no queue answers at http://127.0.0.1:" in str(found.exception)

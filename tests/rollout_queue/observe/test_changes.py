@@ -77,7 +77,7 @@ def test_a_step_that_a_resumed_run_makes_again_is_looked_at_anew() -> None:
 
 SESSION = Event(90.0, "learner", "the learner began session 2 at step 6", "learner", 6)
 SETTING = Event(90.0, "change", "rollout.temperature = 2 (was 1), from step 7 on", "learner", 6)
-DOWN = Event(90.0, "server", "server v1 was serving and is quarantined: its proof failed", "v1", 5)
+DOWN = Event(90.0, "server", "server v1 went from serving to quarantined: its proof failed", "v1", 5)
 LONG_AGO = Event(1.0, "change", "learner.optim = sgd (was adamw)", "learner", 0)
 
 
@@ -90,7 +90,7 @@ LONG_AGO = Event(1.0, "change", "learner.optim = sgd (was adamw)", "learner", 0)
             ["What changed there: rollout.temperature = 2 (was 1), from step 7 on; "],
         ),
         ([SESSION], {}, ["What changed there: the learner began session 2 at step 6. Look"]),
-        ([DOWN], {}, ["What changed there: server v1 was serving and is quarantined"]),
+        ([DOWN], {}, ["What changed there: server v1 went from serving to quarantined"]),
         (
             [],
             {"tools/search/failure_frequency": ([0.0] * 6, [1.0] * 4)},

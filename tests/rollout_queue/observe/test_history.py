@@ -204,14 +204,14 @@ def test_what_happened_between_two_looks_is_said_once() -> None:
         ("run", None, "no step for 120 s: nobody samples"),
         ("run", None, "the run was given up: nothing is accepted"),
         ("run", None, "the run finished at step 5"),
-        ("server", "v0", "server v0 was serving and is quarantined: its proof failed"),
+        ("server", "v0", "server v0 went from serving to quarantined: its proof failed"),
         ("server", "v2", "server v2 at http://v2 joined, joining"),
         ("server", "v1", "server v1 left"),
         ("worker", "b", "worker b left"),
         ("worker", "c", "worker c came back"),
         ("worker", "e", "worker e joined from h"),
         ("worker", "a", "worker a: the first episodes that failed, for judge"),
-        ("worker", "d", "worker d was forgotten"),
+        ("worker", "d", "worker d is no longer listed: it was not heard from for long"),
         ("notice", "e", "new"),
         ("evaluation", None, "evaluation of step 5: reward 0.500 (4 rows, 0.0 s)"),
     ]
@@ -241,6 +241,13 @@ def test_a_worker_that_falls_quiet_is_named_once_and_so_is_its_return() -> None:
     assert [text for _, _, text in said(heard, silent)] == [text.replace("26 s", "a minute")]
 
 
+def test_a_worker_that_was_started_again_at_once_is_an_event() -> None:
+    before, after = (status(workers=[worker("a", pid=pid)]) for pid in (11, 12))
+    text = "worker a was started again: its process 11 had ended without a word"
+    assert said(before, after) == [("worker", "a", text)]
+    assert said(status(workers=[worker("a", pid=0)]), after) == said(after, after) == []
+
+
 def test_a_server_that_dies_is_one_event_however_many_workers_fail_by_it() -> None:
     names = [f"w{number}" for number in range(9)]
     before = status(uptime_s=9.0, servers=[server("v0", ServerState.SERVING)], workers=[*map(worker, names)])
@@ -252,7 +259,7 @@ def test_a_server_that_dies_is_one_event_however_many_workers_fail_by_it() -> No
         notices=[Notice(1, "server", f"vLLM server v0 at http://v0 is down: {why}", None, 0.0)],
     )
     assert said(before, after) == [
-        ("server", "v0", f"server v0 was serving and is down: {why}"),
+        ("server", "v0", f"server v0 went from serving to down: {why}"),
         ("worker", None, "worker w0 and 8 others: the first episodes that failed, for server"),
     ]
 

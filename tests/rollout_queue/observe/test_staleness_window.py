@@ -39,6 +39,9 @@ def test_the_learners_figure_counts_where_it_masked_older_tokens() -> None:
     window = StalenessWindow()
     assert window.add_step([trained(0, 0, 6)], reported_max=4) == 5
     assert window.summary(max_ever=4).max_ever == 4
+    window.add_step([trained(0, 5, 8)], reported_max=4)
+    figures = window.summary(max_ever=4)
+    assert (figures.mean, figures.in_flight_mean, figures.in_queue_mean) == (4, 1, 3)
 
 
 def test_rates_cover_the_last_minute() -> None:

@@ -212,9 +212,9 @@ def test_the_loop_says_rates_waits_and_versions(browser: Browser, served: PageSe
             "1,930",
             "826",
             "12 generating",
-            "learner has waited 3.2 s",
+            "learner: waiting 3.2 s",
             "for 12 more groups",
-            "worker-1 has waited 1.4 s",
+            "worker-1: waiting 1.4 s",
             "new weights: version 40",
         ):
             assert said in text, (said, size)

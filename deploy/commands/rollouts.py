@@ -34,7 +34,10 @@ _LOOK_S = 0.25
 
 ROLE_WIDTH = 11
 
-MAX_VALUE = 200
+MAX_VALUE = 400
+
+# A longer call has its answer on the next line.
+_SHORT_CALL = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,7 @@ def print_followed(run_dir: Path, as_json: bool) -> None:
 
 
 def render(rollout: RolloutView) -> RenderableType:
-    """Render two lines of facts, then the messages, each tool call with its answer on one line."""
+    """Render two lines of facts, then the messages, each short tool call with its answer on one line."""
     parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in rollout.reward_components.items())
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     if rollout.evaluation is not None:
@@ -177,7 +180,11 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
         if message.role == "tool":
             # A malformed call also has an answer; the call itself is part of its turn's text.
             answers = bool(calls) and calls[0].function.name == message.name
-            yield _line(f"{calls.popleft().text() if answers else message.name} -> {message.content}")
+            call = calls.popleft().text() if answers else message.name or ""
+            if len(call) > _SHORT_CALL:
+                yield Padding(Text(printable(call), style="cyan"), (0, 0, 0, 4))
+                call = " "
+            yield _line(f"{call} -> {message.content}")
             continue
         yield from (_line(f"{call.text()} (no answer)") for call in calls)
         calls = deque(message.tool_calls)

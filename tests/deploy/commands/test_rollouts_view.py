@@ -127,8 +127,9 @@ def test_long_and_hostile_text_stays_within_the_terminal() -> None:
     assert "\x1b" not in text
     assert "\x07" not in text
     assert "[bold]x[/bold]" in text
-    assert "…" in text
-    assert " -> rrrr" in text
+    assert "qqq..." in text
+    assert "    -> rrrr" in text
+    assert "rrr…" in text
     assert '    {"role": ["not", "a", "role"]}' in lines
     assert lines[-1] == "    last() (no answer)"
 

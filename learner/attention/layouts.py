@@ -117,19 +117,35 @@ def _sequence_numbers(row: PackedRow) -> torch.Tensor:
 
 
 def _padded(tower: Any, row: PackedRow, one_batch: bool, choosing: Choosing, **more: Any) -> States:
-    """Padding stands on the right, where no token of a causal model sees it. The model counts positions for itself."""
-    device = row.input_ids.device
-    plan = paths.layout(row.starts, row.reach, device, 0.0 if one_batch else paths.MIN_SHARE)
+    """Run the tower over whole sequences. The model counts positions for itself."""
+    plan = sequences(row, one_batch)
     # Only a check has a token beyond the end of its sequence.
     far = row.longest > plan.batches[0].length and takes_positions(tower)
-    hidden, routed = [], []
-    for batch in plan.batches:
+
+    def run(batch: paths.PathBatch) -> Any:
         shape = batch.count, batch.length
         inputs = {"input_ids": row.input_ids[0].index_select(0, batch.tokens).view(shape)}
         if far:
             inputs["position_ids"] = row.position_ids[0].index_select(0, batch.tokens).view(shape)
+        return tower(**inputs, use_cache=False, **more)
+
+    return in_batches(plan, choosing, run)
+
+
+def sequences(row: PackedRow, one_batch: bool) -> paths.Paths:
+    """Put the row's sequences into batches of similar length; into one if `one_batch`.
+
+    Padding stands on the right, where no token of a causal model sees it.
+    """
+    return paths.layout(row.starts, row.reach, row.input_ids.device, 0.0 if one_batch else paths.MIN_SHARE)
+
+
+def in_batches(plan: paths.Paths, choosing: Choosing, run: Callable[[paths.PathBatch], Any]) -> States:
+    """Run a row's sequences. `run`: returns the network's output for a batch."""
+    hidden, routed = [], []
+    for batch in plan.batches:
         with choosing(batch.tokens):
-            output = tower(**inputs, use_cache=False, **more)
+            output = run(batch)
         hidden.append(output.last_hidden_state.flatten(0, 1))
         routed.append(getattr(output, "router_logits", None))
     found = torch.cat(hidden).index_select(0, plan.first)

@@ -31,21 +31,19 @@ def states(network: Any, row: PackedRow, one_batch: bool, choosing: layouts.Choo
         one_batch, choosing: As for `layouts.states`.
         **more: Further arguments of the network.
     """
-    device, base = row.input_ids.device, network.base_model
-    plan = paths.layout(row.starts, row.reach, device, 0.0 if one_batch else paths.MIN_SHARE)
-    hidden = []
-    for batch in plan.batches:
+
+    def run(batch: paths.PathBatch) -> Any:
         slots = batch.tokens.view(batch.count, batch.length)
         # What pads a sequence repeats the row's first token, which may be an image's.
-        pads = (slots == 0) & (torch.arange(batch.length, device=device) > 0)
+        pads = (slots == 0) & (torch.arange(batch.length, device=slots.device) > 0)
         ids = row.input_ids[0][slots].masked_fill(pads, 0)
-        with choosing(batch.tokens):
-            hidden.append(_run(base, network.config, ids, row.images, **more).flatten(0, 1))
-    return layouts.States(torch.cat(hidden).index_select(0, plan.first), None)
+        return _run(network.base_model, network.config, ids, row.images, **more)
+
+    return layouts.in_batches(layouts.sequences(row, one_batch), choosing, run)
 
 
-def _run(base: Any, config: Any, ids: torch.Tensor, images: dict[int, RowImage], **more: Any) -> torch.Tensor:
-    """Return the hidden states of whole sequences, [B, T, h].
+def _run(base: Any, config: Any, ids: torch.Tensor, images: dict[int, RowImage], **more: Any) -> Any:
+    """Return the network's output for whole sequences.
 
     Args:
         ids: int64 [B, T], -1 - k where image k stands.
@@ -58,9 +56,7 @@ def _run(base: Any, config: Any, ids: torch.Tensor, images: dict[int, RowImage],
         types = shown.to(torch.int64)
         inputs |= {name: types for name in _TYPES if name in inspect.signature(base.forward).parameters}
     with _only_given(base, tokens, shown, token):
-        output = base(input_ids=tokens, use_cache=False, **inputs, **more)
-    found: torch.Tensor = output.last_hidden_state
-    return found
+        return base(input_ids=tokens, use_cache=False, **inputs, **more)
 
 
 def placeholder(config: Any) -> int:

@@ -56,11 +56,12 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Entry(msgspec.Struct, omit_defaults=True, frozen=True):
-    """A line of the history: the status at a time, or an event."""
+    """A line of the history: the status at a time with the steps since the status before, or an event."""
 
     at: float
     status: Status | None = None
     event: Event | None = None
+    steps: list[Row] = []
 
 
 class Part(msgspec.Struct, frozen=True, order=True):
@@ -111,7 +112,8 @@ class Order:
         if not self._by_s:
             return entry
         event = entry.event and msgspec.structs.replace(entry.event, at=at)
-        return msgspec.structs.replace(entry, at=at, event=event)
+        steps = [row | {"at": (row.get("at") or entry.at) + self._by_s} for row in entry.steps]
+        return msgspec.structs.replace(entry, at=at, event=event, steps=steps)
 
 
 def read_part(path: Path, every: int = 1) -> Iterator[Entry]:

@@ -275,6 +275,12 @@ class Wait(msgspec.Struct):
     since_s: float
     count: int = 1
 
+    @property
+    def verb(self) -> str:
+        """`wait` where `who` are several, else `waits`."""
+        several = self.count > 1 or self.who.endswith("'s episodes") or self.who.startswith("groups ")
+        return "wait" if several else "waits"
+
 
 class Stall(msgspec.Struct):
     """The stall alarm.

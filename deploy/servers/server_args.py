@@ -23,6 +23,11 @@ _SOURCES = ("engine/arg_utils.py", "entrypoints/launchers/cli_args.py")
 _FIELDS = ("BaseFrontendArgs", "FrontendArgs")
 
 _LEAVE_OUT = "leave it out: Slipstream sets it for every server"
+# Tried with method ngram on vLLM 0.32's CPU build: log-probs of -9999 and broken texts.
+_SPECULATIVE = (
+    "leave it out: speculative decoding is refused, since a draft model would keep the weights of the start, and "
+    "log-probs of drafted tokens are not proven"
+)
 # Flags that Slipstream sets, and what a user does instead.
 OWN_FLAGS = {
     "--enable-return-routed-experts": "set learner.router_replay",
@@ -42,6 +47,7 @@ OWN_FLAGS = {
     "--config": "put what the file says into vllm.args, where it is checked",
     **dict.fromkeys(("--served-model-name", "--logprobs-mode", "--generation-config"), _LEAVE_OUT),
     **dict.fromkeys(("--enable-scale-out", "--worker-extension-cls"), _LEAVE_OUT),
+    **dict.fromkeys(("--speculative-config", "-sc", "--spec-method", "--spec-model", "--spec-tokens"), _SPECULATIVE),
 }
 
 

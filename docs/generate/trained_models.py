@@ -68,6 +68,9 @@ What is checked, and what to know:
   first one stand. Prompts and tool results have recorded experts too; what has none is computed with the
   learner's own choice and counted ([metrics](metrics.md)). A group grows by layers x choices bytes a token, twice
   that above 256 experts: raise `queue.max_group_bytes` for long episodes.
+- **Heads that guess further tokens** (MTP) and draft models are left alone: the learner loads and saves a checkpoint
+  without them. Speculative decoding (`--speculative-config` in `vllm.args`) is refused: a draft would keep the weights
+  of the start, and with `ngram` vLLM 0.32's CPU build answered with log-probs of -9999.
 - `learner.router_aux_loss_coef` keeps a mixture's experts evenly used. It is exact for the whole step: what
   sequences share counts for each of them, and packing does not change it.
 

@@ -267,7 +267,7 @@ def waits_of(status: Status, groups_per_step: int) -> str:
     waits += [f"{who} silent for {seconds:.0f} s" for who, seconds in silent.items()]
     named = {*SHOWN_ELSEWHERE, *(f"server {server.name}" for server in status.servers)}
     waits += [
-        f"{wait.who} {'wait' if wait.count > 1 else 'waits'} for {wait.what}, {wait.since_s:.0f} s"
+        f"{wait.who} {wait.verb} for {wait.what}, {wait.since_s:.0f} s"
         for wait in status.waits
         if wait.who not in named and not wait.who.endswith(" servers")
     ]

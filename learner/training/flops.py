@@ -2,9 +2,9 @@
 
 As in PaLM (arXiv:2204.02311, appendix B), the model needs one forward and one backward pass of the policy: 6 FLOPs for
 each weight that a token is multiplied with, and 12 for each pair of tokens in attention, layer and channel. Arithmetic
-done twice (`learner.gradient_checkpointing`) or beside it (a reference, a survey) does not count, so these lower the
-utilisation. Attention is causal here, tokens that samples share count once, and the output layer sees scored tokens
-only.
+done twice (`learner.gradient_checkpointing`) or beside it (a reference, a survey, a tower of images) does not count, so
+these lower the utilisation. Attention is causal here, tokens that samples share count once, and the output layer sees
+scored tokens only. Of layers with a state (linear attention, convolutions) the weights count, not the recurrence.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ PEAKS = {
 # FLOPs of a multiplication and an addition, once forward and twice backward.
 _EACH = 6
 
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Numbers of a layer's experts, and of those that a token goes to, in the configurations of transformers.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_k")
 
 
 @dataclass(frozen=True)
@@ -77,10 +79,8 @@ class Work:
         config = policy.text.config
         heads = int(getattr(config, "num_attention_heads", 0))  # none in a model without attention
         channels = heads * int(getattr(config, "head_dim", None) or config.hidden_size // max(1, heads))
-        kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+        full, sliding = attending_layers(config)
         window = int(getattr(config, "sliding_window", None) or 0)
-        sliding = sum("sliding" in kind for kind in kinds) if window else 0
-        full = sum("attention" in kind and "linear" not in kind for kind in kinds) - sliding
         output = policy.model.get_output_embeddings().weight
         return cls(
             _EACH * _matrices(policy, config), _EACH * output.numel(), 2 * _EACH * channels, full, sliding, window
@@ -117,14 +117,30 @@ class Meter:
 def _matrices(policy: Policy, config: Any) -> float:
     """Count the weights of the layers that a token is multiplied with: no embedding, no vector, and of the experts
     only those that it goes to."""
-    experts = next((int(count) for name in _EXPERTS if (count := getattr(config, name, None))), 0)
-    share = int(getattr(config, "num_experts_per_tok", None) or 1) / experts if experts else 1.0
+    share = share_of_experts(config)
     table = policy.model.get_input_embeddings().weight
     total = 0.0
     for name, weight in policy.text.named_parameters():
         if weight.ndim >= 2 and weight is not table:
             total += weight.numel() * (share if ".experts." in name else 1.0)
     return total
+
+
+def attending_layers(config: Any) -> tuple[int, int]:
+    """Count the layers that attend to all tokens, and those that attend to the newest `config.sliding_window`."""
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * int(config.num_hidden_layers)
+    attends = [kind for kind in kinds if kind == "hybrid" or ("attention" in kind and "linear" not in kind)]
+    sliding = sum("sliding" in kind for kind in attends) if getattr(config, "sliding_window", None) else 0
+    return len(attends) - sliding, sliding
+
+
+def share_of_experts(config: Any) -> float:
+    """Return the share of a layer's experts that a token goes to; 1 for a model without experts."""
+    experts, chosen = (
+        next((int(count) for name in names if (count := getattr(config, name, None))), 1)
+        for names in (_EXPERTS, _CHOSEN)
+    )
+    return min(1.0, chosen / experts)
 
 
 def peak(device: torch.device, compute: torch.dtype) -> float | None:

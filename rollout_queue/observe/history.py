@@ -77,6 +77,7 @@ class History:
         self._max_bytes = max_bytes
         self.newest_at: float | None = None
         self._newest: Status | None = None
+        self._unwritten: list[Row] = []
         self._written_at = float("-inf")
         self._file: _PartFile | None = None
         self._failed_at = float("-inf")
@@ -92,8 +93,9 @@ class History:
             for entry in map(order.moved, history.read_part(part.path, every=1 + size // _READ_BYTES)):
                 if entry.status is not None:
                     self._newest = entry.status
-                    _, step = self.columns.add(entry.at, entry.status)
-                    if step is not None:
+                    steps = [row for row in entry.steps if row.get("step") and self.columns.add_step(row)]
+                    _, newest = self.columns.add(entry.at, entry.status)
+                    for step in [*steps, newest] if newest is not None else steps:
                         self.changes.step(step)
                 if entry.event is not None:
                     self.events.append(entry.event)
@@ -118,11 +120,13 @@ class History:
         for event in events:
             self.changes.event(event)
         self.events += events
+        self._unwritten += steps
         self._write([Entry(at, event=event) for event in events])
         if is_last or at - self._written_at >= WRITE_S or at < self._written_at:
             self._written_at = at
             there = [worker for worker in status.workers if worker.does != "left"][:_MAX_WORKERS]
-            self._write([Entry(at, msgspec.structs.replace(status, workers=there))])
+            self._write([Entry(at, msgspec.structs.replace(status, workers=there), steps=self._unwritten)])
+            self._unwritten = []
         return Change(row, steps, events)
 
     def make_room(self) -> None:

@@ -85,7 +85,11 @@
       );
       list(
         this.waits,
-        (status ? status.waits : []).map((wait) => [`${wait.who} waits for ${wait.what}`, wait.since_s, ""]),
+        (status ? status.waits : []).map((wait) => [
+          `${wait.who} ${wait.count > 1 || /'s episodes$|^groups /.test(wait.who) ? "wait" : "waits"} for ${wait.what}`,
+          wait.since_s,
+          "",
+        ]),
         "Nobody waits.",
       );
       list(

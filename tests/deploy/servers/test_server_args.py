@@ -44,6 +44,8 @@ def test_the_flags_that_are_read_are_those_of_vllms_parser() -> None:
         (["--no-enable-scale-out"], r"--no-enable-scale-out: leave it out"),
         (["--weight-transfer-config.backend", "nccl"], r"set weight_sync\.transport"),
         (["--api-key", "secret"], r"set SLIPSTREAM_TOKEN"),
+        (["--speculative-config.method", "ngram"], r"speculative decoding is refused"),
+        (["-sc", "{}"], r"-sc: leave it out: speculative decoding is refused"),
         (["--config=flags.yaml"], r"put what the file says into vllm\.args"),
     ],
 )

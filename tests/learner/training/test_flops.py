@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig
 
 from learner.feed.packing import pack
 from learner.model.policy import Policy
@@ -48,6 +49,27 @@ def test_attention_is_causal_and_along_each_path(policy: Policy) -> None:
     assert work.of_rows([row]) - without == 12 * channels * config.num_hidden_layers * pairs
     windowed = Work(0, 0, 1, full_layers=1, window_layers=2, window=3)
     assert windowed.of_rows([row]) == pairs + 2 * (1 + 2 + 3 * (row.tokens - 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "layers", "share"),
+    [
+        ("qwen3", (8, 0), 1),
+        ("qwen3_next", (2, 0), 10 / 512),
+        ("granitemoehybrid", (2, 0), 2 / 8),
+        ("falcon_h1", (8, 0), 1),
+        ("gpt_oss", (4, 4), 4 / 128),
+        ("ernie4_5_moe", (8, 0), 6 / 64),
+        ("hunyuan_v1_moe", (8, 0), 1),
+        ("mixtral", (8, 0), 2 / 8),
+    ],
+)
+def test_layers_without_attention_and_experts_that_are_not_asked_do_not_count(
+    kind: str, layers: tuple[int, int], share: float
+) -> None:
+    types = {"layer_types": 2 * ["mamba", "mamba", "mamba", "attention"]} if kind == "granitemoehybrid" else {}
+    config = AutoConfig.for_model(kind, num_hidden_layers=8, **types)
+    assert (flops.attending_layers(config), flops.share_of_experts(config)) == (layers, share)
 
 
 @pytest.mark.parametrize(

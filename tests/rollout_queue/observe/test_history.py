@@ -75,6 +75,12 @@ def test_events_are_written_at_once_and_a_status_at_times(folder: Path) -> None:
     with gzip.open(part.path) as file:
         assert file.readline().startswith(b'{"at":'), "people can read it, too"
     kept.close()
+    again = History(folder, MANY)
+    again.load()
+    # Those of the newest seconds went with the queue.
+    assert [again.columns.steps.json()[name] for name in ("step", "at", "reward")] == [
+        kept.columns.steps.json()[name][:16] for name in ("step", "at", "reward")
+    ]
 
 
 @pytest.mark.parametrize("lost", [1, 7, 100, 1000])

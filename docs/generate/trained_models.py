@@ -83,7 +83,7 @@ def facts(architecture: str) -> tuple[str, str, str]:
     """Return an architecture's layout, whether it takes adapters, and whether a real server was tried."""
     layout = _layouts().get(architecture) or RESULTS.get(architecture, "")
     # Every family of these tables is tried with an adapter.
-    adapted = "yes" if _layouts().get(architecture) == "trie" else ""
+    adapted = "yes" if architecture in _layouts() else ""
     return "" if layout == "not built" else layout, adapted, "yes" if architecture in SERVED else ""
 
 

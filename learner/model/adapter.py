@@ -28,6 +28,9 @@ WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 # Names that peft takes for parts of experts.
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+# Layers whose weights these architectures compute with past an adapter; peft refuses the first two.
+_OF_MAMBA = {"out_proj", "conv1d", "x_proj", "dt_proj"}
+_MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h")
 _DEFAULTS = {name: field.default for name, field in LoraSection.model_fields.items()}
 # Settings that may change from one start to the next without changing what the adapter computes.
 _OF_THE_START = ("lora_dropout", "init_lora_weights")
@@ -264,9 +267,11 @@ def _arguments(lora: LoraSection, network: Any) -> dict[str, Any]:
 
 
 def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
-    """Return the target modules in peft's form. In a model with vision they are those of its text tower alone. In a
-    mixture, all-linear leaves out names such as up_proj: transformers has the matrices of all experts in one tensor,
-    and peft takes such a name for that tensor.
+    """Return the target modules in peft's form. In a model with vision they are those of its text tower alone.
+
+    What all-linear leaves out: in a mixture names such as up_proj, since transformers has the matrices of all experts
+    in one tensor, and peft takes such a name for that tensor; routers that are layers of their own kind; and what peft
+    refuses in models with a state.
     """
     wanted = lora.target_modules
     if wanted == "auto":
@@ -281,13 +286,19 @@ def _targets(lora: LoraSection, network: Any) -> str | list[str] | None:
             f"these numbers, too; leave it out, and give lora.target_modules an expression of whole names, such as "
             f"'{re.escape(prefix)}\\.layers\\.({numbers})\\..*(q_proj|v_proj)'"
         )
-    mixture = any(parameter.ndim == 3 for parameter in tower.parameters())
+    linear = {
+        name.rpartition(".")[2]: type(module)
+        for name, module in tower.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    left_out = {name for name, kind in linear.items() if "Router" in kind.__name__}
+    if any(parameter.ndim == 3 for parameter in tower.parameters()):
+        left_out |= _OF_EXPERTS
+    if network.config.model_type in _MAMBA:
+        left_out |= _OF_MAMBA
     # peft treats all-linear as an expression, and takes no numbers of layers with one.
-    if wanted == "all-linear" and (sees or mixture or lora.layers_to_transform):
-        linear = {
-            name.rpartition(".")[2] for name, module in tower.named_modules() if isinstance(module, torch.nn.Linear)
-        }
-        wanted = sorted(linear - _OF_EXPERTS if mixture else linear)
+    if wanted == "all-linear" and (sees or left_out or lora.layers_to_transform):
+        wanted = sorted(linear.keys() - left_out)
     if isinstance(wanted, str) or not sees:
         return wanted
     return rf"{re.escape(prefix)}\.(.*\.)?({'|'.join(re.escape(name) for name in wanted)})"

@@ -1,11 +1,11 @@
-"""Checks that everything that [lora] names is in the model: peft silently accepts a name that fits nothing, as long as
-another one fits.
+"""Checks that everything that [lora] names is in the model, and that each layer's adapter is computed. peft silently
+accepts a name that fits nothing, as long as another one fits.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,40 @@ class ModuleNames:
             [name for name, _ in reachable],
             [name for name, of in reachable if isinstance(of, torch.nn.Linear) and of is not output],
         )
+
+
+def check_used(network: Any, compute: Callable[[], object]) -> None:
+    """Raise `ConfigError` for a layer that the network computes past its adapter, with the layer's own weights: kernels
+    of models with a state do. Single experts may have had no token.
+
+    Args:
+        network: Has the adapter.
+        compute: Sends tokens through the network.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    output = network.get_output_embeddings()
+    idle = {
+        module: name
+        for name, module in network.named_modules()
+        if isinstance(module, BaseTunerLayer) and module is not output and ".experts." not in name
+    }
+    hooks = [module.register_forward_pre_hook(lambda module, _: _ran(idle, module)) for module in idle]
+    try:
+        compute()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if idle:
+        names = _last_parts(idle.values())
+        raise ConfigError(
+            f"lora.target_modules: {type(network).__name__} computes {', '.join(names)} with the layer's own weights, "
+            f"past an adapter, which would train nothing; set lora.exclude_modules = {toml_value(names)}"
+        )
+
+
+def _ran(idle: dict[torch.nn.Module, str], module: torch.nn.Module) -> None:
+    idle.pop(module, None)
 
 
 def check_adapter_names(lora: LoraSection, names: ModuleNames) -> None:

@@ -22,6 +22,7 @@ from learner.attention import layouts
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
 from learner.model import export, loading, vision
 from learner.model.adapter import Adapter
+from learner.model.adapter_checks import check_used
 from learner.model.loading import load_network
 from learner.model.logprobs import token_scores
 from learner.model.policy import Policy, Scoring
@@ -87,6 +88,7 @@ def load_policy(
     wrapping.resharded(policy)
     if adapted and lora is not None:
         policy.adapter = Adapter(network, lora, model, kept)
+        policy.run(partial(check_used, network, partial(_try_row, policy)))
     published = None if policy.adapter is None else policy.adapter.published()
     export.check_export(network, path, model.revision if path == model.path else None, published)
     if learner.compile:
@@ -271,6 +273,12 @@ def _made_up(policy: Policy, lengths: tuple[int, ...]) -> tuple[PackedRow, list[
         samples.append(Sample(ids, np.zeros_like(weights), weights, np.zeros_like(ids), weights > 0, rollout))
     row = pack_row(samples, branches=policy.layout == "trie").to(policy.device)
     return row, [torch.from_numpy(ids).to(policy.device, torch.int64) for ids in sequences]
+
+
+@torch.no_grad()
+def _try_row(policy: Policy) -> None:
+    row, _ = _made_up(policy, LENGTHS)
+    policy.at(row, 1.0)
 
 
 def _with_far_position(row: PackedRow, position: int) -> PackedRow:

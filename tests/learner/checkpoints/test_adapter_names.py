@@ -13,7 +13,7 @@ from learner.checkpoints import resuming
 from protocol.config import ConfigError
 from tests.kit import LEARNER, config
 from tests.kit.model import tiny_model
-from tests.learner.families import MIXTURES, TEXT, VISION
+from tests.learner.families import MIXTURES, PADDED, TEXT, VISION
 from tests.learner.model.test_adapter import adapted
 
 pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
@@ -93,9 +93,9 @@ def test_what_is_in_it_is_taken(structure: Path, lora: dict[str, Any]) -> None:
     check(structure, **lora)
 
 
-@pytest.mark.parametrize("name", [*TEXT, *MIXTURES, *VISION])
+@pytest.mark.parametrize("name", [*TEXT, *MIXTURES, *VISION, *PADDED])
 def test_every_familys_structure_can_be_looked_at(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    make: Callable[[], Any] = {**TEXT, **MIXTURES, **VISION}[name]
+    make: Callable[[], Any] = {**TEXT, **MIXTURES, **VISION, **PADDED}[name]
     make().config.save_pretrained(tmp_path)
     check(tmp_path)
     ours = [record for record in caplog.records if record.name == resuming.__name__]

@@ -22,7 +22,7 @@ from learner.training.trainer import Trainer
 from protocol.config import ConfigError, LearnerSection, LoraSection, ModelSection, RunConfig
 from tests.kit.learner import gradients, sample, step_rollouts
 from tests.kit.model import tiny_model
-from tests.learner.families import MIXTURES, TEXT, VISION
+from tests.learner.families import MIXTURES, PADDED, TEXT, VISION
 from weight_sync.weights.snapshot import Probe, Snapshot
 
 peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
@@ -232,9 +232,9 @@ def test_decoupled_with_previous_weights_scores_under_the_adapter_before_the_las
     trainer.step(rows, step_rollouts(SAMPLES))
 
 
-@pytest.mark.parametrize("name", [*TEXT, *MIXTURES, *VISION])
+@pytest.mark.parametrize("name", [*TEXT, *MIXTURES, *VISION, *PADDED])
 def test_every_family_takes_an_adapter_and_is_published_as_without(name: str, tmp_path: Path) -> None:
-    make: Callable[[], Any] = {**TEXT, **MIXTURES, **VISION}[name]
+    make: Callable[[], Any] = {**TEXT, **MIXTURES, **VISION, **PADDED}[name]
     torch.manual_seed(0)
     make().save_pretrained(tmp_path / "model")
     policy, base = adapted(tmp_path / "model"), plain(tmp_path / "model")
@@ -250,6 +250,13 @@ def test_every_family_takes_an_adapter_and_is_published_as_without(name: str, tm
     assert np.abs(policy.score(ids) - base.score(ids)).max() > 1e-3
     outside = [name for name, of in policy.named_parameters() if of.requires_grad and "visi" in name]
     assert not outside, "no row passes through it"
+
+
+def test_a_layer_that_is_computed_past_its_adapter_is_refused(tmp_path: Path) -> None:
+    PADDED["Mamba (a state)"]().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r'computes dt_proj with .*set lora.exclude_modules = \["dt_proj"\]'):
+        adapted(tmp_path, target_modules=["in_proj", "dt_proj"])
+    adapted(tmp_path, target_modules=["in_proj", "dt_proj"], exclude_modules=["dt_proj"])
 
 
 def test_a_mixture_s_routers_are_kept_even_with_an_adapter(tmp_path: Path) -> None:

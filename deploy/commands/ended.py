@@ -23,8 +23,9 @@ from rollout_queue.store import base, open_for_reading
 
 SUMMARY, METRICS = "summary.json", "metrics.jsonl"
 
-# A queue that wrote something so lately may only be starting again, seconds.
-_JUST_NOW_S, _ELSEWHERE_S = 30.0, 600.0
+# A run that wrote something so lately may only be starting again, seconds: its launcher has ended, its queue was
+# started by hand, or it has no lock here.
+_LAUNCHED_S, _JUST_NOW_S, _ELSEWHERE_S = 3.0, 30.0, 600.0
 
 _TAIL_BYTES = 256 * 1024
 
@@ -117,7 +118,8 @@ def find(config: RunConfig, now: float) -> EndedRun | None:
         status=status,
     )
     # One that has no lock here may be under way elsewhere.
-    quiet_s = _JUST_NOW_S if locks else _ELSEWHERE_S
+    launched = run_dir / LAUNCHER_LOCK in locks
+    quiet_s = _LAUNCHED_S if launched else _JUST_NOW_S if locks else _ELSEWHERE_S
     return None if ended.end == "stopped" and now - ended.ended_at < quiet_s else ended
 
 

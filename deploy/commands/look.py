@@ -112,7 +112,7 @@ def rollouts(
             raise ConfigError(
                 f"--follow: run {config.run.name} {over.describe(time.time())}: no new rollouts will come"
             )
-        print_followed(config.run_dir, as_json)
+        print_followed(config.run_dir, as_json, lambda: find_ended(config, time.time()) is not None)
         return
     wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
     client = _client(config, queue, patience_s=0.0)

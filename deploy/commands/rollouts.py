@@ -127,13 +127,21 @@ def print_text(rollouts: Sequence[RolloutView]) -> None:
         console.print("no rollout has been kept yet")
 
 
-def print_followed(run_dir: Path, as_json: bool) -> None:
-    """Print rollouts as the learner writes them, until the run ends. Raises `ConfigError` without a run directory."""
+def print_followed(run_dir: Path, as_json: bool, is_over: Callable[[], bool]) -> None:
+    """Print rollouts as the learner writes them, until the run ends. Raises `ConfigError` without a run directory.
+
+    Args:
+        is_over: Tells whether the run is, also where it was stopped and left no summary.
+    """
     if not run_dir.is_dir():
         raise ConfigError(f"{run_dir.absolute()}: there is no such run; start it, or give the command where it started")
     summary = run_dir / SUMMARY
     before = summary.stat().st_mtime_ns if summary.exists() else None
-    for rollout in follow(run_dir, lambda: summary.exists() and summary.stat().st_mtime_ns != before):
+
+    def has_ended() -> bool:
+        return (summary.exists() and summary.stat().st_mtime_ns != before) or is_over()
+
+    for rollout in follow(run_dir, has_ended):
         (print_lines if as_json else print_text)([rollout])
 
 

@@ -276,7 +276,7 @@ class ServerPool:
             return
         self._notify(
             name,
-            f"server {name} at {server.url} is left alone for {pause_s:g} s and longer, after "
+            f"server {name} at {server.url} was left alone for {pause_s:g} s and longer, after "
             f"{breaker.failures} failures in a row; the last: {error}",
         )
         later = self._later or asyncio.get_running_loop().call_later

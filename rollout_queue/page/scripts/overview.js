@@ -9,7 +9,7 @@
   const causesOf = (status) => (status && status.diagnosis) || [];
 
   /** Says in one sentence how the run stands: the alarm, else what keeps it from learning, else what limits it. */
-  function headlineOf(status) {
+  function headlineOf(page, status, at) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
     if (status.gave_up) return { text: `The run was given up: ${status.gave_up}`, severity: "bad" };
     if (status.stall.stalled) {
@@ -20,6 +20,10 @@
     }
     const causes = causesOf(status);
     if (causes.length) return causes[0];
+    if (!page.live && !page.plan && at === null && !status.finished) {
+      const steps = `${count(status.step)} of ${count(status.total_steps)}`;
+      return { text: `The run was stopped after step ${steps}.`, severity: "warn" };
+    }
     if (status.finished)
       return { text: `The run has finished after ${plural(status.step, "step")}.`, severity: "info" };
     return limitOf(status) || { text: "What limits the run is not known before a few steps.", severity: "info" };
@@ -39,6 +43,11 @@
     "Learner waits": "Share of the newest steps in which the learner had too few groups to go on",
     Dropped: "Groups that were not trained, and the commonest reason; zero variance: all rewards of a group are equal",
   };
+
+  /** Tells whether an event is a change to the run: of a setting, tool or reward, or of a process that went or came. */
+  const changes = ({ kind, text }) =>
+    kind === "change" ||
+    (["worker", "server"].includes(kind) && /^(worker|server) .* (went from|came back|was (started|refused)|is not heard)/.test(text));
 
   class Overview {
     constructor(view) {
@@ -71,7 +80,7 @@
     /** Draws a moment of the run. `at`: the slider's time, null for the newest. */
     draw(page, status, at) {
       const staleness = this.loop.draw(page, status, at);
-      const headline = headlineOf(status);
+      const headline = headlineOf(page, status, at);
       set(this.limit, { text: visible(headline.text), class: `limit ${headline.severity}` });
       const last = !page.live && !page.plan && at === null ? "As the queue last saw the run. " : "";
       this.staleness.textContent = staleness ? `${last}${staleness}.` : "";
@@ -107,11 +116,11 @@
       list(
         this.changes,
         page.events
-          .filter((event) => event.kind === "change" && (at === null || event.at <= at))
+          .filter((event) => changes(event) && (at === null || event.at <= at))
           .slice(-20)
           .reverse()
-          .map((event) => [event.text, event.text.includes("from step") ? null : `step ${count(event.step)}`, ""]),
-        "No setting, tool or reward has changed from one step to the next.",
+          .map((event) => [event.text, event.text.includes("from step") || !isNumber(event.step) ? null : `step ${count(event.step)}`, ""]),
+        "No setting, tool, reward, worker or server has changed since the start.",
       );
     }
 

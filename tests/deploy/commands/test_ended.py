@@ -146,6 +146,8 @@ def test_a_run_that_may_be_under_way_has_not_ended(config: RunConfig) -> None:
             assert find(config, NOW) is None
     assert ended(config).describe(NOW).startswith("stopped 5 min ago")
     stepped(config, 5, NOW - 9.0)
+    assert ended(config).describe(NOW).startswith("stopped 9 s ago"), "its launcher starts nothing again"
+    (config.run_dir / "launcher.lock").unlink()
     assert find(config, NOW) is None, "its queue may be starting again"
 
 

@@ -272,4 +272,4 @@ def test_new_rollouts_are_followed_through_half_lines_a_new_file_and_a_resume_to
 
 def test_bad_input_follow_goes_alone_and_needs_a_run(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere: there is no such run; start it"):
-        print_followed(tmp_path / "nowhere", as_json=False)
+        print_followed(tmp_path / "nowhere", as_json=False, is_over=lambda: True)

@@ -170,7 +170,7 @@ async def test_a_lone_server_is_given_time_that_grows_then_a_pause():
     assert len(s.slept) == 2, "the pause is time enough"
     assert all(base / 2 <= slept <= base for base, slept in zip([0.5, 1.0], s.slept, strict=True))
     assert [text.partition(";")[0] for _, text in s.notices] == [
-        f"server vllm-0 at {s.urls[0]} is left alone for 1 s and longer, after 3 failures in a row"
+        f"server vllm-0 at {s.urls[0]} was left alone for 1 s and longer, after 3 failures in a row"
     ]
 
 
@@ -196,7 +196,7 @@ async def test_a_server_that_refuses_whatever_is_asked_is_left_alone_and_told(st
     assert len(s.fakes[0].calls) == 1
     ((name, text),) = s.notices
     assert name == "vllm-0"
-    assert f"{s.urls[0]} is left alone" in text
+    assert f"{s.urls[0]} was left alone" in text
     assert f"HTTP {status}" in text
     assert s.asked == 1
 
@@ -267,7 +267,7 @@ async def test_d2_a_refusal_that_another_server_does_not_share_is_the_servers_fa
     assert len(s.fakes[0].calls) == 3
     ((name, text),) = s.notices
     assert (name, s.slept) == ("vllm-0", [])
-    assert "is left alone for 1 s and longer, after 3 failures in a row; the last: HTTP 400" in text
+    assert "was left alone for 1 s and longer, after 3 failures in a row; the last: HTTP 400" in text
 
 
 async def test_d2_a_refusal_on_trial_is_a_failure():

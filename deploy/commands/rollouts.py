@@ -181,7 +181,7 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
     calls: deque[_Call] = deque()
     for raw in messages:
         try:
-            message = msgspec.convert(raw, _Message)
+            message = msgspec.convert({**raw, "content": _text_of(raw.get("content"))}, _Message)
         except msgspec.ValidationError:  # an agent's own message may have any form
             yield _line(json.dumps(raw, ensure_ascii=False, default=str))
             continue
@@ -200,6 +200,13 @@ def _conversation(messages: Sequence[dict[str, Any]]) -> Iterator[RenderableType
         if message.content.strip() or not calls:
             yield Padding(Text(printable(message.content.strip()) or "(nothing)"), (0, 0, 0, 4))
     yield from (_line(f"{call.text()} (no answer)") for call in calls)
+
+
+def _text_of(content: Any) -> Any:
+    """Join a content's parts, each that is no text by its type, as in "[image] Which colour?"."""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return "" if content is None else content
+    return " ".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
 
 
 class _Function(msgspec.Struct):

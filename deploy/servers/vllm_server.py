@@ -108,7 +108,10 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     # -P keeps Python from importing from the working directory. `vllm serve` would ask for the release of a package
     # named vllm, which the CPU build is not, and start an API process for each data-parallel engine.
     module = cpu_server.SERVER
-    if on_cpu() and cpu_server.is_needed() and "vision_config" in (architecture_of(config.model) or {}):
+    # vLLM's code for the text part of a model that sees may import that of the whole.
+    facts = architecture_of(config.model) or {}
+    sees = "vision_config" in facts or str(facts.get("model_type", "")).endswith("_text")
+    if on_cpu() and cpu_server.is_needed() and sees:
         module = cpu_server.__name__
     return [sys.executable, "-P", "-m", module, *flags, *vllm.args]
 

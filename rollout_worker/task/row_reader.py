@@ -15,7 +15,7 @@ from rollout_worker.data.rows import Row
 from rollout_worker.task.task import Task
 from rollout_worker.user_code import Kind, NotCalled, UserCode, UserCodeError, failure_of
 from rollout_worker.user_code.values import copied, plain
-from rollout_worker.vision.messages import has_images, seen_prompt
+from rollout_worker.vision.messages import column_with_images, has_images, seen_prompt
 from rollout_worker.vision.processor import ImageProcessor, Seen
 
 TIMEOUT_S = 60.0
@@ -100,6 +100,11 @@ def plain_columns(row: Any, images: ImageProcessor | None = None) -> dict[str, A
         prompt = seen_prompt(prompt, columns, images)
     elif is_messages and has_images(prompt):
         raise ValueError("its prompt has an image, and images.enabled = false: set it to true, with a model that sees")
+    elif column := column_with_images(columns):
+        raise ValueError(
+            f"its column {column!r} holds an image, and images.enabled = false, so that the policy would not see it: "
+            f"set it to true, with a model that sees, or rename the column"
+        )
     copy = plain(prompt, "prompt", keep=(Seen,))
     if not copy:
         raise ValueError("its prompt is empty")

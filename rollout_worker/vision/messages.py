@@ -17,6 +17,7 @@ from rollout_worker.vision.sources import ImageError
 PARTS = ("image", "image_url", "input_image")
 
 COLUMNS = ("images", "image")
+_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff")
 
 
 class Placed(NamedTuple):
@@ -32,6 +33,24 @@ class Placed(NamedTuple):
 def has_images(prompt: Any) -> bool:
     """Tell whether some message of a prompt has a part that is an image."""
     return not isinstance(prompt, str) and any(_is_image(part) for message in prompt for part in _parts(message))
+
+
+def column_with_images(columns: Mapping[str, Any]) -> str | None:
+    """Name the column that holds images in one of TRL's forms; None if there is none. A text is taken for an image only
+    if it ends as an image file does: a column `image` may name a container."""
+    for name in COLUMNS:
+        given = columns.get(name)
+        if any(map(_holds_image, given if isinstance(given, list | tuple) else [given])):
+            return name
+    return None
+
+
+def _holds_image(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.startswith("data:image/") or value.lower().endswith(_ENDINGS)
+    if isinstance(value, Mapping):
+        return isinstance(value.get("bytes"), bytes) or _holds_image(value.get("path"))
+    return isinstance(value, bytes) or type(value).__module__.startswith("PIL.")
 
 
 def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcessor | None) -> Any:

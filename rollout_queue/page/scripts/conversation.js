@@ -37,7 +37,10 @@
   function contentOf(content) {
     if (content === null || content === undefined || content === "") return [];
     if (!Array.isArray(content)) return [longText(json(content))];
-    return content.map((part) => longText(part && typeof part.text === "string" ? part.text : json(part)));
+    return content.map((part) => {
+      if (part && part.type === "image") return longText("[image]");
+      return longText(part && typeof part.text === "string" ? part.text : json(part));
+    });
   }
 
   /** Shows one call of a tool: its name, and each argument. */

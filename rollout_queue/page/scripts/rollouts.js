@@ -58,7 +58,11 @@
   /** Returns a line of the rollout's last words. */
   function gist(view) {
     const messages = Array.isArray(view.messages) ? view.messages : [];
-    const words = (message) => (message && typeof message.content === "string" ? message.content.trim() : "");
+    const text = (part) => (part && typeof part.text === "string" ? part.text : `[${part && part.type}]`);
+    const words = (message) => {
+      const content = (message && message.content) || "";
+      return (Array.isArray(content) ? content.map(text).join(" ") : String(content)).trim();
+    };
     const end = words(messages.at(-1));
     const asked = words(messages.find((message) => message && message.role === "user"));
     return visible(`${asked.slice(0, 80)} → ${end.slice(0, 80) || "(no text)"}`).replace(/\s+/g, " ");

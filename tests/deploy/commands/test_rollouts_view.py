@@ -114,6 +114,15 @@ def test_a_malformed_call_does_not_take_another_ones_answer() -> None:
     ]
 
 
+def test_parts_of_a_message_are_joined_and_images_named() -> None:
+    seen = [{"type": "image", "image": "<Seen>"}, {"type": "text", "text": "Which colour?"}]
+    boxed = {**answer("open_box", ""), "content": seen[:1]}
+    messages = [{"role": "user", "content": seen}, said("", ("open_box", {"number": 6})), boxed]
+    text = "\n".join(shown(view(1, messages=messages)))
+    assert "[image] Which colour?" in text
+    assert "open_box(number=6) -> [image]" in text
+
+
 def test_long_and_hostile_text_stays_within_the_terminal() -> None:
     messages = [
         said("word " * 100 + "\x1b]0;owned\x07 [bold]x[/bold]", ("search", {"query": "q" * 500})),

@@ -112,7 +112,11 @@ def test_rows_whose_images_cannot_be_used_are_told(run: RunConfig, kind: str) ->
 def test_without_images_enabled_a_row_with_one_is_refused_with_the_setting() -> None:
     with pytest.raises(ValueError, match=r"images\.enabled = false: set it to true"):
         plain_columns({"prompt": user(part(RED))})
-    assert plain_columns({"prompt": "Which?", "images": [RED]})["prompt"] == "Which?"
+    for name, images in (("images", [RED]), ("image", "red.png"), ("image", {"bytes": b"x", "path": None})):
+        with pytest.raises(ValueError, match=f"its column '{name}' holds an image, and images.enabled = false"):
+            plain_columns({"prompt": "Which?", name: images})
+    for other in ("docker.io/python:3.11", None, 7):
+        assert plain_columns({"prompt": "Which?", "image": other})["prompt"] == "Which?"
 
 
 def test_models_that_do_not_see_or_are_not_known_are_refused_at_the_start(run: RunConfig, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rollout_queue.store import open_for_reading
 from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.kit import group
 from tests.kit.messages import SERVER
+from tests.kit.ports import free_port
 from tests.kit.queue import serve_version
 
 B, STEPS = 4, 30
@@ -65,8 +66,7 @@ class Process:
 @pytest.fixture
 def process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Process]:
     monkeypatch.delenv("SLIPSTREAM_TOKEN", raising=False)
-    with listen("127.0.0.1", 0) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     (tmp_path / "task.py").write_text("task = None\n")
     run_file = tmp_path / "run.toml"
     run_file.write_text(

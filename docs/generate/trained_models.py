@@ -52,7 +52,8 @@ What is checked, and what to know:
 - **vLLM's CPU build** (0.32) serves tiny models of these and takes two updates, with log-probs within 3e-5 nats of the
   learner's: Gemma 2, Gemma 4, GPT-OSS, Granite 4 (hybrid, with experts and without), Falcon-H1, Nemotron-H without
   experts. A whole run of a tiny Granite 4 hybrid ended that server in three of three tries with other settings
-  (an IndexError in `mamba_mixer2.py`). It does not serve Nemotron-H's experts (`fused_moe/config.py`: GPUs only) or Kimi-Linear where numba is
+  (an IndexError in `mamba_mixer2.py`).
+  It does not serve Nemotron-H's experts (`fused_moe/config.py`: GPUs only) or Kimi-Linear where numba is
   installed (`triton_utils/dispatcher.py`). Qwen3-Next it serves in bfloat16 with heads of 128 alone
   (`mamba/ops/cpu/gdn_attention.py`), within 0.1 nats; of LFM2 it turns only the first head by position
   (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off. Gemma 3n arrives as it was sent: a

@@ -1,9 +1,13 @@
-"""Says what a run does with its model, from its config and tokenizer alone: no weights are read or downloaded."""
+"""Says what a run does with its model, from its config and tokenizer alone: no weights are read or downloaded.
+
+And what it does with its task, of which rows are looked at as a start does.
+"""
 
 from __future__ import annotations
 
 import ast
 import logging
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.checks import model_check
+from deploy.servers import cpu_build, server_args
 from deploy.servers.vllm_server import on_cpu
 from protocol.config import ConfigError, LearnerSection, RunConfig
 
@@ -37,14 +42,20 @@ def facts(config: RunConfig) -> Iterator[tuple[str, str]]:
     try:
         architecture = model_check.read_architecture(config.model)
     except ConfigError as error:
-        yield "model", str(error)
+        yield "model", f"no: {error}"
         return
-    yield "model", _said(lambda: _description(architecture))
+    yield "model", _said(lambda: _description(config, architecture))
     if (lack := _lack_of_weights(config)) is not None:
         yield "model, weights", f"no: {lack}"
     yield "model, chat", _said(lambda: _chat(config))
     yield "model, vLLM", _said(lambda: _serving(config, architecture))
     yield "model, learner", _said(lambda: _layout(config, architecture))
+    if config.images.enabled:
+        yield "model, images", _said(lambda: _sight(config))
+    if config.learner.router_replay:
+        yield "model, experts", _said(lambda: _replay(config))
+    if config.task.path:
+        yield "task", _said(lambda: _task(config))
 
 
 def _said(ask: Callable[[], str]) -> str:
@@ -63,13 +74,14 @@ def _lack_of_weights(config: RunConfig) -> str | None:
     return f"model.path = {folder} holds no *.safetensors: complete it, or name another folder"
 
 
-def _description(architecture: Any) -> str:
+def _description(config: RunConfig, architecture: Any) -> str:
     import torch
 
     from learner.model.loading import kind_of
 
     with torch.device("meta"):  # no weight takes memory
-        network = kind_of(architecture).from_config(architecture)
+        kind = kind_of(architecture, config.images.enabled)
+        network = kind.from_config(architecture, trust_remote_code=config.model.trust_remote_code)
     count = sum(weight.numel() for weight in network.parameters())
     size = f"{count / 1e9:.2f} billion" if count > 1e8 else f"{count:,}"
     context = model_check.longest_context(architecture)
@@ -95,9 +107,12 @@ def _serving(config: RunConfig, architecture: Any) -> str:
     names = getattr(architecture, "architectures", None) or []
     if not names:
         return "its config.json names no architectures, by which vLLM chooses its code"
+    facts = architecture.to_dict()
+    if on_cpu():
+        cpu_build.check_served(config, facts)
     if not _known_to_vllm().isdisjoint(names):
-        limits = "; its CPU build lacks kernels of some architectures" if on_cpu() else ""
-        return f"knows {', '.join(names)}{limits}"
+        tried = "; its CPU build served tiny models of it" if cpu_build.is_served(facts) else "; not tried on a CPU"
+        return f"knows {', '.join(names)}{tried if on_cpu() else ''}"
     return f"has no code of its own for {', '.join(names)}: it tries transformers' (vllm.args), which may fail"
 
 
@@ -122,18 +137,50 @@ def _layout(config: RunConfig, architecture: Any) -> str:
     from learner.model.policy import Scoring
 
     torch.manual_seed(0)
+    trusted = config.model.trust_remote_code
     with tempfile.TemporaryDirectory() as folder, _quiet():
-        kind_of(architecture).from_config(small(architecture)).save_pretrained(folder)
+        kind = kind_of(architecture, config.images.enabled)
+        kind.from_config(small(architecture), trust_remote_code=trusted).save_pretrained(folder)
+        if trusted:  # the model's own code stands beside its config
+            for file in Path(config.model.path).glob("*.py"):
+                shutil.copy(file, folder)
         model = config.model.model_copy(update={"path": folder, "revision": None})
         learner = LearnerSection(layout=config.learner.layout)
+        routed = config.learner.router_aux_loss_coef > 0
+        scoring = Scoring(1.0, _LOGITS_MIB, routed, config.learner.router_replay)
         lora = config.lora.model_copy(update={"r": min(2, config.lora.r), "layers_to_transform": []})
         try:
-            policy = load_policy(folder, model, Scoring(1.0, _LOGITS_MIB), learner, _LONGEST, lora)
+            policy = load_policy(folder, model, scoring, learner, _LONGEST, lora, images=config.images.enabled)
         except ConfigError as error:
             raise ConfigError(str(error).replace(folder, config.model.path)) from None
     adapter = f"; adapters on {', '.join(_targets(policy))}" if policy.adapter is not None else ""
     note = policy.layout_note.partition(", since ")[2]
     return f"trains it, learner.layout {policy.layout}{f', since {note}' if note else ''}{adapter}"
+
+
+def _sight(config: RunConfig) -> str:
+    from rollout_worker.vision.processor import processor_of
+
+    processor_of(config)
+    urls = "fetched" if config.images.urls else "refused (images.urls)"
+    return (
+        f"at most {config.images.max_per_episode} an episode, of {config.images.max_pixels:,} pixels; URLs are {urls}"
+    )
+
+
+def _replay(config: RunConfig) -> str:
+    server_args.check_router_replay(config, on_cpu())
+    return "servers tell which experts they chose, and the learner takes the same (learner.router_replay)"
+
+
+def _task(config: RunConfig) -> str:
+    from deploy.checks import task_check
+    from rollout_worker.task.task import load_task
+
+    task = load_task(config.task)
+    findings = task_check.check_task(config, task)
+    rows = "rows without number" if task.rows.size is None else f"{task.rows.size:,} rows"
+    return "; ".join([f"{rows}, of which some were tried", *(finding.text for finding in findings)])
 
 
 def _targets(policy: Any) -> list[str]:

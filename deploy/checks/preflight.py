@@ -19,9 +19,9 @@ from urllib.error import HTTPError
 
 from deploy.checks import model_check
 from deploy.run import run_directory
-from deploy.servers import kv_cache, probes, server_args
+from deploy.servers import cpu_build, kv_cache, probes, server_args
 from deploy.servers.gpu_memory import checkpoint_bytes, gib
-from deploy.servers.model_shape import model_shape
+from deploy.servers.model_shape import architecture_of, model_shape
 from deploy.servers.probes import check_port
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
@@ -112,6 +112,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     model_check.check_resumed(config, resume)
     check_adapter(config, resume)
     if not config.vllm.servers and on_cpu():
+        cpu_build.check_served(config, architecture_of(config.model) or {})
         kv_cache.check_cache_fits(config)
     findings += task_check.check_task(config, task)
     return RunCheck(rows, findings)

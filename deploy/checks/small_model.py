@@ -14,7 +14,8 @@ VOCABULARY = 96
 
 _NAMES: dict[int, str] = {
     VOCABULARY: "vocab_size",
-    32: "hidden_size n_embd d_model dim embed_dim embedding_size model_dim word_embed_proj_dim attention_hidden_size",
+    32: "hidden_size n_embd d_model dim embed_dim embedding_size model_dim word_embed_proj_dim attention_hidden_size "
+    "out_hidden_size",
     64: "intermediate_size ffn_dim n_inner d_ff ffn_hidden_size feed_forward_hidden_size shared_intermediate_size "
     "decoder_ffn_dim encoder_ffn_dim intermediate_size_mlp prefix_dense_intermediate_size",
     2: "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
@@ -89,7 +90,10 @@ _MORE: dict[str, dict[str, Any]] = {
 
 def small(config: PretrainedConfig) -> PretrainedConfig:
     """Return a small config of the same architecture, with layers of the same kinds that compute in the same way."""
-    return type(config)(**{**_manner(config), **_sizes(config)})
+    found = type(config)(**{**_manner(config), **_sizes(config)})
+    if (own := getattr(config, "auto_map", None)) is not None:  # where the model's own code stands
+        found.auto_map = own
+    return found
 
 
 def _manner(config: PretrainedConfig) -> dict[str, Any]:
@@ -136,6 +140,9 @@ def _sizes(default: PretrainedConfig) -> dict[str, Any]:
     rope = getattr(default, "rope_parameters", None)
     if isinstance(rope, dict) and "mrope_section" in rope:
         found["rope_parameters"] = {**rope, "mrope_section": _MROPE}
+    # Tokens with a meaning of their own, such as that which stands for images: ids that differ, from the highest down.
+    named = [name for name, value in vars(default).items() if name.endswith("_token_id") and isinstance(value, int)]
+    found |= {name: VOCABULARY - 1 - place for place, name in enumerate(sorted({*named} - _SIZES.keys()))}
     parts = {name: value for name, value in vars(default).items() if isinstance(value, PretrainedConfig)}
     found |= {name: _sizes(part) for name, part in parts.items()}
     return found | _MORE.get(model_type, {})

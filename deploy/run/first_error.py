@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import islice
 
 _TRACEBACK = "Traceback (most recent call last):"
 
@@ -23,6 +24,11 @@ _ENGINE_ENDED = re.compile(r"its EngineCore process ended \([^)]*\)")
 
 _OF_THE_ENGINE = re.compile(r"^\((EngineCore|(Vllm)?Worker)\S* pid=\d+\) ")
 
+# What a server says whose engine has ended, in place of why it did.
+_FOLLOWS = ("its EngineCore process ended", "EngineDeadError")
+# Lines of an engine's error to read: a traceback in vLLM is up to a hundred lines long.
+_MAX_ENGINE_LINES = 400
+
 # Detail lines of an error to quote: the first line of pydantic's only says that there is an error.
 _MAX_DETAILS = 2
 
@@ -38,6 +44,17 @@ def first_error(lines: Sequence[str]) -> str | None:
     if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
         return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
     return _first_error(lines)
+
+
+def follows_engine(error: str) -> bool:
+    """Return whether an error only follows from the end of a vLLM server's engine."""
+    return any(said in error for said in _FOLLOWS)
+
+
+def error_of_engine(lines: Iterable[str]) -> str | None:
+    """Find the first error that a vLLM server's engine logged; None if it logged none."""
+    errors = (line.rstrip("\n") for line in lines if _OF_THE_ENGINE.match(line) and " ERROR " in line[:60])
+    return _first_error([*islice(errors, _MAX_ENGINE_LINES)])
 
 
 def _first_error(lines: Sequence[str]) -> str | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
-from deploy.run.first_error import first_error
+from deploy.run.first_error import error_of_engine, first_error, follows_engine
 from deploy.servers.device_plan import DevicePlan
 from deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
 from deploy.servers.vllm_server import on_cpu
@@ -202,8 +202,15 @@ class Child:
         return []
 
     def first_error(self) -> str | None:
-        """Return the first error in the last lines of its log."""
-        return first_error(self.tail())
+        """Return the first error in the last lines of its log; of a vLLM server, its engine's, wherever it stands."""
+        found = first_error(self.tail())
+        if found is None or not follows_engine(found):
+            return found
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(self._log_start)
+            lines = (_CONTROL.sub("", line.decode(errors="replace"))[:MAX_LINE] for line in log)
+            return error_of_engine(lines) or found
+        return found
 
 
 class Children:

@@ -10,7 +10,7 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from deploy.servers import devices, kv_cache, probes, server_args
+from deploy.servers import cpu_build, devices, kv_cache, probes, server_args
 from deploy.servers import joining as joining_of
 from deploy.servers.device_plan import Part, Seat
 from deploy.servers.devices import SHARE
@@ -98,9 +98,10 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
     if seat is not None and seat.cache:
         flags += [kv_cache.FLAG, str(seat.cache)]
+    facts = architecture_of(config.model) or {}
     if on_cpu():
         # A compiled CPU graph would keep the packed weights that it was compiled with.
-        flags.append("--enforce-eager")
+        flags += ["--enforce-eager", *cpu_build.flags(facts)]
         if Parallelism.of(vllm.args).gpus == 1 and os.environ.get(THREADS_BIND, NO_BIND) == NO_BIND:
             # The engine computes in its own process. vLLM's default is a second process that binds threads to cores;
             # it takes as long to start as the engine, and each step waits for both.
@@ -109,7 +110,6 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
     # named vllm, which the CPU build is not, and start an API process for each data-parallel engine.
     module = cpu_server.SERVER
     # vLLM's code for the text part of a model that sees may import that of the whole.
-    facts = architecture_of(config.model) or {}
     sees = "vision_config" in facts or str(facts.get("model_type", "")).endswith("_text")
     if on_cpu() and cpu_server.is_needed() and sees:
         module = cpu_server.__name__

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from tests.learner.architectures import RESULTS, SERVED
+from deploy.servers import cpu_build
+from tests.learner.architectures import RESULTS
 from tests.learner.families import LONGEST, MIXTURES, PADDED, REFUSED, TEXT, VISION
 
 _HEAD = f"""\
@@ -51,14 +52,11 @@ What is checked, and what to know:
   engine on a CPU: its log-probs matched the learner's to 1e-6; its weights are loaded under the pause.
 - **vLLM's CPU build** (0.32) serves tiny models of these and takes two updates, with log-probs within 3e-5 nats of the
   learner's: Gemma 2, Gemma 4, GPT-OSS, Granite 4 (hybrid, with experts and without), Falcon-H1, Nemotron-H without
-  experts. A whole run of a tiny Granite 4 hybrid ended that server in three of three tries with other settings
-  (an IndexError in `mamba_mixer2.py`).
-  It does not serve Nemotron-H's experts (`fused_moe/config.py`: GPUs only) or Kimi-Linear where numba is
-  installed (`triton_utils/dispatcher.py`). Qwen3-Next it serves in bfloat16 with heads of 128 alone
-  (`mamba/ops/cpu/gdn_attention.py`), within 0.1 nats; of LFM2 it turns only the first head by position
-  (`rotary_embedding/base.py`, `forward_cpu`), which puts it 0.3 to 0.6 nats off. Gemma 3n arrives as it was sent: a
-  server that has taken updates is as far from the learner (0.3 nats) as one started on the same weights, where these
-  are not those of an untrained model.
+  experts; Qwen3-Next and Qwen3.5 (dense and mixture) in bfloat16. Where layers are of Mamba 2's kind, Slipstream
+  switches its prefix cache off: with it, a prompt longer than a block ended the server. A run on a CPU is refused at
+  its start, and by `slipstream doctor`, for what the build lacks: Nemotron-H's experts, Mamba 1 and Jamba, Kimi-Linear
+  beside numba, Qwen3.5 in float32 (its linear attention has a kernel for bfloat16 and heads of 128 alone), LFM2 (it
+  turns only the first head by position, 0.3 to 0.6 nats off), Gemma 3n (0.3 nats off, however its weights arrive).
 - **Vision models** train their text tower and output layer; the rest is frozen and not published, unless
   `model.train_vision`. Rollouts are text, or show [images](images.md). vLLM has served Qwen2.5-VL here.
 - **LongRoPE** (Phi-3, Phi-4): vLLM uses the long factors for every sequence if `vllm.max_model_len` is above the
@@ -86,7 +84,7 @@ def facts(architecture: str) -> tuple[str, str, str]:
     layout = _layouts().get(architecture) or RESULTS.get(architecture, "")
     # Every family of these tables is tried with an adapter.
     adapted = "yes" if architecture in _layouts() else ""
-    return "" if layout == "not built" else layout, adapted, "yes" if architecture in SERVED else ""
+    return "" if layout == "not built" else layout, adapted, "yes" if architecture in cpu_build.SERVED else ""
 
 
 @cache

@@ -146,7 +146,7 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
     check_installed(config.lora)
     try:
         with warnings.catch_warnings(action="ignore"):  # the learner shows them when it makes the adapter
-            adapter = Adapter(_structure(config.model), config.lora, config.model, torch.float32)
+            adapter = Adapter(_structure(config.model, config.images.enabled), config.lora, config.model, torch.float32)
     except ConfigError:
         raise
     except (OSError, ValueError, ImportError, KeyError, TypeError, AttributeError, RuntimeError) as error:
@@ -161,9 +161,9 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
         adapter.check_same(checkpoint.adapter_path)
 
 
-def _structure(model: ModelSection) -> Any:
+def _structure(model: ModelSection, images: bool) -> Any:
     """Make the network without weights, on the meta device. Any attention will do: none is computed."""
     hub = {"trust_remote_code": model.trust_remote_code}
     config = AutoConfig.from_pretrained(model.path, revision=model.revision or "main", **hub)
     with torch.device("meta"):
-        return loading.kind_of(config).from_config(config, attn_implementation="eager", **hub)
+        return loading.kind_of(config, images).from_config(config, attn_implementation="eager", **hub)

@@ -68,11 +68,11 @@ def load_policy(
     kept = precision.compute if adapted else precision.weights
     policy = None
     if team is not None and team.sharded:
-        policy = _loaded_by_part(path, model, scoring, precision, longest, team)
+        policy = _loaded_by_part(path, model, scoring, precision, longest, team, images)
     tried: Sequence[layouts.Layout] = ["padded"] if images else layouts.possible(learner.layout, model.attention)
     if policy is None:
         others = layouts.BATCH_ATTENTION if "padded" in tried and model.attention == PACKED_ATTENTION else ()
-        network = load_network(path, model, kept, PartialState().device, longest, others)
+        network = load_network(path, model, kept, PartialState().device, longest, others, images)
         policy = Policy(network, model.attention, scoring, precision)
     policy.one_batch = team is not None and team.sharded
     network = policy.model
@@ -100,12 +100,18 @@ def load_policy(
 
 
 def _loaded_by_part(
-    path: str, model: ModelSection, scoring: Scoring, precision: Precision, longest: int | None, team: Team
+    path: str,
+    model: ModelSection,
+    scoring: Scoring,
+    precision: Precision,
+    longest: int | None,
+    team: Team,
+    images: bool,
 ) -> Policy | None:
     """Load this rank's part of the policy; None if a rank cannot read the checkpoint by part."""
     outline, why = None, ""
     try:
-        outline = Outline(path, model, precision.weights)
+        outline = Outline(path, model, precision.weights, images)
     except WholeLoadNeeded as reason:
         why = str(reason)
     if not team.agree(outline is not None) or outline is None:

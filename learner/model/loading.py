@@ -39,6 +39,7 @@ def load_network(
     device: torch.device,
     longest: int | None = None,
     others: Sequence[str] = (),
+    images: bool = False,
 ) -> Any:
     """Load the network, ready to score rows.
 
@@ -49,6 +50,7 @@ def load_network(
         dtype: Type of the weights.
         longest: Tokens of the longest sequence, the servers' `max_model_len`.
         others: Attention to load it with, the first that it takes, if it does not take `model.attention`.
+        images: Whether it must see, where transformers has a class for the text alone as well.
 
     Raises:
         ConfigError: It cannot be loaded.
@@ -59,7 +61,7 @@ def load_network(
     try:
         config = AutoConfig.from_pretrained(path, **hub)
         packed = precision.quantisation_arguments(model, dtype)
-        load = partial(kind_of(config).from_pretrained, path, dtype=dtype, **hub, **packed)
+        load = partial(kind_of(config, images).from_pretrained, path, dtype=dtype, **hub, **packed)
         network = _with_attention(load, [model.attention, *others])
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise ConfigError(refusal(path, model, error)) from error
@@ -90,10 +92,15 @@ def refusal(path: str, model: ModelSection, error: Exception) -> str:
     )
 
 
-def kind_of(config: Any) -> Any:
-    """Return transformers' class that makes a network of this config."""
-    sees = type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForCausalLM
+def kind_of(config: Any, images: bool = False) -> Any:
+    """Return transformers' class that makes a network of this config: of its text part alone where there is one, and no
+    images are seen."""
+    needed = images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+    return (
+        AutoModelForImageTextToText
+        if needed and type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+        else AutoModelForCausalLM
+    )
 
 
 def text_tower(network: Any) -> Any:

@@ -84,6 +84,7 @@ class Outline:
     Args:
         path: Folder or hub name of the weights.
         dtype: Type of the weights.
+        images: Whether it must see.
 
     Attributes:
         network: The transformers model, as `loading.load_network` would return it but for its content.
@@ -93,7 +94,7 @@ class Outline:
         ConfigError: It cannot be loaded at all.
     """
 
-    def __init__(self, path: str, model: ModelSection, dtype: torch.dtype) -> None:
+    def __init__(self, path: str, model: ModelSection, dtype: torch.dtype, images: bool = False) -> None:
         revision = model.revision if path == model.path else None
         hub = {"revision": revision or "main", "trust_remote_code": model.trust_remote_code}
         try:
@@ -106,7 +107,8 @@ class Outline:
             self._files = _Files(files)
             empty = {key: torch.empty(shape, dtype=dtype, device="meta") for key, shape in self._files.shapes.items()}
             with torch.device("meta"):
-                kind = type(loading.kind_of(config).from_config(config, trust_remote_code=model.trust_remote_code))
+                of = loading.kind_of(config, images)
+                kind = type(of.from_config(config, trust_remote_code=model.trust_remote_code))
             self.network = kind.from_pretrained(
                 None,
                 config=config,

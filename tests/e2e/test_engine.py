@@ -14,6 +14,8 @@ pytestmark = pytest.mark.e2e
 
 # Log-probs in float32, by two implementations; old keys and values are off by whole nats.
 CLOSE = 1e-4
+# On average over a turn.
+CLOSE_IN_BFLOAT16 = 0.05
 
 
 HALF_COMPUTED = """
@@ -357,7 +359,10 @@ OTHER_LAYERS = """
 import sys
 import torch
 import transformers
+from weight_sync.vllm import cpu_server
+cpu_server.make_importable()
 from vllm import LLM, SamplingParams
+from deploy.servers import cpu_build
 from learner.model.export import Published
 from weight_sync.vllm.engine import shadow, shadow_modules
 from weight_sync.vllm.engine.arrivals import Arrivals
@@ -366,6 +371,9 @@ folder, kind = sys.argv[1:]
 torch.manual_seed(0)
 sizes = dict(vocab_size=128, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, head_dim=32, max_position_embeddings=256)
+linear = dict(layer_types=["linear_attention", "full_attention"], linear_num_key_heads=1, linear_num_value_heads=2,
+              linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4)
+experts = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64)
 more = {
     "FalconH1": dict(mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_d_state=16, mamba_chunk_size=16),
     "GptOss": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=128, pad_token_id=0, eos_token_id=1,
@@ -380,7 +388,11 @@ more = {
                       layers_block_type=["mamba", "attention", "mlp"]),
     "Gemma2": dict(query_pre_attn_scalar=32, sliding_window=128),
     "Granite": dict(logits_scaling=3.0),
+    "Qwen3_5Text": linear,
+    "Qwen3_5MoeText": {**linear, **experts},
+    "Qwen3Next": {**linear, **experts},
 }[kind]
+dtype = "bfloat16" if kind.startswith("Qwen") else "float32"
 if kind.startswith("Granite"):
     del sizes["head_dim"]
     sizes["hidden_size"] = 128
@@ -394,8 +406,9 @@ with torch.no_grad():
             parameter.mul_(3)
 model.save_pretrained(folder)
 model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-llm = LLM(folder, dtype="float32", enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, max_num_seqs=8,
-          max_num_batched_tokens=256, kv_cache_memory_bytes=64_000_000)
+llm = LLM(folder, dtype=dtype, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True, max_num_seqs=8,
+          max_num_batched_tokens=256, kv_cache_memory_bytes=64_000_000,
+          **({"enable_prefix_caching": False} if cpu_build.flags(config.to_dict()) else {}))
 shadow_modules.install_torch_packing()
 turn = SamplingParams(max_tokens=24, ignore_eos=True, logprobs=0, detokenize=False)
 
@@ -407,7 +420,8 @@ def off(number):
     ids = torch.tensor([prompt + list(output.token_ids)])
     with torch.no_grad():
         ours = torch.log_softmax(model(ids).logits[0, len(prompt) - 1 : -1].float(), -1)
-    return (ours.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0] - served).abs().max().item()
+    apart = (ours.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0] - served).abs()
+    return (apart.mean() if dtype == "bfloat16" else apart.max()).item()  # a rounded router may choose otherwise once
 
 
 print("OFF", "before", off(0))
@@ -432,7 +446,11 @@ for left_out in ([name for name in weights if "layers.1" in name and name.endswi
 
 @pytest.mark.wide
 @pytest.mark.parametrize(
-    "kind", ["FalconH1", "Gemma2", "Gemma4Text", "GptOss", "Granite", "GraniteMoeHybrid", "NemotronH"]
+    "kind",
+    [
+        *("FalconH1", "Gemma2", "Gemma4Text", "GptOss", "Granite", "GraniteMoeHybrid", "NemotronH"),
+        *("Qwen3_5Text", "Qwen3_5MoeText", "Qwen3Next"),
+    ],
 )
 def test_models_with_states_caps_and_scales_serve_what_is_published(kind: str, tmp_path: Path) -> None:
     printed = run_script(tmp_path, OTHER_LAYERS, str(tmp_path / "model"), kind)
@@ -440,7 +458,8 @@ def test_models_with_states_caps_and_scales_serve_what_is_published(kind: str, t
     stale = [value for name, value in off.items() if "stale" in name]
     assert (len(off), len(stale)) == (5, 2)
     assert min(stale) > 1e-2
-    assert max(value for name, value in off.items() if "stale" not in name) < CLOSE, off
+    close = CLOSE_IN_BFLOAT16 if kind.startswith("Qwen") else CLOSE
+    assert max(value for name, value in off.items() if "stale" not in name) < close, off
     missing = [line.split(" | ") for line in printed.splitlines() if line.startswith("MISSING")]
     assert len(missing) == (2 if kind == "GptOss" else 1)
     for (_, said), last in zip(missing, ("sinks", "w2_weight") if kind == "GptOss" else ("weight",), strict=True):

@@ -243,9 +243,3 @@ ARCHITECTURE_OF: dict[str, str] = {
     **dict.fromkeys(("Qwen3.5", "Qwen3.5, 2B and smaller", "Qwen3.5, 4B and larger"), "qwen3_5"),
     "Tiny Aya": "cohere2",
 }
-
-# Tried with a real vLLM on the CPU: tests/e2e.
-SERVED = (
-    *("falcon_h1", "gemma2", "gemma4_text", "gpt_oss", "granite", "granitemoehybrid", "mixtral", "nemotron_h"),
-    *("qwen2_5_vl", "qwen3", "qwen3_moe"),
-)

@@ -12,6 +12,7 @@ import transformers as tf
 from deploy.checks.model_facts import facts
 from deploy.commands import setup
 from protocol.config import load
+from rollout_worker.vision.processor import FAMILIES
 
 
 def told(run_file: Path, *overrides: str) -> dict[str, str]:
@@ -43,7 +44,12 @@ def test_a_model_that_all_parts_take(run_file: Path) -> None:
 def test_a_large_hybrid_is_judged_without_its_weights(run_file: Path) -> None:
     config = tf.Qwen3NextConfig(architectures=["Qwen3NextForCausalLM"])
     found = of_config(run_file, config)
-    assert found["model, vLLM"].startswith("knows Qwen3NextForCausalLM")
+    assert found["model, vLLM"] == (
+        "no: model.path = " + str(run_file.parent / "other") + ": vLLM computes its linear attention on a CPU in "
+        'bfloat16, not float32: set model.dtype = "bfloat16"'
+    )
+    right = told(run_file, "--model.path", str(run_file.parent / "other"), "--model.dtype", "bfloat16")
+    assert right["model, vLLM"] == "knows Qwen3NextForCausalLM; its CPU build served tiny models of it"
     assert "billion parameters, context 32,768" in found["model"]
     assert found["model, learner"].startswith("trains it, learner.layout padded, since Qwen3NextForCausalLM scores a ")
     forced = told(run_file, "--model.path", str(run_file.parent / "other"), "--learner.layout", "trie")
@@ -56,6 +62,69 @@ def test_a_model_that_sees_is_made_small_with_its_positions(run_file: Path) -> N
         text_config={"rope_parameters": rope}, architectures=["Qwen2_5_VLForConditionalGeneration"]
     )
     assert of_config(run_file, config)["model, learner"] == "trains it, learner.layout trie"
+
+
+SEEING = {
+    "Qwen2VL": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    "Qwen2_5_VL": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+    **dict.fromkeys(("Qwen3VL", "Qwen3VLMoe", "Qwen3_5", "Qwen3_5Moe")),
+}
+
+
+@pytest.mark.parametrize("name", SEEING)
+def test_every_family_that_is_named_as_seeing_trains_with_images(run_file: Path, name: str) -> None:
+    """By the learner's own check of images, on a small model of it."""
+    config = getattr(tf, f"{name}Config")(architectures=[f"{name}ForConditionalGeneration"])
+    assert config.model_type in FAMILIES
+    if SEEING[name] is not None:
+        config.text_config.rope_parameters = SEEING[name]
+    found = of_config(run_file, config, "--images.enabled", "true")
+    assert found["model, learner"] == "trains it, learner.layout padded, since images.enabled = true"
+    assert found["model, images"].startswith("no: images.enabled = true: model.path = ")
+    assert "no image processor" in found["model, images"]
+
+
+def test_the_models_own_code_is_tried_where_it_is_trusted(run_file: Path) -> None:
+    """Its own code stands beside its config, and reaches the small model."""
+    other = run_file.parent / "other"
+    other.mkdir()
+    for file in (run_file.parent / "model").iterdir():
+        (other / file.name).symlink_to(file.resolve())
+    (other / "config.json").unlink()
+    (other / "of_own.py").write_text(OF_OWN)
+    own = {"AutoConfig": "of_own.OwnConfig", "AutoModelForCausalLM": "of_own.OwnForCausalLM"}
+    (other / "config.json").write_text(json.dumps({"model_type": "of_own", "auto_map": own, "hidden_size": 4096}))
+    path = ["--model.path", str(other)]
+    assert "set model.trust_remote_code = true" in told(run_file, *path)["model"]
+    found = told(run_file, *path, "--model.trust_remote_code", "true")
+    assert found["model"].startswith("OwnForCausalLM, ")
+    assert found["model, learner"] == "trains it, learner.layout trie"
+
+
+OF_OWN = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+
+class OwnConfig(LlamaConfig):
+    model_type = "of_own"
+
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_what_a_run_asks_of_its_model_beside_text(run_file: Path) -> None:
+    config = tf.Qwen3Config(architectures=["Qwen3ForCausalLM"])
+    found = of_config(run_file, config, "--images.enabled", "true", "--learner.router_replay", "true")
+    assert "a qwen3 without a part that sees" in found["model, images"]
+    assert found["model, experts"].startswith("no: learner.router_replay = true: ")
+    assert found["model, learner"].startswith("no: learner.router_replay = true: Qwen3ForCausalLM is not a mixture")
+    assert "model, images" not in told(run_file)
+    assert " rows, of which some were tried" in told(run_file)["task"]
+    (run_file.parent / "task.py").write_text("import nothing_of_that_name")
+    assert told(run_file)["task"].startswith("no: task.path = ")
+    assert "nothing_of_that_name" in told(run_file)["task"]
 
 
 def test_what_a_model_says_of_its_arithmetic_stays_in_the_small_one(run_file: Path) -> None:

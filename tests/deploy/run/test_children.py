@@ -52,6 +52,29 @@ async def test_a_second_life_does_not_tell_of_the_first_and_a_long_log_is_not_re
     assert again.log.read_text().startswith("ERROR of the first\nERROR long ago\n1\n")
 
 
+ENGINE = "(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512] "
+
+
+async def test_a_servers_first_error_is_its_engines_however_much_follows(tmp_path: Path) -> None:
+    """vLLM logs a traceback for each request that fails by the end of its engine."""
+    own = [
+        "EngineCore encountered a fatal error.",
+        "Traceback (most recent call last):",
+        "  File",
+        "IndexError: index 6",
+    ]
+    follows = "vllm.v1.engine.exceptions.EngineDeadError: EngineCore encountered an issue."
+    text = (
+        "".join(f"{ENGINE}{line}\n" for line in own)
+        + f"(APIServer pid=7) ERROR 11-22 16:00:01 [a.py:4] {follows}\n" * 9999
+    )
+    (tmp_path / "text").write_text(text)
+    with Children(grace_s=5) as children:
+        child = await run_to_its_end(tmp_path, f"cat '{tmp_path}/text'", children)
+    assert all("IndexError" not in line for line in child.tail())
+    assert child.first_error() == "IndexError: index 6"
+
+
 def test_an_exit_code_above_128_is_a_signal_where_there_is_one() -> None:
     assert describe_end("it", 128 + signal.SIGSEGV) == "it ended with code 139 (SIGSEGV)"
     assert describe_end("it", 255) == "it ended with code 255"

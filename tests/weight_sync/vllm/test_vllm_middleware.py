@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -234,6 +235,24 @@ async def test_the_last_word_of_a_server_is_why_it_ends(caplog: pytest.LogCaptur
 
     await app({"type": "lifespan", "app": app, "state": {}}, receive, send)
     assert ("this server ends: its EngineCore process ended (signal 9)" in caplog.text) == dies
+
+
+def test_vllm_tells_the_end_of_its_engine_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would log a longer traceback for each request: 18 MB for 128 of them."""
+    told: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: told.append(record.getMessage()))
+    monkeypatch.setattr(logging.getLogger("vllm"), "handlers", [handler])
+    Slipstream(Starlette())
+    of_vllm = logging.getLogger("vllm.entrypoints")
+    for error in (type("EngineDeadError", (Exception,), {}), ValueError):
+        for number in range(3):
+            try:
+                raise error
+            except Exception:
+                of_vllm.exception("%s %d", error.__name__, number)
+    of_vllm.warning("without an error")
+    assert told == ["EngineDeadError 0", "ValueError 0", "ValueError 1", "ValueError 2", "without an error"]
 
 
 async def test_the_slowest_worker_is_what_staging_is() -> None:

@@ -34,6 +34,7 @@ from rollout_worker.task.reward_base import RewardBatch, RewardError, TrainerSta
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.task.row_reader import RowReader
 from rollout_worker.user_code.values import without_middle
+from rollout_worker.vision.processor import Seen
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +261,19 @@ MAX_BYTES = 64 * 1024
 # Maximum characters of one text. A byte of a message may take six in JSON.
 MAX_TEXT = 8 * 1024
 
-_encoder = json.JSONEncoder(ensure_ascii=False, default=lambda value: f"<{type(value).__name__}>")
+# Bytes of a message above which its images are named without their previews.
+_MAX_PREVIEWED = 16 * 1024
+
+
+def _plain(value: Any) -> Any:
+    return value.readable() if isinstance(value, Seen) else f"<{type(value).__name__}>"
+
+
+def _brief(value: Any) -> Any:
+    return value.readable() | {"preview": ""} if isinstance(value, Seen) else _plain(value)
+
+
+_encoder, _brief_encoder = (json.JSONEncoder(ensure_ascii=False, default=write) for write in (_plain, _brief))
 
 
 def of_prompt(prompt: str | Sequence[Message]) -> list[bytes]:
@@ -294,6 +307,8 @@ def _as_json(message: Mapping[str, Any]) -> bytes:
         if isinstance(content, str) and len(content) > MAX_TEXT:
             message = {**message, "content": without_middle(content, MAX_TEXT)}
         text = _encoder.encode({**message})
+        if not isinstance(content, str) and len(text) > _MAX_PREVIEWED:
+            text = _brief_encoder.encode({**message})
         if "NaN" in text or "Infinity" in text:
             text = _encoder.encode(json.loads(text, parse_constant=lambda name: None))
     except Exception as error:

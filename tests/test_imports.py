@@ -61,7 +61,7 @@ FOLDERS = {
     "rollout_worker": {
         *("rollout_worker/agent", "rollout_worker/episodes", "rollout_worker/inference", "rollout_worker/task"),
         *("rollout_worker/data", "rollout_worker/tools", "rollout_worker/chat", "rollout_worker/chat/parsers"),
-        "rollout_worker/user_code",
+        *("rollout_worker/user_code", "rollout_worker/vision"),
     },
     "weight_sync/weights": set(),
     "weight_sync/server": {"weight_sync/weights"},

@@ -251,13 +251,14 @@ def _first_length(config: RunConfig, sample: RowSample, chat: ChatFormat, row: A
     try:
         return _tokens(chat, row)
     except PromptError as error:
-        remedy = "fix that row, or the template"
-        if "chat_template" in str(error):
-            remedy = (
-                "its tokenizer has no chat template, and the prompts are messages: save one beside the tokenizer as "
-                "chat_template.jinja, or give the prompts as text"
-            )
+        cause = str(error).splitlines()[0]
+        if "chat_template" in cause:
+            raise ConfigError(
+                f"model.path = {config.model.path}: its tokenizer has no chat template, and the prompts{sample.suffix} "
+                f"of {config.task.path} are messages: save one beside the tokenizer as chat_template.jinja, or give "
+                f"the prompts as text ({cause:.200})"
+            ) from None
         raise ConfigError(
-            f"model.path = {config.model.path}: the first prompt{sample.suffix} of {config.task.path} becomes no "
-            f"tokens: {remedy} ({str(error).splitlines()[0]:.200})"
+            f"task.path = {config.task.path}: the first prompt{sample.suffix} cannot be shown to the model: "
+            f"{cause:.300}; mend that row, or the model's chat template"
         ) from None

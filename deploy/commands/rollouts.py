@@ -206,7 +206,16 @@ def _text_of(content: Any) -> Any:
     """Join a content's parts, each that is no text by its type, as in "[image] Which colour?"."""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return "" if content is None else content
-    return " ".join(str(part["text"]) if "text" in part else f"[{part.get('type')}]" for part in content)
+    return " ".join(map(_part, content))
+
+
+def _part(part: dict[str, Any]) -> str:
+    """Write a part of a message in a word: its text, or its type, and of an image its size."""
+    if "text" in part:
+        return str(part["text"])
+    image = part.get("image")
+    size = f" {image.get('width')} x {image.get('height')}" if isinstance(image, dict) else ""
+    return f"[{part.get('type')}{size}]"
 
 
 class _Function(msgspec.Struct):

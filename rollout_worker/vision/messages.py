@@ -1,7 +1,8 @@
 """Finds images in prompts and conversations, and the places of their tokens.
 
 Rows may have TRL's forms: content parts `{"type": "image", "image": ...}`, or a column `image` or `images` beside a
-prompt, whose images then stand before the first user's text or fill the parts that name none.
+prompt, whose images then fill the parts that name none, stand at LLaVA's markers `<image>`, or before the first user's
+text.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from rollout_worker.vision.sources import ImageError
 PARTS = ("image", "image_url", "input_image")
 
 COLUMNS = ("images", "image")
+
+# Where an image stands in a text, in data sets made for LLaVA.
+_MARKER = "<image>"
 _ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tiff")
 
 
@@ -143,7 +147,18 @@ def placed(ids: Sequence[int], images: Sequence[Seen], start: int = 0) -> list[P
 
 
 def _with_places(messages: list[Message], count: int) -> list[Message]:
-    """Put parts for images before the text of the first user's message."""
+    """Put parts for images in place of the markers in texts; without any, before the text of the first user's message.
+
+    Raises:
+        ImageError: There are more or fewer markers than images, or no user's message.
+    """
+    whole = [{**message, "content": list(_at_markers(message))} for message in messages]
+    if marked := sum(_is_image(part) for message in whole for part in message["content"]):
+        if marked != count:
+            raise ImageError(
+                f"its texts have {marked} markers {_MARKER} for {count} images: give as many of each, or no markers"
+            )
+        return [new if any(map(_is_image, new["content"])) else old for old, new in zip(messages, whole, strict=True)]
     for number, message in enumerate(messages):
         if message.get("role") == "user":
             content = message.get("content")
@@ -151,6 +166,21 @@ def _with_places(messages: list[Message], count: int) -> list[Message]:
             parts = [*({"type": "image"} for _ in range(count)), *text]
             return [*messages[:number], {**message, "content": parts}, *messages[number + 1 :]]
     raise ImageError("the row has images, and no user's message that could show them")
+
+
+def _at_markers(message: Message) -> Iterator[Any]:
+    """Yield a message's content as parts, each marker as a part for an image."""
+    content = message.get("content")
+    for part in [{"type": "text", "text": content}] if isinstance(content, str) else _parts(message):
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(text, str):
+            yield part
+            continue
+        for place, piece in enumerate(text.split(_MARKER)):
+            if place:
+                yield {"type": "image"}
+            if piece:
+                yield {**part, "text": piece}
 
 
 def _seen(part: Any, waiting: Iterator[Any], processor: ImageProcessor, where: str) -> Any:
@@ -161,7 +191,10 @@ def _seen(part: Any, waiting: Iterator[Any], processor: ImageProcessor, where: s
     if source is None:
         source = next(waiting, None)
     if source is None:
-        raise ImageError(f"{where} has a part of type {part['type']!r} without an image")
+        raise ImageError(
+            f"{where} has a part of type {part['type']!r} without an image: put it there under 'image', or into the "
+            f"row's column 'image' or 'images', one for each such part"
+        )
     try:
         return {"type": "image", "image": processor.see(source)}
     except ImageError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -37,12 +38,21 @@ class Seen:
         wire: As the group carries it.
         item: As vLLM takes it: base64 of its `MultiModalKwargsItem`.
         size: Width and height of the source, in pixels.
+        preview: A small JPEG of it, as a `data:` address, for people who read the rollout.
     """
 
     token_id: int
     wire: Image
     item: str
     size: tuple[int, int]
+    preview: str = ""
+
+    def readable(self) -> dict[str, Any]:
+        """Return it as conversations keep it, in place of its pixels."""
+        width, height = self.size
+        return {"hash": self.wire.hash, "width": width, "height": height, "tokens": self.wire.tokens} | (
+            {"preview": self.preview} if self.preview else {}
+        )
 
     def __repr__(self) -> str:
         return f"<image of {self.size[0]} x {self.size[1]} pixels>"
@@ -127,7 +137,7 @@ class ImageProcessor:
             digest.update(f"{name} {array.dtype} {array.shape} ".encode())
             digest.update(array.data)
         wire = Image(digest.hexdigest()[:32], tokens, {name: pack(array) for name, array in arrays.items()})
-        return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size)
+        return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size, _preview(image))
 
 
 def processor_of(config: RunConfig) -> ImageProcessor | None:
@@ -157,6 +167,17 @@ def _item(arrays: Arrays, fields: Mapping[str, str]) -> str:
         tensor = [array.dtype.name, list(array.shape), msgspec.msgpack.Ext(_RAW_VIEW, array.tobytes())]
         item[name] = {"data": tensor, "field": [fields[name], field]}
     return base64.b64encode(msgspec.msgpack.encode(item)).decode()
+
+
+# Pixels of the longer side, and JPEG's quality: about 2 kB.
+_PREVIEW_SIDE, _PREVIEW_QUALITY = 112, 60
+
+
+def _preview(image: Any) -> str:
+    small, file = image.copy(), io.BytesIO()
+    small.thumbnail((_PREVIEW_SIDE, _PREVIEW_SIDE))
+    small.save(file, "JPEG", quality=_PREVIEW_QUALITY)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _facts(config: RunConfig) -> dict[str, Any]:

@@ -10,17 +10,24 @@ import base64
 import binascii
 import io
 import os
+import time
 import urllib.request
 import warnings
 from collections.abc import Mapping
+from http.client import HTTPException
 from typing import Any
 from urllib.parse import unquote_to_bytes, urlsplit
+
+import numpy as np
 
 from protocol.config import ImagesSection
 
 # Bytes of an encoded image, and seconds that a server may take for each part of it.
 MAX_FILE_BYTES = 64 * 1024**2
 _FETCH_S = 20.0
+# Seconds for the whole of it, and bytes of a part.
+_WHOLE_S = 60.0
+_CHUNK = 1 << 20
 
 # Longest name of a file; longer text is base64.
 _MAX_PATH = 4096
@@ -44,7 +51,7 @@ def open_image(source: Any, limits: ImagesSection) -> Any:
     Raises:
         ImageError: It is none of these, or no image that can be used.
     """
-    from PIL import Image
+    from PIL import Image, UnidentifiedImageError
 
     if isinstance(source, Mapping):
         source = _inner(source)
@@ -62,6 +69,8 @@ def open_image(source: Any, limits: ImagesSection) -> Any:
         ) from None
     except MemoryError:
         raise ImageError("it does not fit into memory; give a smaller image") from None
+    except UnidentifiedImageError:
+        raise ImageError(f"it is damaged, or of a kind that is not read: give a whole {', '.join(FORMATS)}") from None
     except Exception as error:  # Pillow raises many types for damaged files
         what = str(error).strip().partition("\n")[0] or "no reason"
         raise ImageError(f"it cannot be decoded ({type(error).__name__}: {what:.120}); give a whole image") from None
@@ -84,6 +93,8 @@ def _opened(source: Any, limits: ImagesSection) -> Any:
     elif isinstance(source, str | os.PathLike):
         data = _read(os.fspath(source), limits)
     elif hasattr(source, "__array_interface__"):
+        if (kind := source.__array_interface__["typestr"][1:]) not in ("u1", "b1"):
+            raise ImageError(f"it is an array of type {kind}; give one of uint8, from 0 to 255")
         return Image.fromarray(source)
     else:
         raise ImageError(f"it is a {type(source).__name__}; give a path, bytes or a PIL image")
@@ -102,8 +113,9 @@ def _read(name: str | bytes, limits: ImagesSection) -> bytes:
         return _decoded(body) if head.endswith(";base64") else unquote_to_bytes(body)
     path = name.removeprefix("file://")
     if len(path) <= _MAX_PATH and os.path.isfile(path):
-        with open(path, "rb") as file:
-            return file.read(MAX_FILE_BYTES + 1)
+        # Files of the kernel may have no end, or none yet.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+            return file.read(MAX_FILE_BYTES + 1) or b""
     try:
         return _decoded(name)
     except ImageError:
@@ -122,9 +134,19 @@ def _decoded(text: str) -> bytes:
 def _fetched(address: str, limits: ImagesSection) -> bytes:
     if not limits.urls:
         raise ImageError(f"{address[:120]} is an address, and images.urls = false: set it to true, or give the bytes")
-    with urllib.request.urlopen(address, timeout=_FETCH_S) as answer:
-        data: bytes = answer.read(MAX_FILE_BYTES + 1)
+    try:
+        data, until = b"", time.monotonic() + _WHOLE_S
+        with urllib.request.urlopen(address, timeout=_FETCH_S) as answer:
+            while len(data) <= MAX_FILE_BYTES and (more := answer.read1(_CHUNK)):
+                data += more
+                if time.monotonic() > until:
+                    raise TimeoutError(f"{len(data)} bytes in {_WHOLE_S:g} s")
         return data
+    except (OSError, HTTPException, ValueError) as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ImageError(
+            f"{address[:120]} cannot be fetched ({why:.120}); give an address that answers, or the bytes"
+        ) from None
 
 
 def _check_size(image: Any, limits: ImagesSection) -> None:
@@ -147,8 +169,27 @@ def _as_rgb(image: Any) -> Any:
 
     image.load()
     turned = ImageOps.exif_transpose(image)
+    if turned.mode.startswith(("I", "F")):
+        turned = _as_grey(turned)
     if turned.mode in ("RGBA", "LA", "PA") or "transparency" in turned.info:
         turned = turned.convert("RGBA")
         behind = Image.new("RGBA", turned.size, "white")
         turned = Image.alpha_composite(behind, turned)
     return turned.convert("RGB")
+
+
+# The greatest value of pixels that have more than eight bits, for white.
+_WHITE = 65535
+
+
+def _as_grey(image: Any) -> Any:
+    """Scale pixels of 16 bits to 8. Raises `ImageError` for pixels of other ranges, whose white nothing tells."""
+    from PIL import Image
+
+    low, high = image.getextrema()
+    if image.mode == "F" or low < 0 or high > _WHITE:
+        raise ImageError(
+            f"its pixels are of mode {image.mode}, from {low:g} to {high:g}; scale them to 8 bits, from 0 to 255"
+        )
+    wide = image.convert("I")
+    return Image.fromarray((np.asarray(wide) // 257).astype(np.uint8))

@@ -33,12 +33,22 @@
     return el("details", { class: className, open }, el("summary", { text: visible(title) }), ...children);
   }
 
+  const PREVIEW = /^data:image\/jpeg;base64,[A-Za-z0-9+/=]+$/;
+
+  /** Shows an image by its preview, with its size. */
+  function imageOf(image) {
+    const known = image && isNumber(image.width) && isNumber(image.height);
+    const title = known ? `image of ${image.width} x ${image.height} pixels, ${image.tokens} tokens` : "[image]";
+    if (!known || typeof image.preview !== "string" || !PREVIEW.test(image.preview)) return longText(title);
+    return el("img", { class: "seen", src: image.preview, alt: title, title });
+  }
+
   /** Shows a message's content: a text, or parts of several kinds. */
   function contentOf(content) {
     if (content === null || content === undefined || content === "") return [];
     if (!Array.isArray(content)) return [longText(json(content))];
     return content.map((part) => {
-      if (part && part.type === "image") return longText("[image]");
+      if (part && part.type === "image") return imageOf(part.image);
       return longText(part && typeof part.text === "string" ? part.text : json(part));
     });
   }

@@ -31,8 +31,8 @@ def test_prompts_of_messages_need_a_chat_template(run_file: Path, tmp_path: Path
     task.write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
     with pytest.raises(ConfigError) as error:
         preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
-    assert f"model.path = {folder}: the first prompt of {task}:task becomes no tokens" in str(error.value)
-    assert "no chat template, and the prompts are messages: save one" in str(error.value)
+    assert f"model.path = {folder}: its tokenizer has no chat template, and the prompts of {task}" in str(error.value)
+    assert "are messages: save one" in str(error.value)
     task.write_text(task.read_text().replace('[{"role": "user", "content": "Multiply 2 by 3."}]', '"text"'))
     preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
 
@@ -47,7 +47,7 @@ def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path
     folder = save_model_folder(tmp_path / "strict")
     build_tokenizer("{{ raise_exception('no user, please') }}").save_pretrained(folder)
     (run_file.parent / "task.py").write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"becomes no tokens: fix that row, or the template \(.*no user, please"):
+    with pytest.raises(ConfigError, match=r"^task\.path = .*the first prompt cannot be shown to the model: .*no user"):
         preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
 
 

@@ -115,12 +115,13 @@ def test_a_malformed_call_does_not_take_another_ones_answer() -> None:
 
 
 def test_parts_of_a_message_are_joined_and_images_named() -> None:
-    seen = [{"type": "image", "image": "<Seen>"}, {"type": "text", "text": "Which colour?"}]
+    image = {"hash": "ab", "width": 48, "height": 32, "tokens": 9, "preview": "data:image/jpeg;base64,AAAA"}
+    seen = [{"type": "image", "image": image}, {"type": "text", "text": "Which colour?"}]
     boxed = {**answer("open_box", ""), "content": seen[:1]}
     messages = [{"role": "user", "content": seen}, said("", ("open_box", {"number": 6})), boxed]
     text = "\n".join(shown(view(1, messages=messages)))
-    assert "[image] Which colour?" in text
-    assert "open_box(number=6) -> [image]" in text
+    assert "[image 48 x 32] Which colour?" in text
+    assert "open_box(number=6) -> [image 48 x 32]" in text
 
 
 def test_long_and_hostile_text_stays_within_the_terminal() -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from PIL import Image
 
 from tests.rollout_queue.page.page_data import Json, make_page
 from tests.rollout_queue.page.page_server import PageServer, serving
@@ -142,6 +145,34 @@ def hostile(text: str, number: int) -> Json:
             {"role": "tool", "name": text, "content": {"a": text}},
         ],
     }
+
+
+def test_an_image_that_the_policy_saw_is_shown_by_its_preview_alone(browser: Browser) -> None:
+    """What a worker says in place of a preview is never loaded."""
+    page = make_page(steps=3)
+    previews = [PREVIEW, "https://example.com/a.png", "javascript:alert(1)", "data:text/html,x", None]
+    content = [
+        {"type": "image", "image": {"hash": "ab", "width": 48, "height": 32, "tokens": 9, "preview": preview}}
+        for preview in previews
+    ]
+    of = {**page["rollouts"][0], "messages": [{"role": "user", "content": [*content, {"type": "image"}]}]}
+    page["rollouts"] = [of]
+    with serving(page) as served:
+        browser.show(served.url, "view=rollouts")
+        browser.run("slipstream.state.set({ rollout: arguments[0] })", key_of(of))
+        browser.wait(f"{SHOWN}[0] === arguments[0]", key_of(of))
+        browser.wait("[...document.images].every((image) => image.complete)")
+        images = "[...document.querySelectorAll('.episode img')].map((image) => [image.src, image.naturalWidth])"
+        assert browser.run(images) == [[PREVIEW, 2]]
+        text = browser.run("document.querySelector('.episode').textContent")
+        assert text.count("image of 48 x 32 pixels, 9 tokens") == len(previews) - 1
+        assert "[image]" in text
+
+
+# A JPEG of two by two pixels.
+_SMALL = io.BytesIO()
+Image.new("RGB", (2, 2), "red").save(_SMALL, "JPEG")
+PREVIEW = f"data:image/jpeg;base64,{base64.b64encode(_SMALL.getvalue()).decode()}"
 
 
 @pytest.mark.parametrize("view", ["rollouts", "fleet", "charts", ""])

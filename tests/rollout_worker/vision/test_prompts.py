@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import shutil
 from pathlib import Path
@@ -14,6 +16,7 @@ from protocol.config import ConfigError, RunConfig
 from protocol.images import unpack
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.build import build_chat_format
+from rollout_worker.group import of_prompt, transcript
 from rollout_worker.task.row_reader import plain_columns
 from rollout_worker.vision.messages import images_of, placed
 from rollout_worker.vision.processor import Seen, _made
@@ -34,6 +37,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
     return config(model={"path": str(folder)}, images={"enabled": True, "max_per_episode": 3})
 
 
+def said(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
+
+
 def user(*parts: Any) -> list[dict[str, Any]]:
     return [{"role": "user", "content": list(parts)}]
 
@@ -41,6 +48,7 @@ def user(*parts: Any) -> list[dict[str, Any]]:
 ROWS = {
     "parts": {"prompt": user(part(RED), part(BLUE), SAID)},
     "column": {"prompt": [{"role": "user", "content": "Which colour?"}], "images": [RED, BLUE]},
+    "LLaVA's markers": {"prompt": [{"role": "user", "content": "<image>\n<image> Which?"}], "images": [RED, BLUE]},
     "parts that name none": {"prompt": user({"type": "image"}, {"type": "image"}, SAID), "images": [RED, BLUE]},
 }
 
@@ -96,8 +104,12 @@ async def test_prompts_that_do_not_fit_their_images_are_refused(run: RunConfig, 
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"prompt": "Which?", "images": [RED]}, "images need a conversation"),
     "too many": ({"prompt": user(part(RED)), "images": [BLUE]}, "1 of its 1 images have no part"),
-    "too few": ({"prompt": user({"type": "image"})}, "without an image"),
-    "damaged": ({"prompt": user(part(b"\x89PNG"))}, "the image of message 0: it cannot be decoded"),
+    "too few": ({"prompt": user({"type": "image"})}, "without an image: put it there under 'image', or into the row's"),
+    "markers": (
+        {"prompt": [{"role": "user", "content": "<image><image>"}], "images": [RED]},
+        "2 markers <image> for 1",
+    ),
+    "damaged": ({"prompt": user(part(b"\x89PNG"))}, "the image of message 0: it is damaged"),
     "a line": ({"prompt": user(part(Image.new("RGB", (900, 1))))}, "the model's processor refuses it"),
 }
 
@@ -128,3 +140,25 @@ def test_models_that_do_not_see_or_are_not_known_are_refused_at_the_start(run: R
         with pytest.raises(ConfigError, match=said):
             build_chat_format(config(model={"path": str(tmp_path)}, images={"enabled": True}), [])
         _made.clear()
+
+
+def test_a_conversation_keeps_an_images_hash_size_and_preview(run: RunConfig) -> None:
+    """So that a person who reads the rollout sees what the policy saw; of many images, without the previews."""
+    chat = build_chat_format(run, [])
+    few = plain_columns({"prompt": user(part(RED), SAID)}, chat.images)["prompt"]
+    (message,) = json.loads(transcript(of_prompt(few), []))
+    shown, text = message["content"]
+    image = images_of(few)[0]
+    assert text == SAID
+    assert (shown["image"]["hash"], shown["image"]["tokens"]) == (image.wire.hash, 9)
+    assert (shown["image"]["width"], shown["image"]["height"]) == (48, 48)
+    head, _, body = shown["image"]["preview"].partition(",")
+    assert head == "data:image/jpeg;base64"
+    opened = Image.open(io.BytesIO(base64.b64decode(body)))
+    assert opened.getpixel((20, 20))[0] > 200
+    assert len(body) < 4_000
+    many = [{"role": "user", "content": [*few[0]["content"]] * 40}, *few]
+    kept = json.loads(transcript(of_prompt(many), []))
+    assert [len(message["content"]) for message in kept] == [80, 2]
+    assert kept[0]["content"][0]["image"]["preview"] == ""
+    assert kept[0]["content"][0]["image"]["hash"] == image.wire.hash

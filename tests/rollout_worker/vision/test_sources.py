@@ -70,17 +70,20 @@ def test_transparent_places_are_white() -> None:
 
 WRONG: dict[str, tuple[Any, str]] = {
     "truncated": (encoded(Image.effect_noise((64, 64), 90))[:1500], "give a whole image"),
-    "no image": (b"no image at all", "cannot be decoded"),
+    "no image": (b"no image at all", "damaged, or of a kind that is not read: give a whole PNG"),
+    "wide array": (np.zeros((4, 4), np.uint16), "an array of type u2; give one of uint8"),
+    "fractions": (encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "of mode F, from 1 to 1; scale them"),
+    "beyond 16 bits": (encoded(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "TIFF"), "from 70000 to 70000"),
     "bomb": (claiming(60_000, 60_000), "than images.max_pixels = 16777216: scale it down"),
     "large": (claiming(6_000, 6_000), "6000 x 6000 pixels, images.max_pixels = 16777216"),
-    "empty": (claiming(0, 0), "cannot be decoded"),
+    "empty": (claiming(0, 0), "it is damaged"),
     "animated": (encoded(RED, "GIF", save_all=True, append_images=[Image.new("RGB", (8, 6), "blue")]), "animated"),
     "address": ("https://example.com/a.png", "images.urls = false: set it to true"),
     "no file": ("/no/such/file.png", "there is no file '/no/such/file.png'"),
     "number": (3, "it is a int; give a path, bytes or a PIL image"),
     "empty mapping": ({"caption": "x"}, "a mapping with ['caption']"),
-    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "cannot be decoded"),
-    "array of floats": (np.zeros((2, 2, 3)), "cannot be decoded"),
+    "postscript": (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "of a kind that is not read"),
+    "array of floats": (np.zeros((2, 2, 3)), "an array of type f8"),
 }
 
 
@@ -96,3 +99,20 @@ def test_what_cannot_be_used_is_told_with_its_remedy(kind: str) -> None:
         tracemalloc.stop()
     assert said in str(told.value)
     assert "\n" not in str(told.value)
+
+
+def test_an_address_that_does_not_answer_is_told_as_such() -> None:
+    with pytest.raises(ImageError, match=r"127\.0\.0\.1:1/a\.png cannot be fetched \(.*refused.*\); give an address"):
+        open_image("http://127.0.0.1:1/a.png", ImagesSection(urls=True))
+
+
+@pytest.mark.parametrize("kind", ["PNG", "TIFF"])
+def test_sixteen_bits_are_scaled_to_eight(kind: str) -> None:
+    ramp = np.arange(256, dtype=np.uint16).reshape(16, 16) * 257
+    opened = open_image(encoded(Image.fromarray(ramp), kind), LIMITS)
+    assert (np.asarray(opened)[..., 0] == np.arange(256).reshape(16, 16)).all()
+
+
+def test_a_file_of_the_kernel_without_an_end_does_not_hold_a_worker() -> None:
+    with pytest.raises(ImageError):
+        open_image("/proc/kmsg", LIMITS)

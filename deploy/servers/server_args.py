@@ -14,6 +14,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
+from deploy.servers.model_shape import architecture_of
 from protocol.config import ConfigError, RunConfig
 from protocol.config.sections.servers import flag_value, has_flag
 from protocol.config.text import nearest
@@ -82,6 +83,10 @@ def check_server_args(config: RunConfig) -> None:
         )
 
 
+# Where configs of mixtures say how many experts a layer has.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+
+
 def check_router_replay(config: RunConfig, cpu: bool) -> None:
     """Check that servers can tell which experts they chose, where `learner.router_replay` needs it.
 
@@ -91,7 +96,15 @@ def check_router_replay(config: RunConfig, cpu: bool) -> None:
     Raises:
         ConfigError: vLLM would refuse to start with --enable-return-routed-experts (vllm 0.32, `config/vllm.py`).
     """
-    if not config.learner.router_replay or config.vllm.servers:
+    if not config.learner.router_replay:
+        return
+    facts = architecture_of(config.model)
+    if facts is not None and not any((facts.get("text_config") or facts).get(name) for name in _EXPERTS):
+        raise ConfigError(
+            f"learner.router_replay = true: model.path = {config.model.path} is a {facts.get('model_type')} without "
+            f"experts, which nothing routes to; set learner.router_replay = false"
+        )
+    if config.vllm.servers:
         return
     arguments, why = config.vllm.args, ""
     if cpu and os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "1":

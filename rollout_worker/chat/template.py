@@ -197,6 +197,11 @@ class TemplateFormat:
             if messages[-1].get("tool_calls"):
                 raise PromptError("the conversation ends in tool calls that no tool message answers; add the answers")
             content = messages[-1].get("content")
+            if images_of(messages[-1:]):
+                raise PromptError(
+                    "the conversation ends in an assistant's message with an image, and what the policy goes on with "
+                    "is text; show the image in a user's message"
+                )
             if content if isinstance(content, str | None) else text_of(content):
                 return await self._encoded(self._text(messages, continue_final_message=True), messages)
             messages.pop()  # nothing to continue

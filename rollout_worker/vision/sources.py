@@ -14,9 +14,11 @@ import time
 import urllib.request
 import warnings
 from collections.abc import Mapping
+from contextlib import nullcontext
 from http.client import HTTPException
+from threading import Lock
 from typing import Any
-from urllib.parse import unquote_to_bytes, urlsplit
+from urllib.parse import unquote, unquote_to_bytes
 
 import numpy as np
 
@@ -36,6 +38,13 @@ _MAX_PATH = 4096
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 
 
+# Mappings that an image may stand in, one in another.
+_MAX_DEPTH = 4
+
+# An open image that several episodes share is read from one file: two threads would get a mixture of rows.
+_one_at_a_time = Lock()
+
+
 class ImageError(ValueError):
     """Raised for an image that cannot be used. The text says why, and what to change."""
 
@@ -53,12 +62,14 @@ def open_image(source: Any, limits: ImagesSection) -> Any:
     """
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(source, Mapping):
-        source = _inner(source)
+    for _ in range(_MAX_DEPTH):
+        if isinstance(source, Mapping):
+            source = _inner(source)
+    given = isinstance(source, Image.Image)
     try:
-        with warnings.catch_warnings():
+        with _one_at_a_time if given else nullcontext(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of Pillow, about sizes and old palettes
-            image = source if isinstance(source, Image.Image) else _opened(source, limits)
+            image = source if given else _opened(source, limits)
             _check_size(image, limits)
             return _as_rgb(image)
     except ImageError:
@@ -81,7 +92,7 @@ def _inner(source: Mapping[str, Any]) -> Any:
     for name in ("image", "image_url", "bytes", "url", "path", "data"):
         value = source.get(name)
         if value is not None:
-            return _inner(value) if isinstance(value, Mapping) else value
+            return value
     raise ImageError(f"it is a mapping with {sorted(map(str, source))[:6]}; give one with 'image', 'url' or 'bytes'")
 
 
@@ -105,13 +116,13 @@ def _opened(source: Any, limits: ImagesSection) -> Any:
 
 def _read(name: str | bytes, limits: ImagesSection) -> bytes:
     name = os.fsdecode(name)
-    scheme = urlsplit(name[:64]).scheme.lower()
+    scheme = name[:64].partition(":")[0].lower()
     if scheme in ("http", "https"):
         return _fetched(name, limits)
     if scheme == "data":
         head, _, body = name.partition(",")
         return _decoded(body) if head.endswith(";base64") else unquote_to_bytes(body)
-    path = name.removeprefix("file://")
+    path = unquote(name[7:].removeprefix("localhost")) if scheme == "file" and name[5:7] == "//" else name
     if len(path) <= _MAX_PATH and os.path.isfile(path):
         # Files of the kernel may have no end, or none yet.
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
@@ -126,7 +137,7 @@ def _decoded(text: str) -> bytes:
     if len(text) > 2 * MAX_FILE_BYTES:
         raise ImageError(f"it has {len(text)} characters of base64; give a smaller image")
     try:
-        return base64.b64decode(text, validate=True)
+        return base64.b64decode("".join(text.split()), validate=True)
     except (binascii.Error, ValueError):
         raise ImageError("its base64 cannot be read; encode the image's bytes with base64.b64encode") from None
 
@@ -155,11 +166,13 @@ def _check_size(image: Any, limits: ImagesSection) -> None:
         raise ImageError(
             f"it has {width} x {height} pixels, images.max_pixels = {limits.max_pixels}: scale it down, or raise that"
         )
+    at = image.tell()
     try:
         image.seek(1)
     except EOFError:
-        image.seek(0)
         return
+    finally:
+        image.seek(at)
     raise ImageError("it is animated, or has several pages; give one of its frames")
 
 

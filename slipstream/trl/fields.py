@@ -299,7 +299,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "at every `logging_steps`; a table for trackers that show one; a sample in `rollouts.jsonl`",
         ),
         _set("num_completions_to_print", "GRA", "learner.sample_rollouts", "of each step, in `rollouts.jsonl`"),
-        _idle("log_multimodal", "GR", "text only"),
+        _idle("log_multimodal", "GR", "rollouts keep a small preview of each image"),
         _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
         _only("log_completions_hub_repo", "G", "no", "trackers get tables of them: write log_completions=True", None),
         _worked("report_to", "T", "`tracking.report_to`", "those that accelerate has; others are refused"),

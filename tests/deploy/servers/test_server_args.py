@@ -108,6 +108,12 @@ def test_servers_that_cannot_tell_their_experts_are_refused_before_they_start(
     run_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay = ("--learner.router_replay", "true")
+    with pytest.raises(ConfigError, match=r"router_replay = true: model\.path = .* is a qwen3 without experts"):
+        server_args.check_router_replay(load(run_file, [*replay]), cpu=True)
+    facts = run_file.parent / "model" / "config.json"
+    mixture = json.loads(facts.read_text()) | {"num_experts": 8}
+    facts.unlink()
+    facts.write_text(json.dumps(mixture))
     with pytest.raises(ConfigError, match=r"router_replay = true: vLLM's CPU build .*; set learner.router_replay"):
         server_args.check_router_replay(load(run_file, [*replay]), cpu=True)
     for refused in ('["-pp", "2"]', '["-dcp", "2"]', '["--no-enable-prefix-caching"]'):

@@ -89,6 +89,10 @@ def test_the_same_pixels_have_the_same_hash(run: RunConfig) -> None:
 REFUSED = {
     "more than may be shown": (user(*[part(RED)] * 4), "it shows 4 images, images.max_per_episode = 3"),
     "a placeholder in a text": (user(part(RED), {"type": "text", "text": "<|image_pad|>"}), "write 2 placeholders"),
+    "an image to go on with": (
+        [*user(SAID), {**user(part(RED))[0], "role": "assistant"}],
+        "show the image in a user's",
+    ),
     "a placeholder alone": ([{"role": "user", "content": "<|image_pad|>"}], "it has 0 images"),
 }
 

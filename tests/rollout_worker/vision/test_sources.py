@@ -7,6 +7,7 @@ import io
 import struct
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +69,13 @@ def test_transparent_places_are_white() -> None:
     assert open_image(FORMS["transparent"], LIMITS).getpixel((0, 0)) == (255, 255, 255)
 
 
+HOLDS_ITSELF: dict[str, Any] = {}
+HOLDS_ITSELF["image"] = HOLDS_ITSELF
+
 WRONG: dict[str, tuple[Any, str]] = {
     "truncated": (encoded(Image.effect_noise((64, 64), 90))[:1500], "give a whole image"),
     "no image": (b"no image at all", "damaged, or of a kind that is not read: give a whole PNG"),
+    "a mapping that holds itself": (HOLDS_ITSELF, "it is a dict; give a path, bytes or a PIL image"),
     "wide array": (np.zeros((4, 4), np.uint16), "an array of type u2; give one of uint8"),
     "fractions": (encoded(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "of mode F, from 1 to 1; scale them"),
     "beyond 16 bits": (encoded(Image.fromarray(np.full((4, 4), 70_000, np.int32)), "TIFF"), "from 70000 to 70000"),
@@ -116,3 +121,26 @@ def test_sixteen_bits_are_scaled_to_eight(kind: str) -> None:
 def test_a_file_of_the_kernel_without_an_end_does_not_hold_a_worker() -> None:
     with pytest.raises(ImageError):
         open_image("/proc/kmsg", LIMITS)
+
+
+def test_an_open_image_that_episodes_share_is_the_same_for_each(tmp_path: Path) -> None:
+    """Pillow reads a file's rows when they are asked for: two threads would each get some."""
+    noise = Image.effect_noise((300, 300), 90)
+    noise.save(tmp_path / "noise.png")
+    right = np.asarray(noise.convert("RGB"))
+    with ThreadPoolExecutor(8) as threads:
+        for _ in range(20):
+            shared = Image.open(tmp_path / "noise.png")
+            found = threads.map(lambda image: np.asarray(open_image(image, LIMITS)), [shared] * 8)
+            assert all((each == right).all() for each in found)
+    frames = Image.open(io.BytesIO(WRONG["animated"][0]))
+    with pytest.raises(ImageError, match="animated"):
+        open_image(frames, LIMITS)
+    assert frames.tell() == 0
+
+
+def test_texts_that_name_an_image_are_read_as_they_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "a square.png"
+    file.write_bytes(encoded(RED))
+    for source in (file.as_uri(), f"file://localhost{file.as_uri()[7:]}", base64.encodebytes(encoded(RED)).decode()):
+        assert open_image(source, LIMITS).size == RED.size

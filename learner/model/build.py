@@ -68,11 +68,6 @@ def load_policy(
     # Weights that do not train are kept in the type that computes.
     kept = precision.compute if adapted else precision.weights
     policy = None
-    if images and model.train_vision and team is not None and team.sharded:
-        raise ConfigError(
-            "learner.shard_weights = true, model.train_vision = true: a rank whose rows have no image would have no "
-            "gradient of the part that sees; set learner.shard_weights = false, or model.train_vision = false"
-        )
     if team is not None and team.sharded:
         policy = _loaded_by_part(path, model, scoring, precision, longest, team, images)
     tried: Sequence[layouts.Layout] = ["padded"] if images else layouts.possible(learner.layout, model.attention)

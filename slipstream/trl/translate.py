@@ -14,7 +14,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection, resolve
+from protocol.config import (
+    ConfigError,
+    LearnerSection,
+    ModelSection,
+    RolloutSection,
+    VllmSection,
+    WorkerSection,
+    resolve,
+)
 from slipstream.script import overrides
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
@@ -29,6 +37,13 @@ _DEFAULT_PORT = 8000
 
 # TRL's default of logging_steps, which is also the distance of evaluations if eval_steps is left out.
 _LOGGING_STEPS = 10
+
+# Fields whose default is not TRL's: what it is there, and here.
+_OTHER_DEFAULTS = {
+    "bf16": f"True there; here model.dtype = {ModelSection.model_fields['dtype'].default}",
+    "gradient_checkpointing": "True there, False here",
+    "save_total_limit": f"all checkpoints there, {LearnerSection.model_fields['keep_checkpoints'].default} here",
+}
 
 # Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
@@ -63,6 +78,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
     sections: Sections = defaultdict(dict)
     sections["model"]["path"] = model
     notes: list[str] = []
+    ignored = []
     for name in config.names():
         value = _plain(config.field(name))
         given = name in config.given
@@ -72,9 +88,13 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
             raise ConfigError(_refusal(config, known, value, given))
         if known.how == "noted" and given and value not in known.fine:
             notes.append(f"{name}={value!r} has no effect here: {known.note}")
+        if known.how == "idle" and given and value is not None:
+            ignored.append(name)
         if known.how == "set" and value is not None:
             section, key = known.setting
             sections[section][key] = value
+    if ignored:
+        notes.append(f"taken, and without a meaning here: {', '.join(ignored)} (docs/from_trl.md says why)")
     for work in (
         _model,
         _sharding,
@@ -313,7 +333,9 @@ def _eval_steps(config: _Config) -> int:
 
 
 def _differences(config: _Config, notes: list[str]) -> None:
-    """Add notes on differences that no field expresses."""
+    """Add notes on differences that no field expresses, and on defaults that are not TRL's."""
+    if left := [f"{name} ({means})" for name, means in _OTHER_DEFAULTS.items() if config.field(name) is None]:
+        notes.append(f"left out, and by default not as in TRL: {', '.join(left)}")
     if config.letter in "GR":
         notes.append(
             "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
@@ -322,10 +344,11 @@ def _differences(config: _Config, notes: list[str]) -> None:
 
 
 def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
-    fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value is not None)
+    fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value not in (None, "", []))
     default = "" if given else ", TRL's default,"
-    why = f": {known.note}" if known.note else ""
-    remedy = f"write {fine}" if fine else "leave it out"
+    # Where there are several values to choose from, the note says what each becomes, and not why another is refused.
+    why = f": {known.note}" if known.note and len(known.fine) < 3 and not known.here.endswith("always") else ""
+    remedy = known.remedy or (f"write {fine}" if fine else "leave it out")
     if isinstance(value, str):
         remedy = _ELSEWHERE.get((known.name, value), remedy)
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"

@@ -391,7 +391,7 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
         (
             GRPOConfig(load_best_model_at_end=True, metric_for_best_model="eval_loss"),
-            "metric_for_best_model='eval_loss'. is not supported: with `load_best_model_at_end`; write "
+            "metric_for_best_model='eval_loss'. is not supported; write "
             "metric_for_best_model='reward' or metric_for_best_model='eval_reward'",
         ),
         (GRPOConfig(greater_is_better=False), "greater_is_better=False. is not supported"),
@@ -423,8 +423,23 @@ def test_fsdp_shares_the_weights_out(fsdp: Any) -> None:
             "num_generation",
             r"GRPOConfig\(num_generation=...\) is not .*did you mean num_generations\?",
         ),
-        (AsyncGRPOConfig, "beta", r"AsyncGRPOConfig\(beta=...\) is not a field of TRL 1.16's AsyncGRPOConfig"),
-        (RLOOConfig, "scale_rewards", "not a field of TRL 1.16's RLOOConfig"),
+        (
+            AsyncGRPOConfig,
+            "beta",
+            r"AsyncGRPOConfig\(beta=...\) is not a field of TRL's AsyncGRPOConfig: here it .*kl_coef",
+        ),
+        (RLOOConfig, "scale_rewards", r"not a field of TRL's RLOOConfig: .*\{'learner': \{'advantage': \.\.\.\}\}$"),
+        (
+            GRPOConfig,
+            "max_stalenes",
+            r": did you mean max_staleness\? .*slipstream=\{'queue': \{'max_staleness': \.\.\.\}\}$",
+        ),
+        (AsyncGRPOConfig, "max_stalenes", r": did you mean max_staleness\?$"),
+        (GRPOConfig, "groups_per_step", r": here it is a setting: slipstream=\{'learner': \{'groups_per_step': "),
+        (GRPOConfig, "warmup_ratio", r": it is gone there; write warmup_steps"),
+        (GRPOConfig, "vllm_devic", r": did you mean"),
+        (AsyncGRPOConfig, "use_vllm", r": it is one of other configs; leave it out$"),
+        (GRPOConfig, "xyzzy", r": settings that TRL has no name for go into slipstream="),
     ],
 )
 def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, says: str) -> None:
@@ -449,6 +464,51 @@ def test_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
     assert [Path(frame.filename).name for frame in frames][-2:] == ["test_trl.py", "script.py"]
 
 
+def test_a_field_of_a_newer_trl_is_told_from_a_misspelt_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "async_grpo_config.py"
+    file.write_text("class AsyncGRPOConfig(_BaseConfig):\n    later: int = 3\n")
+    trl = SimpleNamespace(version="9.0", files=[SimpleNamespace(name=file.name, locate=lambda: file)])
+    monkeypatch.setattr("slipstream.trl.configs.distribution", lambda name: trl)
+    with pytest.raises(ConfigError, match=r"TRL 9\.0, which is installed, has it"):
+        AsyncGRPOConfig(later=4)
+    with pytest.raises(ConfigError, match="settings that TRL has no name for"):
+        GRPOConfig(later=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("from slipstream.trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer", None),
+        (
+            "from slipstream.trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker",
+            "TRL 1.18 removed .*write: from slipstream.trl import AsyncGRPOConfig, AsyncGRPOTrainer$",
+        ),
+        ("import slipstream.trl.rewards", "not trl.rewards; import it from TRL: from trl.rewards import ...$"),
+        ("from slipstream.trl import SFTTrainer", "not SFTTrainer; import it from TRL: from trl import SFTTrainer$"),
+    ],
+)
+def test_an_import_that_is_not_here_says_where_it_is(line: str, says: str | None) -> None:
+    if says is None:
+        exec(line, {})
+        return
+    with pytest.raises(ImportError, match=says):
+        exec(line, {})
+
+
+def test_what_is_ignored_is_listed_in_one_line() -> None:
+    notes = translate(GRPOConfig(use_vllm=False, vllm_mode="colocate", pad_to_multiple_of=None), "m/m", None).notes
+    (listed,) = (note for note in notes if note.startswith("taken, and without a meaning here"))
+    assert "here: use_vllm, vllm_mode (" in listed
+    assert not [note for note in translate(GRPOConfig(), "m/m", None).notes if "without a meaning" in note]
+
+
+def test_a_default_that_is_not_trl_s_is_said_until_the_script_decides() -> None:
+    (said,) = (note for note in translate(GRPOConfig(), "m/m", None).notes if note.startswith("left out, and by"))
+    assert "bf16 (True there; here model.dtype = " in said
+    decided = GRPOConfig(bf16=True, gradient_checkpointing=False, save_total_limit=3)
+    assert not [note for note in translate(decided, "m/m", None).notes if note.startswith("left out, and by")]
+
+
 def test_what_has_no_effect_is_said() -> None:
     made = translate(GRPOConfig(eval_delay=3, full_determinism=True, tf32=True), "org/model", None)
     assert [note for note in made.notes if note.startswith("eval_delay=3 has no effect here")]
@@ -457,6 +517,7 @@ def test_what_has_no_effect_is_said() -> None:
     assert quiet.sections["learner"]["gradient_checkpointing"] is True
     assert quiet.sections["learner"]["compile"] is False
     assert len(quiet.notes) == len(made.notes) - 3
+    assert not [note for note in quiet.notes if "gradient_checkpointing" in note]
 
 
 def test_a_field_can_be_read_and_set_as_in_trl() -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from deploy.run import run_directory
+from learner import callbacks
 from protocol import checkpoints
 from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
@@ -23,8 +25,9 @@ from rollout_worker.task.task import Task, load_task
 from rollout_worker.tools.toolbox import ToolBox
 from slipstream import script as script_module
 from slipstream.script import overrides
-from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
+from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
+from slipstream.trl.state import read_state
 from slipstream.trl.translate import translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
@@ -533,6 +536,12 @@ class Model:
     """As a transformers model is given."""
 
 
+class Adapted:
+    """As a model of peft is."""
+
+    peft_config: dict[str, Any] = {}  # noqa: RUF012
+
+
 class Tokenizer:
     name_or_path = "org/tokenizer"
 
@@ -540,7 +549,8 @@ class Tokenizer:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text"),
+        ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text, or an object of transformers"),
+        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\).*give that as text, and the adapter as peft_config"),
         ({"peft_config": Model()}, r"peft_config=Model\) is not supported: the adapter is LoRA"),
         ({"quantization_config": Model()}, r"quantization_config=Model\) is not supported; give a BitsAndBytesConfig"),
         ({"args": GRPOConfig(optim="lomo")}, r"GRPOConfig\(optim='lomo'\): learner.optim = \"lomo\": must be "),
@@ -633,7 +643,7 @@ def test_train_resumes_and_gives_what_transformers_gives(
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint; write True"),
+        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint, and rloo holds none"),
         (trainer.save_model, "holds no checkpoint; call it after train"),
         (trainer.push_to_hub, "push_to_hub.*holds no checkpoint; call it after train"),
         (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
@@ -670,8 +680,6 @@ def test_a_script_under_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_importing_it_loads_no_torch_and_no_trl() -> None:
-    import subprocess
-
     code = "import sys, slipstream.trl\nassert not {'torch', 'trl'} & {*sys.modules}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -787,7 +795,7 @@ class Stops:
 def test_callbacks_are_named_by_their_trainer_for_the_learner(
     supervised: list[tuple[RunConfig, bool]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "model", str(model_folder))
+    trainer.model = str(model_folder)
     monkeypatch.setattr(trainer, "callbacks", [])
     monkeypatch.setitem(trainer.args.given, "hub_token", "hf_secret")
     monkeypatch.setenv("HF_TOKEN", "other")
@@ -827,3 +835,232 @@ def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         ("sums", {"private": True, "exist_ok": True}),
         {"repo_id": "me/sums", "folder_path": model, "commit_message": "done"},
     ]
+
+
+def metrics(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": 0,
+        "loss": step / 10,
+        "reward": 0.5,
+        "num_tokens": 100 * step,
+        "eval/reward": 9,
+        **more,
+    }
+
+
+def journals(run_dir: Path, steps: int) -> None:
+    """Write what a run of some steps with an evaluation of step 1 leaves."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(metrics(step)) + "\n" for step in range(1, steps + 1))
+    (run_dir / "metrics.jsonl").write_text(lines + '{"step": 99')
+    evaluation = {"step": 1, "reward": 0.7, "seconds": 2.0, "rewards": {"accuracy": 0.7}, "mean_length": None}
+    (run_dir / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 4.0}))
+
+
+def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:
+    journals(tmp_path / "mine", 2)
+    save_checkpoints(tmp_path / "mine", 1)
+    checkpoints.write_best(tmp_path / "mine", Best(1, 0.7))
+    state = read_state(tmp_path / "mine", [{"own": 1.0, "step": 2}])
+    assert (state.global_step, state.num_input_tokens_seen, state.best_metric, state.best_global_step) == (
+        2,
+        200,
+        0.7,
+        1,
+    )
+    assert state.best_model_checkpoint == str(tmp_path / "mine" / "checkpoints" / "step-000001")
+    first, evaluation, second, own, end = state.log_history
+    assert (first["loss"], first["step"], second["loss"]) == (0.1, 1, 0.2)
+    assert "eval/reward" not in first
+    assert evaluation == {
+        "eval_reward": 0.7, "eval_runtime": 2.0, "eval_rewards/accuracy/mean": 0.7, "epoch": 0.0, "step": 1
+    }  # fmt: skip
+    assert own == {"own": 1.0, "step": 2}
+    assert end == {
+        "train_loss": pytest.approx(0.15), "train_runtime": 4.0, "train_steps_per_second": 0.5, "epoch": 0, "step": 2
+    }  # fmt: skip
+    state.save_to_json(tmp_path / "state.json")
+    assert json.loads((tmp_path / "state.json").read_text())["global_step"] == 2
+
+
+def test_a_run_of_before_is_not_the_trainer_s(tmp_path: Path) -> None:
+    """Not until it trains."""
+    fresh = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "mine"), max_steps=7), ROWS)
+    journals(fresh.run_dir, 2)
+    fresh.log({"mine": 1.0})
+    assert fresh.state.log_history == [{"mine": 1.0, "epoch": 0.0, "step": 0}]
+    assert (fresh.state.max_steps, fresh.state.best_metric) == (7, None)
+
+
+def test_the_face_of_transformers_trainer(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path, tmp_path: Path
+) -> None:
+    trainer.model = str(model_folder)
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] == 2.0
+    assert (trainer.state.global_step, trainer.num_generations, trainer.args.num_generations) == (3, 2, 2)
+    assert trainer.accelerator.is_main_process
+    assert trainer.is_world_process_zero()
+    trainer.log_metrics("train", {"train_loss": 2.0, "samples": 3})
+    assert trainer.state.log_history[-2] == {"train_loss": 2.0, "train_samples": 3, "epoch": 0.0, "step": 3}
+    trainer.save_state()
+    assert (trainer.run_dir / "trainer_state.json").is_file()
+    with pytest.raises(AttributeError, match=r"has no attribute 'lr_scheduler'.*processes of their own"):
+        _ = trainer.lr_scheduler
+
+
+def test_the_folder_of_the_newest_checkpoint_resumes(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path
+) -> None:
+    trainer.model = str(model_folder)
+    save_checkpoints(trainer.run_dir, 4, 6)
+    trainer.train(resume_from_checkpoint=trainer.run_dir / "checkpoints" / "step-000006")
+    assert supervised[-1][1]
+    with pytest.raises(ConfigError, match=r"the newest is .*step-000006; write True"):
+        trainer.train(resume_from_checkpoint=str(trainer.run_dir / "checkpoints" / "step-000004"))
+
+
+def test_a_card_names_the_data_set_and_the_tags(tmp_path: Path) -> None:
+    writing = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "sums")), ROWS)
+    save_checkpoints(writing.run_dir, 3)
+    (writing.run_dir / "checkpoints" / "step-000003" / "model" / "README.md").write_text(
+        "---\ntags: [slipstream]\n---\n# sums"
+    )
+    writing.create_model_card(model_name="Sums", dataset_name="org/sums", tags="tools")
+    card = (writing.run_dir / "README.md").read_text()
+    assert "org/sums" in card
+    assert "- slipstream\n- tools" in card
+    assert "model_name: Sums" in card
+
+
+IN_A_FUNCTION = """
+import sys
+from slipstream.trl import GRPOConfig, GRPOTrainer
+def main(text):
+    def accuracy(completions, **columns):
+        return [0.0] * len(completions)
+    for number in (1, 2):
+        trainer = GRPOTrainer("org/model", accuracy, GRPOConfig(f"out-{number}"), [{"prompt": f"{text} {number}"}])
+        trainer.train()
+        print("result")
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("start", "prompt", "said"), [(1, "hello 1", ""), (2, "hello 2", "result\n")])
+def test_a_trainer_in_a_function_is_found_by_its_start(
+    start: int, prompt: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "main.py"
+    file.write_text(IN_A_FUNCTION)
+    monkeypatch.setenv("SLIPSTREAM_SCRIPT_ARGUMENTS", '["hello"]')
+    arguments, main = sys.argv, sys.modules["__main__"]
+    task = load_task(TaskSection(path=f"{file}:__start_{start}__"))
+    assert list(task.dataset) == [{"prompt": prompt}]
+    assert capsys.readouterr().out == said
+    assert (sys.argv, sys.modules["__main__"]) == (arguments, main)
+
+
+def test_a_script_without_that_start_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "main.py"
+    file.write_text("pass")
+    with pytest.raises(ConfigError, match=r"main.py defines no '__start_1__'"):
+        load_task(TaskSection(path=f"{file}:__start_1__"))
+
+
+def test_a_trainer_in_a_function_trains(script: Script) -> None:
+    """With the real supervisor, and the real check of the task; the rest is a stand-in."""
+    stand_in(script, "echo '{\"steps\": 5}' >runs/mine/summary.json; exit 0")
+    made = f"GRPOConfig('runs/mine', max_steps=5, slipstream=dict({sections()[len('model=MODEL, ') :]}))"
+    script.write(
+        PATCHED
+        + "def main():\n"
+        + f"    own = GRPOTrainer(MODEL['path'], accuracy, {made}, [{{'prompt': 'Multiply 2 by 3.'}}])\n"
+        + "    print('trained', own.train().global_step)\n"
+        + "if __name__ == '__main__':\n    main()\n",
+        HEAD,
+    )
+    done = run(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 5"
+    assert f'path = "{script.path}:__start_1__"' in (script.folder / "runs" / "mine" / "run.toml").read_text()
+
+
+def test_rollouts_and_evaluations_are_runs_that_train_nothing(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path
+) -> None:
+    """What workers would play is played here by hand."""
+    asked: list[RunConfig] = []
+
+    def supervise(config: RunConfig, resume: bool) -> None:
+        asked.append(config)
+        task = playing.task
+        config.run_dir.mkdir(parents=True)
+        if config.run.name.startswith("rollouts"):
+            for row in task.eval_dataset:
+                task.rewards[0](completions=["a", "b"], row=[row["row"]] * 2)  # type: ignore[operator]
+        else:
+            assert task.eval_dataset == ROWS
+            line = {"step": 0, "reward": 0.25, "seconds": 1.0}
+            (config.run_dir / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+
+    monkeypatch.setattr(script_module, "supervise", supervise)
+    monkeypatch.setattr("slipstream.trl.trainer.place_of", lambda *_: f"{__file__}:trainer")
+    playing = GRPOTrainer(
+        str(model_folder), accuracy, GRPOConfig(str(tmp_path / "mine"), learning_rate=1.0), [{"prompt": "other"}]
+    )
+    assert playing.evaluate(ROWS, metric_key_prefix="test") == {"test_reward": 0.25, "test_runtime": 1.0}
+    assert playing.state.log_history[-1]["test_reward"] == 0.25
+    assert playing.rollouts(["one", "two"], num_generations=2) == [["a", "b"], ["a", "b"]]
+    assert [config.run_dir.parent for config in asked] == [tmp_path / "mine" / "evaluations"] * 2
+    assert all(config.eval.at_start and config.learner.steps == 1 for config in asked)
+    assert [config.eval.group_size for config in asked] == [8, 2]
+    assert list(playing.task.dataset) == [{"prompt": "other"}]
+    with pytest.raises(ConfigError, match="there is no eval_dataset; give one here"):
+        playing.evaluate()
+
+
+def test_the_callback_that_ends_a_run_at_once_is_one_of_transformers() -> None:
+    from slipstream.trl import evaluation
+
+    (found,) = callbacks.load([f"{evaluation.__file__}:AT_ONCE"])
+    control = SimpleNamespace(should_training_stop=False)
+    found.on_train_begin(None, None, control)
+    found.on_step_end(None, None, control)
+    assert control.should_training_stop
+
+
+def test_a_notebook_s_cells_are_a_script_up_to_its_training(tmp_path: Path) -> None:
+    cells = ["%pip install x\nimport os", "%%bash\necho", "value = 3\n!ls\n%matplotlib inline\nprint(value)"]
+    assert notebook.script(cells) == "import os\n\nvalue = 3\nprint(value)"
+    ran = tmp_path / "ran"
+    session = f"""
+import sys
+from pathlib import Path
+from slipstream.trl import notebook
+In = ["", "import sys", "open({str(ran)!r}, 'w').write('yes')", "import os; sys.exit(int(os.environ['FAIL']))"]
+assert notebook.is_one()
+try:
+    notebook.run(Path({str(tmp_path / "mine")!r}), 1)
+except RuntimeError as failure:
+    print("failed", failure.code)
+else:
+    print("done")
+"""
+    for fail in "04":
+        done = subprocess.run(
+            [sys.executable, "-c", session],
+            env={**os.environ, "FAIL": fail},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.strip() == ("failed 4" if fail == "4" else "done"), done.stderr
+    assert ran.read_text() == "yes"
+    journals(tmp_path / "mine", 2)
+    drawn = notebook.table(read_state(tmp_path / "mine"))
+    assert drawn.count("<tr>") == 2
+    assert "<td>0.200000</td>" in drawn

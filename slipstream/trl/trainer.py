@@ -26,6 +26,7 @@ from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Con
 from slipstream.trl.evaluation import only_evaluated, read_rollouts, rollouts_task
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
 from slipstream.trl.models import SAVED, check_object, load_policy, load_processing_class, save_object
+from slipstream.trl.reward_models import rewards_of
 from slipstream.trl.state import TrainerState, evaluation_metrics, mean_loss, read_state
 from slipstream.trl.translate import Translation, check_fields, translate
 
@@ -116,7 +117,14 @@ class _Trainer:
         self.task = Task(
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
-            reward_funcs=reward_funcs,
+            reward_funcs=rewards_of(
+                reward_funcs,
+                reward_processing_classes,
+                list(args.slipstream.get("task", {}).get("reward_servers", ())),
+                args.field("chat_template_kwargs"),
+                bool(args.field("trust_remote_code")),
+                kind,
+            ),
             tools=tools or (),
             environment_factory=environment_factory,
             reward_weights=args.field("reward_weights"),

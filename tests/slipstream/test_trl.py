@@ -1064,3 +1064,39 @@ else:
     drawn = notebook.table(read_state(tmp_path / "mine"))
     assert drawn.count("<tr>") == 2
     assert "<td>0.200000</td>" in drawn
+
+
+def test_a_model_as_a_reward_is_its_logit(tmp_path: Path) -> None:
+    """Of prompt and completion, each by itself: padding changes nothing."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    from tests.kit.model import SIZES
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": len(TOKENIZER)}
+    model = Qwen3ForSequenceClassification(Qwen3Config(**sizes, head_dim=8, num_labels=1)).eval()
+    model.save_pretrained(tmp_path / "judge")
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    judged = GRPOTrainer("org/model", [str(tmp_path / "judge"), accuracy], None, ROWS)
+    reward, function = judged.task.rewards
+    assert (reward.__name__, function) == ("judge", accuracy)  # type: ignore[union-attr]
+    texts = ["1 + 1 = 2", "1 + 1 = a much longer answer"]
+    found = reward(prompts=["1 + 1"] * 2, completions=[text[5:] for text in texts])  # type: ignore[operator]
+    ids = [torch.tensor([TOKENIZER.encode(text, add_special_tokens=False)]) for text in texts]
+    model.config.pad_token_id = TOKENIZER.pad_token_id
+    with torch.no_grad():
+        assert found == pytest.approx([float(model(one).logits) for one in ids], abs=1e-5)
+    turns = {"prompts": [[{"role": "user", "content": "a"}]], "completions": [[{"role": "assistant", "content": "b"}]]}
+    text = TOKENIZER.apply_chat_template([*turns["prompts"][0], *turns["completions"][0]], tokenize=False)
+    with torch.no_grad():
+        (said,) = reward(**turns)  # type: ignore[operator]
+        whole = torch.tensor([TOKENIZER.encode(text, add_special_tokens=False)])
+        assert said == pytest.approx(float(model(whole).logits), abs=1e-5)
+
+
+def test_a_reward_with_a_server_is_left_to_it_and_classes_must_match() -> None:
+    served = GRPOConfig(slipstream={"task": {"reward_servers": {"org/judge": "http://j"}}})
+    assert GRPOTrainer("m/m", "org/judge", served, ROWS).task.rewards == ["org/judge"]
+    with pytest.raises(ConfigError, match=r"number of reward processing classes, 2, must match .* functions, 1"):
+        GRPOTrainer("m/m", "org/judge", None, ROWS, reward_processing_classes=[None, None])

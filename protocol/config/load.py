@@ -11,6 +11,7 @@ Objects that a setting names as path/to/file.py:name. The file is imported, as f
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -319,7 +320,9 @@ def _run_as_script(module: ModuleType, file: Path) -> None:
     sys.modules["__main__"] = module
     sys.argv = [str(file), *json.loads(os.environ.get(ARGUMENTS, "[]"))]
     try:
-        exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+        # Its results are shown where it runs for its user.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     finally:
         sys.modules["__main__"], sys.argv = main, arguments
 

@@ -353,8 +353,8 @@ class _Trainer:
     def _play(self, task: Task, run_dir: Path, group_size: int) -> None:
         """Run an evaluation of a task, the trainer's while it lasts, with the newest weights."""
         trains, self.task = self.task, task
+        name = self._start(by_start=True)  # in a worker that has come to its own, `task` stays
         try:
-            name = self._start(by_start=True)
             if loading_a_task() is not None:
                 return
             checkpoint = self._checkpoint() if self._trained else None

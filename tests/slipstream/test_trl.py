@@ -945,22 +945,24 @@ def main(text):
         trainer = GRPOTrainer("org/model", accuracy, GRPOConfig(f"out-{number}"), [{"prompt": f"{text} {number}"}])
         trainer.train()
         print("result")
+    trainer.rollouts([f"{text} 3"])
+    trainer.evaluate([{"prompt": f"{text} 4"}])
 if __name__ == "__main__":
     main(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize(("start", "prompt", "said"), [(1, "hello 1", ""), (2, "hello 2", "result\n")])
+@pytest.mark.parametrize("start", [1, 2, 3, 4])
 def test_a_trainer_in_a_function_is_found_by_its_start(
-    start: int, prompt: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     file = tmp_path / "main.py"
     file.write_text(IN_A_FUNCTION)
     monkeypatch.setenv("SLIPSTREAM_SCRIPT_ARGUMENTS", '["hello"]')
     arguments, main = sys.argv, sys.modules["__main__"]
     task = load_task(TaskSection(path=f"{file}:__start_{start}__"))
-    assert list(task.dataset) == [{"prompt": prompt}]
-    assert capsys.readouterr().out == said
+    assert [row["prompt"] for row in task.dataset] == [f"hello {start}"]
+    assert capsys.readouterr().out == ""
     assert (sys.argv, sys.modules["__main__"]) == (arguments, main)
 
 

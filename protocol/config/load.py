@@ -247,6 +247,7 @@ class _Importing:
         module: What is imported.
         object_name: What it is imported for.
         starts_left: Starts of a run until the wanted one, if the name is that of a start.
+        reached: Whether that start was reached.
     """
 
     def __init__(self, module: ModuleType, object_name: str) -> None:
@@ -254,6 +255,7 @@ class _Importing:
         self.object_name = object_name
         found = _START.fullmatch(object_name)
         self.starts_left = int(found[1]) if found else 0
+        self.reached = False
 
 
 # Name of what the k-th start of a run in a script is given: path/to/script.py:__start_1__. A trainer that is no global,
@@ -305,6 +307,8 @@ def import_for(named: str, setting: str) -> ModuleType:
     except ConfigError as error:
         raise ConfigError(f"{setting} = {named}: {error}") from None
     except (Exception, SystemExit) as error:
+        if importing.reached:  # what the file makes of that does not matter
+            return module
         raise ConfigError(
             f"{setting} = {named}: {file} cannot be imported: {type(error).__name__}: {error}; "
             f"run it with python to see where"
@@ -338,6 +342,7 @@ def end_import_at(holder: Any) -> None:
     if importing.starts_left:
         importing.starts_left -= 1
         if importing.starts_left == 0:
+            importing.reached = True
             vars(importing.module)[importing.object_name] = holder
             raise _Reached
         return

@@ -76,14 +76,11 @@ TABLES: dict[str, tuple[Field, ...]] = {
         ),
         _worked("dtype", "A", "`model.dtype`", "type of the servers' weights and of the learner's arithmetic"),
         _worked("bf16", "GRAT", "`model.dtype`", '`"bfloat16"`; the learner keeps its weights in float32'),
-        _only(
+        _worked(
             "fp16",
             "T",
-            "no",
-            "gradients in float16 need a loss scaler",
-            None,
-            False,
-            remedy="write bf16=True",
+            "`model.dtype`",
+            '`"float16"` is for the servers; the learner then computes in float32, and needs no loss scaler',
         ),
         _set("trust_remote_code", "GRA", "model.trust_remote_code"),
         _set(
@@ -344,7 +341,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("weight_decay", "T", "learner.weight_decay"),
         _worked("warmup_steps", "T", "`learner.warmup_steps`", "below 1: a share of the steps"),
         _set("seed", "T", "run.seed"),
-        _worked("save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only'),
+        _worked(
+            "save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only; `"epoch"` as `eval_strategy`'
+        ),
         _worked("save_steps", "T", "`learner.checkpoint_every`"),
         _set("save_total_limit", "T", "learner.keep_checkpoints", "the best one not counted; left out: 2"),
         _worked(
@@ -366,7 +365,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "eval_strategy",
             "T",
             "`eval.every`",
-            '`"steps"`: of the trainer\'s `eval_dataset`, beside the training; `"epoch"` is refused',
+            "`steps`, or `epoch` of a data set in memory; of the trainer's `eval_dataset`, beside the training",
         ),
         _worked(
             "eval_steps",

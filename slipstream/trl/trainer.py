@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
@@ -31,6 +31,21 @@ from slipstream.trl.state import TrainerState, evaluation_metrics, mean_loss, re
 from slipstream.trl.translate import Translation, check_fields, translate
 
 CARD = "README.md"
+
+# What launchers tell their processes.
+_OF_LAUNCHERS = (
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+    ),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 # Starts of runs in this process. A worker that runs the script counts the same ones.
 _starts = 0
@@ -113,10 +128,12 @@ class _Trainer:
         self._peft_config = peft_config
         self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
         self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
+        self._rows: int | None = _rows_of(train_dataset)
         self.translated(None)
+        self._eval_datasets = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else None
         self.task = Task(
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
+            eval_dataset=_together(eval_dataset),
             reward_funcs=rewards_of(
                 reward_funcs,
                 reward_processing_classes,
@@ -160,6 +177,11 @@ class _Trainer:
         resume = self._resumes(resume_from_checkpoint)
         self._save_object()
         made = self.translated(_context_of(self._base))
+        self._leave_out_unread(made)
+        if self._eval_datasets and made.sections.get("eval"):
+            made.notes.append(
+                "evaluations beside the training are over all eval_datasets together; evaluate() parts them"
+            )
         if self.callbacks:
             made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), name()]
         self._run(made, name, resume)
@@ -180,11 +202,7 @@ class _Trainer:
         return lambda: place_of(self, count, by_start)
 
     def _run(self, made: Translation, name: Callable[[], str], resume: bool, run_dir: Path | None = None) -> None:
-        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ConfigError(
-                f"WORLD_SIZE = {processes}: the script starts all processes of the run itself; start it with python, "
-                f"not with accelerate launch or torchrun"
-            )
+        _leave_launcher()
         if self.args.given.get("hub_token") is not None:
             os.environ["HF_TOKEN"] = str(self.args.given["hub_token"])
         for note in made.notes:
@@ -196,6 +214,20 @@ class _Trainer:
         run(self, None, resume, made.sections, words, name())
         if os.environ.get(notebook.ONLY) == str(_starts):
             raise SystemExit(0)
+
+    def _leave_out_unread(self, made: Translation) -> None:
+        """Leave out variables that the chat template does not read, as TRL does, and say so."""
+        given = made.sections.get("chat", {}).get("chat_template_kwargs")
+        if not given or made.sections["chat"].get("template"):
+            return
+        from rollout_worker.chat.template import read_by
+
+        source = self.processing_class.get_chat_template()
+        if unread := sorted(set(given) - read_by(source)):
+            made.sections["chat"]["chat_template_kwargs"] = {
+                name: value for name, value in given.items() if name not in unread
+            }
+            made.notes.append(f"chat_template_kwargs: the template reads no {', '.join(unread)}, which is left out")
 
     def _resumes(self, given: bool | str | Path | None) -> bool:
         if not isinstance(given, str | Path):
@@ -263,6 +295,11 @@ class _Trainer:
             wait_for_everyone=lambda: None,
         )
 
+    @property
+    def aux_loss_enabled(self) -> bool:
+        """Whether the loss has the auxiliary one of a mixture of experts."""
+        return bool(self.args.field("router_aux_loss_coef"))
+
     def is_world_process_zero(self) -> bool:
         """Return True: the script is one process."""
         return True
@@ -299,7 +336,8 @@ class _Trainer:
         """Evaluate the newest weights, with servers and workers of their own unless the run has done it.
 
         Args:
-            eval_dataset: Rows in place of the trainer's.
+            eval_dataset: Rows in place of the trainer's, or several data sets by name; each is then evaluated by
+                itself, and the names follow the prefix, as in eval_easy_reward.
             ignore_keys: Has no meaning here.
             metric_key_prefix: Stands in front of each metric's name, as in eval_reward.
 
@@ -307,6 +345,10 @@ class _Trainer:
             The metrics, under transformers' names; eval_reward is the mean reward.
         """
         trains = self.task
+        several = self._eval_datasets if eval_dataset is None else eval_dataset
+        if isinstance(several, Mapping):
+            each = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in several.items()]
+            return {name: value for metrics in each for name, value in metrics.items()}
         rows = trains.eval_dataset if eval_dataset is None else eval_dataset
         if rows is None:
             raise ConfigError(
@@ -467,7 +509,7 @@ class _Trainer:
 
     def translated(self, context: int | None) -> Translation:
         """Return the run's settings. `context` is the model's length in tokens; None if it is not known."""
-        made = translate(self.args, self._base, context)
+        made = translate(self.args, self._base, context, self._rows)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
         made.sections["model"] = {**self._quantised, **made.sections["model"]}
@@ -521,6 +563,39 @@ def _context_of(model: str) -> int | None:
         return context_of(str(path.absolute()) if path.is_dir() else model)
     except ConfigError:
         return None
+
+
+def _leave_launcher() -> None:
+    """Under accelerate launch or torchrun: end all processes but the first, and hide the launcher from the run's own.
+
+    Raises:
+        SystemExit: This is not the first process; the script does not go on in it.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
+    if processes != "1":
+        print(
+            f"slipstream: note: WORLD_SIZE = {processes}: the first process runs everything, on all devices; the "
+            f"others end here",
+            file=sys.stderr,
+            flush=True,
+        )
+    for name in [*os.environ]:
+        if name in _OF_LAUNCHERS or name.startswith(("TORCHELASTIC_", "ACCELERATE_", "FSDP_")):
+            del os.environ[name]
+
+
+def _rows_of(dataset: Any) -> int | None:
+    """Return the number of rows of a data set that is in memory; None of another."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, str) else None
+
+
+def _together(eval_dataset: Any) -> Any:
+    """Return several evaluation data sets, given by name, as one."""
+    if not isinstance(eval_dataset, Mapping):
+        return eval_dataset
+    return [row for rows in eval_dataset.values() for row in rows]
 
 
 def _text_of(model: Any) -> str:

@@ -371,7 +371,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
         (GRPOConfig(lr_scheduler_kwargs="{"), "lr_scheduler_kwargs='{'.: give a dict"),
         (GRPOConfig(optim_args="momentum"), "optim_args='momentum'.: write name=value"),
-        (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'.*write eval_strategy='steps' with eval_steps"),
+        (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'. is not .* rows .*write eval_strategy='steps' with"),
+        (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch'. is not .* rows .*write save_strategy='steps' with"),
         (GRPOConfig(eval_strategy="stps"), "eval_strategy='stps'. is not known; write eval_strategy='steps'"),
         (GRPOConfig(eval_strategy="steps", eval_steps=-2), r"eval_steps=-2. with .*must be a whole number of steps"),
         (GRPOConfig(eval_strategy="steps", eval_steps=0), r"eval_steps=0. with .*must be a whole number of steps"),
@@ -398,7 +399,7 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
             "metric_for_best_model='reward' or metric_for_best_model='eval_reward'",
         ),
         (GRPOConfig(greater_is_better=False), "greater_is_better=False. is not supported"),
-        (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
+        (GRPOConfig(save_strategy="best"), "save_strategy='best' is not supported"),
         (GRPOConfig(fsdp="hybrid_shard auto_wrap"), "fsdp='hybrid_shard auto_wrap' is not supported.*write fsdp=True"),
         (GRPOConfig(deepspeed="zero3.json"), "deepspeed='zero3.json'.*fsdp=True"),
         (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
@@ -564,7 +565,6 @@ class Tokenizer:
         ({"rollout_func": accuracy}, "rollout_func="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
         ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
-        ({"eval_dataset": {"easy": ROWS}}, "eval_dataset.*is a dict with 'easy'; give one of these"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
@@ -673,10 +673,25 @@ def test_refusals_speak_of_trl_s_arguments(
     assert ("another name: output_dir='rloo-2'" in str(error.value)) is not resume
 
 
-def test_a_script_under_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_accelerate_launch_the_first_process_runs_everything(
+    monkeypatch: pytest.MonkeyPatch,
+    supervised: list[tuple[RunConfig, bool]],
+    model_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer.model = str(model_folder)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 8: .* start it with python, not with accelerate launch"):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as ended:
         trainer.train()
+    assert (ended.value.code, supervised) == (0, [])
+    monkeypatch.setenv("RANK", "0")
+    trainer.train()
+    assert len(supervised) == 1
+    assert "WORLD_SIZE = 8: the first process runs everything" in capsys.readouterr().err
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}
 
 
 def test_importing_it_loads_no_torch_and_no_trl() -> None:
@@ -1102,3 +1117,47 @@ def test_a_reward_with_a_server_is_left_to_it_and_classes_must_match() -> None:
     assert GRPOTrainer("m/m", "org/judge", served, ROWS).task.rewards == ["org/judge"]
     with pytest.raises(ConfigError, match=r"number of reward processing classes, 2, must match .* functions, 1"):
         GRPOTrainer("m/m", "org/judge", None, ROWS, reward_processing_classes=[None, None])
+
+
+def test_an_epoch_is_its_rows_in_steps() -> None:
+    config = GRPOConfig(
+        per_device_train_batch_size=16, eval_strategy="epoch", save_strategy="epoch", num_generations_eval=1
+    )
+    made = translate(config, "org/model", None, rows=41).sections
+    assert made["eval"] == {"every": 21, "at_start": False, "group_size": 1}
+    assert made["learner"]["checkpoint_every"] == 21
+    GRPOTrainer("org/model", accuracy, config, ROWS, eval_dataset=ROWS)
+    with pytest.raises(ConfigError, match="counted when it is read"):
+        GRPOTrainer("org/model", accuracy, config, lambda: iter(ROWS), eval_dataset=ROWS)
+
+
+def test_several_evaluation_data_sets_are_one_beside_the_training_and_each_by_itself_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets = {"easy": ROWS, "hard": [{"prompt": "hard"}]}
+    several = GRPOTrainer("org/model", accuracy, None, ROWS, eval_dataset=sets)
+    assert several.task.eval_dataset == [*ROWS, {"prompt": "hard"}]
+    asked = []
+    monkeypatch.setattr(several, "_play", lambda task, *_: asked.append(task.eval_dataset))
+    assert several.evaluate() == {}
+    assert asked == [ROWS, [{"prompt": "hard"}]]
+
+
+def test_what_a_template_does_not_read_is_left_out(
+    supervised: list[tuple[RunConfig, bool]],
+    model_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"enable_thinking": False, "unheard_of": 1}
+    trainer.model = str(model_folder)
+    monkeypatch.setitem(trainer.args.given, "chat_template_kwargs", given)
+    read = {name for name in given if name in trainer.processing_class.get_chat_template()}
+    trainer.train()
+    assert {*supervised[0][0].chat.chat_template_kwargs} == read
+    assert "the template reads no" in capsys.readouterr().err
+
+
+def test_fp16_is_the_servers() -> None:
+    assert sections_of(GRPOConfig(fp16=True))["model"]["dtype"] == "float16"
+    assert not [note for note in translate(GRPOConfig(fp16=True), "m/m", None).notes if "bf16 (" in note]

@@ -17,6 +17,7 @@ import ast
 import fnmatch
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -143,6 +144,7 @@ def main() -> None:
         if known is None or known[0] == "not applicable" or (given.again and known[0] == "failed"):
             results.pop(name, None)
             todo += [name] if given.k in name else []
+    random.Random(0).shuffle(todo)  # so that a part of them says something of all
     if todo and not given.page:
         with server(work) as url:
             for name in todo:

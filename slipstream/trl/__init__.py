@@ -4,6 +4,7 @@ docs/from_trl.md lists how each field and argument is translated.
 """
 
 import sys
+from importlib import import_module
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -19,6 +20,10 @@ __all__ = [
     "RLOOTrainer",
     "TrainOutput",
 ]
+
+
+# What TRL has for the arguments of scripts: the parser is adapted, and the rest works as it is.
+_FOR_ARGUMENTS = ("ModelConfig", "ScriptArguments", "get_kbit_device_map", "get_peft_config", "get_quantization_config")
 
 
 def _elsewhere(name: str) -> str:
@@ -48,4 +53,8 @@ sys.meta_path.append(_OtherModules())
 def __getattr__(name: str) -> Any:
     if name.startswith("_"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "TrlParser":
+        return import_module(f"{__name__}.parser").TrlParser
+    if name in _FOR_ARGUMENTS:
+        return getattr(import_module("trl"), name)
     raise ImportError(f"{_elsewhere(name)}; import it from TRL: from trl import {name}")

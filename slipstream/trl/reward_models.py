@@ -29,7 +29,7 @@ class ModelReward:
         self, model: Any, processing_class: Any, variables: dict[str, Any] | None, trust_remote_code: bool
     ) -> None:
         self._model = model
-        self._tokenizer = processing_class
+        self.processing_class = processing_class
         self._variables = variables or {}
         self._trust = trust_remote_code
         self._lock = threading.Lock()
@@ -37,9 +37,7 @@ class ModelReward:
         self.__name__ = name.rstrip("/").split("/")[-1]
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **_: Any) -> list[float]:
-        import torch
-
-        with self._lock, torch.inference_mode():
+        with self._lock:
             model, tokenizer = self._loaded()
             texts = [self._text(prompt, answer, tokenizer) for prompt, answer in zip(prompts, completions, strict=True)]
             given = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False)
@@ -59,14 +57,15 @@ class ModelReward:
             name = self._model
             self._model = AutoModelForSequenceClassification.from_pretrained(
                 name, num_labels=1, trust_remote_code=self._trust
-            ).eval()
-        if self._tokenizer is None or isinstance(self._tokenizer, str):
-            path = self._tokenizer or self._model.config._name_or_path
-            self._tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=self._trust)
-        if self._tokenizer.pad_token_id is None:
-            self._tokenizer.pad_token = self._tokenizer.eos_token
-        self._model.config.get_text_config().pad_token_id = self._tokenizer.pad_token_id
-        return self._model, self._tokenizer
+            )
+        self._model.eval().requires_grad_(False)
+        if self.processing_class is None or isinstance(self.processing_class, str):
+            path = self.processing_class or self._model.config._name_or_path
+            self.processing_class = AutoTokenizer.from_pretrained(path, trust_remote_code=self._trust)
+        if self.processing_class.pad_token_id is None:
+            self.processing_class.pad_token = self.processing_class.eos_token
+        self._model.config.get_text_config().pad_token_id = self.processing_class.pad_token_id
+        return self._model, self.processing_class
 
 
 def rewards_of(
@@ -88,7 +87,9 @@ def rewards_of(
     if given is None:
         return None
     rewards = list(given) if isinstance(given, list | tuple) else [given]
-    several = list(classes) if isinstance(classes, list | tuple) else [classes] * len(rewards)
+    several = (
+        list(classes) if isinstance(classes, list | tuple) else [classes] * (len(rewards) if classes is None else 1)
+    )
     if len(several) != len(rewards):
         raise ConfigError(
             f"{kind}(reward_processing_classes=...): the number of reward processing classes, {len(several)}, must "

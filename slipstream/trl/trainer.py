@@ -296,6 +296,16 @@ class _Trainer:
         )
 
     @property
+    def reward_funcs(self) -> list[Any]:
+        """The rewards, with a function in the place of each model."""
+        return list(self.task.rewards)
+
+    @property
+    def reward_processing_classes(self) -> list[Any]:
+        """The tokenizer of each reward, as the script gave it; None of a function."""
+        return [getattr(reward, "processing_class", None) for reward in self.task.rewards]
+
+    @property
     def aux_loss_enabled(self) -> bool:
         """Whether the loss has the auxiliary one of a mixture of experts."""
         return bool(self.args.field("router_aux_loss_coef"))

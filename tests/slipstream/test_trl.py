@@ -487,7 +487,7 @@ def test_a_field_of_a_newer_trl_is_told_from_a_misspelt_one(monkeypatch: pytest.
             "from slipstream.trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker",
             "TRL 1.18 removed .*write: from slipstream.trl import AsyncGRPOConfig, AsyncGRPOTrainer$",
         ),
-        ("import slipstream.trl.rewards", "not trl.rewards; import it from TRL: from trl.rewards import ...$"),
+        ("import slipstream.trl.models_x", "not trl.models_x; import it from TRL: from trl.models_x import ...$"),
         ("from slipstream.trl import SFTTrainer", "not SFTTrainer; import it from TRL: from trl import SFTTrainer$"),
     ],
 )
@@ -1117,6 +1117,11 @@ def test_a_reward_with_a_server_is_left_to_it_and_classes_must_match() -> None:
     assert GRPOTrainer("m/m", "org/judge", served, ROWS).task.rewards == ["org/judge"]
     with pytest.raises(ConfigError, match=r"number of reward processing classes, 2, must match .* functions, 1"):
         GRPOTrainer("m/m", "org/judge", None, ROWS, reward_processing_classes=[None, None])
+    with pytest.raises(ConfigError, match=r"number of reward processing classes, 1, must match .* functions, 2"):
+        GRPOTrainer("m/m", ["org/judge", accuracy], None, ROWS, reward_processing_classes=TOKENIZER)
+    one = GRPOTrainer("m/m", ["org/judge", accuracy], None, ROWS, reward_processing_classes=[TOKENIZER, None])
+    assert one.reward_processing_classes == [TOKENIZER, None]
+    assert one.reward_funcs[1] is accuracy
 
 
 def test_an_epoch_is_its_rows_in_steps() -> None:
@@ -1161,3 +1166,23 @@ def test_what_a_template_does_not_read_is_left_out(
 def test_fp16_is_the_servers() -> None:
     assert sections_of(GRPOConfig(fp16=True))["model"]["dtype"] == "float16"
     assert not [note for note in translate(GRPOConfig(fp16=True), "m/m", None).notes if "bf16 (" in note]
+
+
+def test_trl_s_parser_gives_our_configs(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="its parser is adapted")
+    from slipstream.trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+    from slipstream.trl.rewards import think_format_reward
+
+    yaml = tmp_path / "recipe.yaml"
+    yaml.write_text("num_generations: 4\nlearning_rate: 1.0e-5\n")
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    command = (
+        f"--config {yaml} --output_dir out --max_steps 3 --bf16 true --dataset_name org/sums --use_peft --lora_r 4"
+    )
+    arguments, config, model = parser.parse_args_and_config(command.split())
+    assert isinstance(config, GRPOConfig)
+    assert config.given == {
+        "output_dir": "out", "max_steps": 3, "bf16": True, "num_generations": 4, "learning_rate": 1e-5
+    }  # fmt: skip
+    assert (arguments.dataset_name, get_peft_config(model).r) == ("org/sums", 4)
+    assert think_format_reward([[{"content": "no"}]]) == [0.0]

@@ -56,6 +56,10 @@ _ADAPTIVE = "refused: the entropy bonus is constant (use_adaptive_entropy)"
 _STRUCTURED = "refused: log-probs of a cut distribution need care (vllm_structured_outputs_regex)"
 _SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
 
+# The model that a test trains, by a pattern of its name; nearly all train the tiny Qwen2.
+QWEN2 = "tiny-Qwen2ForCausalLM-2.5"
+MODEL_OF = {"*chat_template_kwargs*": "tiny-Qwen3ForCausalLM"}
+
 # Why a test is not applicable, by a pattern of its name; the first that matches counts.
 REASONS: dict[str, str] = {
     "*test_chat_template_utils.py*": _TEMPLATES,
@@ -145,11 +149,13 @@ def main() -> None:
             results.pop(name, None)
             todo += [name] if given.k in name else []
     random.Random(0).shuffle(todo)  # so that a part of them says something of all
-    if todo and not given.page:
-        with server(work) as url:
+    for model in () if given.page else dict.fromkeys(map(model_of, todo)):
+        if time.monotonic() > until:
+            break
+        with server(work, model) as url:
             for name in todo:
-                if time.monotonic() > until:
-                    break
+                if time.monotonic() > until or model_of(name) != model:
+                    continue
                 results[name] = run(name, work, url)
                 print(f"{results[name][0]:16}{results[name][2]:>6} s  {name}  {results[name][1][:200]}", flush=True)
                 file.write_text(json.dumps(results, indent=1))
@@ -212,18 +218,23 @@ def reason_of(name: str) -> str | None:
     return next((reason for pattern, reason in REASONS.items() if fnmatch.fnmatchcase(name, pattern)), None)
 
 
+def model_of(name: str) -> str:
+    """Return the tiny model that a test trains."""
+    return next((model for pattern, model in MODEL_OF.items() if fnmatch.fnmatchcase(name, pattern)), QWEN2)
+
+
 def environment(**more: str) -> dict[str, str]:
     return {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **more}
 
 
 @contextmanager
-def server(work: Path) -> Iterator[str]:
-    """Run a vLLM server for the tiny Qwen2, which nearly all tests train."""
+def server(work: Path, model: str) -> Iterator[str]:
+    """Run a vLLM server for a tiny model."""
     port = free_port()
     (work / "task.py").touch()
     run_file = work / "server.toml"
     run_file.write_text(
-        f'[task]\npath = "{work}/task.py:task"\n[model]\npath = "{work}/models/tiny-Qwen2ForCausalLM-2.5"\n'
+        f'[task]\npath = "{work}/task.py:task"\n[model]\npath = "{work}/models/{model}"\n'
         f"[vllm]\nport = {port}\nmax_model_len = {CONTEXT}\nmax_num_seqs = 32\n"
         f'args = ["--max-num-batched-tokens", "2048", "--kv-cache-memory-bytes", "128M", "--block-size", "32"]\n'
     )

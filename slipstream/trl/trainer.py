@@ -128,9 +128,12 @@ class _Trainer:
         self._peft_config = peft_config
         self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
         self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
+        if train_dataset is None and environment_factory is None:
+            raise ConfigError(f"{kind}: a `train_dataset` is required where no environment makes the prompts; give one")
         self._rows: int | None = _rows_of(train_dataset)
         self.translated(None)
-        self._eval_datasets = dict(eval_dataset) if isinstance(eval_dataset, Mapping) else None
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
         self.task = Task(
             train_dataset=train_dataset,
             eval_dataset=_together(eval_dataset),
@@ -178,7 +181,7 @@ class _Trainer:
         self._save_object()
         made = self.translated(_context_of(self._base))
         self._leave_out_unread(made)
-        if self._eval_datasets and made.sections.get("eval"):
+        if isinstance(self.eval_dataset, Mapping) and made.sections.get("eval"):
             made.notes.append(
                 "evaluations beside the training are over all eval_datasets together; evaluate() parts them"
             )
@@ -355,7 +358,7 @@ class _Trainer:
             The metrics, under transformers' names; eval_reward is the mean reward.
         """
         trains = self.task
-        several = self._eval_datasets if eval_dataset is None else eval_dataset
+        several = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(several, Mapping):
             each = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in several.items()]
             return {name: value for metrics in each for name, value in metrics.items()}
@@ -605,7 +608,10 @@ def _together(eval_dataset: Any) -> Any:
     """Return several evaluation data sets, given by name, as one."""
     if not isinstance(eval_dataset, Mapping):
         return eval_dataset
-    return [row for rows in eval_dataset.values() for row in rows]
+    several = list(eval_dataset.values())
+    if all(isinstance(rows, Sized) for rows in several):
+        return [row for rows in several for row in rows]
+    return lambda: (row for rows in several for row in rows)
 
 
 def _text_of(model: Any) -> str:

@@ -568,7 +568,7 @@ class Tokenizer:
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
-        ({"train_dataset": None}, "has no dataset; give dataset="),
+        ({"train_dataset": None}, "GRPOTrainer: a `train_dataset` is required where no environment"),
         ({"reward_funcs": None}, "at least one reward"),
     ],
 )
@@ -1142,6 +1142,8 @@ def test_several_evaluation_data_sets_are_one_beside_the_training_and_each_by_it
     sets = {"easy": ROWS, "hard": [{"prompt": "hard"}]}
     several = GRPOTrainer("org/model", accuracy, None, ROWS, eval_dataset=sets)
     assert several.task.eval_dataset == [*ROWS, {"prompt": "hard"}]
+    streams = {"easy": SimpleNamespace(__iter__=None), **sets}
+    assert GRPOTrainer("m/m", accuracy, None, ROWS, eval_dataset=streams).eval_dataset is streams
     asked = []
     monkeypatch.setattr(several, "_play", lambda task, *_: asked.append(task.eval_dataset))
     assert several.evaluate() == {}

@@ -1,11 +1,13 @@
 """Runs the training of a notebook: its cells, as a script in a process of its own, with a table of progress.
 
 A notebook has an event loop and no file. The cells so far are written to a file, and Python runs it up to the training
-that the notebook has come to. Lines that begin with % or ! are left out.
+that the notebook has come to. Lines for IPython are left out. As in the notebook, a cell that fails does not keep the
+next ones from running.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import html
 import os
@@ -36,11 +38,20 @@ def is_one() -> bool:
 
 
 def script(cells: list[str]) -> str:
-    """Join cells to a script, without lines and cells that only IPython understands."""
-    own = [cell for cell in cells if not cell.lstrip().startswith("%%")]
-    return "\n\n".join(
-        "\n".join(line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?"))) for cell in own
-    )
+    """Join cells, as they are or as IPython keeps them, to a script. What is no Python is left out."""
+    parts: list[ast.stmt] = []
+    for cell in cells:
+        lines = [line for line in cell.splitlines() if not line.lstrip().startswith(("%", "!", "?", "get_ipython()"))]
+        try:
+            body = ast.parse("\n".join(lines)).body if not cell.lstrip().startswith("%%") else []
+        except SyntaxError:
+            continue
+        if cell is cells[-1]:
+            parts += body
+        elif body:
+            failed = ast.ExceptHandler(ast.Name("Exception", ast.Load()), None, [ast.Pass()])
+            parts.append(ast.Try(body, [failed], [], []))
+    return ast.unparse(ast.fix_missing_locations(ast.Module(parts, []))) + "\n"
 
 
 def run(run_dir: Path, start: int) -> None:

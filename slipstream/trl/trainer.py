@@ -213,9 +213,12 @@ class _Trainer:
         if notebook.is_one():
             notebook.run(run_dir or self.run_dir, _starts)
             return
+        only = os.environ.get(notebook.ONLY, str(_starts))
+        if only != str(_starts):  # a training of a cell before, which has been made
+            return
         words = of_a_trainer(run_dir or self.run_dir)
         run(self, None, resume, made.sections, words, name())
-        if os.environ.get(notebook.ONLY) == str(_starts):
+        if notebook.ONLY in os.environ:
             raise SystemExit(0)
 
     def _leave_out_unread(self, made: Translation) -> None:

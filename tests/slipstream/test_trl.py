@@ -1051,8 +1051,13 @@ def test_the_callback_that_ends_a_run_at_once_is_one_of_transformers() -> None:
 
 
 def test_a_notebook_s_cells_are_a_script_up_to_its_training(tmp_path: Path) -> None:
-    cells = ["%pip install x\nimport os", "%%bash\necho", "value = 3\n!ls\n%matplotlib inline\nprint(value)"]
-    assert notebook.script(cells) == "import os\n\nvalue = 3\nprint(value)"
+    cells = ["%pip install x\nimport os", "%%bash\necho", "get_ipython().system('ls')\nx = os.no_such", "not python"]
+    last = "value = 3\n!ls\n%matplotlib inline\nsaid = os.sep * value"
+    names: dict[str, Any] = {}
+    exec(notebook.script([*cells, last]), names)
+    assert names["said"] == os.sep * 3
+    with pytest.raises(AttributeError, match="no_such"):
+        exec(notebook.script(["import os", "os.no_such"]), {})
     ran = tmp_path / "ran"
     session = f"""
 import sys

@@ -81,6 +81,7 @@ REASONS: dict[str, str] = {
     "*map_style_train_workers*": _LOADER,
     "*dataloader_workers*": _LOADER,
     "*get_off_policy_mask*": _INSIDE,
+    "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation; evaluations report rewards here",
     "*sync_ref_model*": "it reads the reference model's parameters, which the learner alone holds",
     "*entropy_bonus_scale*": _INSIDE,
     "*entropy_bonus_flows*": _INSIDE,

@@ -895,7 +895,7 @@ def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:
     assert own == {"own": 1.0, "step": 2}
     assert end == {
         "train_loss": pytest.approx(0.15), "train_runtime": 4.0, "train_steps_per_second": 0.5, "epoch": 0, "step": 2,
-        "num_tokens": 200,
+        "num_tokens": 200, "reward": 0.5,
     }  # fmt: skip
     state.save_to_json(tmp_path / "state.json")
     assert json.loads((tmp_path / "state.json").read_text())["global_step"] == 2

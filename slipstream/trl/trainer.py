@@ -309,7 +309,7 @@ class _Trainer(Face):
         file = Path(f"{run_dir.absolute()}.jsonl")
         file.parent.mkdir(parents=True, exist_ok=True)
         self._play(rollouts_task(self.task, prompts, file), run_dir, num_generations)
-        return read_rollouts(file, len(prompts))
+        return read_rollouts(file, len(prompts), num_generations)
 
     def _extra_run(self, what: str) -> Path:
         """Return the directory of a run beside the training, a new one for each start."""

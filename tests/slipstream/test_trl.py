@@ -1018,7 +1018,7 @@ def test_rollouts_and_evaluations_are_runs_that_train_nothing(
         task = playing.task
         config.run_dir.mkdir(parents=True)
         if config.run.name.startswith("rollouts"):
-            for row in task.eval_dataset:
+            for row in (*task.dataset, *task.eval_dataset):
                 task.rewards[0](completions=["a", "b"], row=[row["row"]] * 2)  # type: ignore[operator]
         else:
             assert task.eval_dataset == ROWS

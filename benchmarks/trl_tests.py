@@ -94,6 +94,7 @@ REASONS: dict[str, str] = {
     "*mask_truncated_completions*": _GENERATES,
     "*adaptive_entropy*": _ADAPTIVE,
     "*multiple_iterations*": _ITERATIONS,
+    "*test_train_sequence_importance_sampling": _ITERATIONS,
     "*structured_outputs*": _STRUCTURED,
     "*generation_kwargs*": _SAMPLER,
     "*all_rewards_none*": _GENERATES,

@@ -14,7 +14,6 @@ from typing import Any
 
 from rollout_worker.task.task import Task
 
-
 _NOT_ASKED_FOR = -1
 
 

@@ -58,7 +58,11 @@ _SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones
 
 # The model that a test trains, by a pattern of its name; nearly all train the tiny Qwen2.
 QWEN2 = "tiny-Qwen2ForCausalLM-2.5"
-MODEL_OF = {"*chat_template_kwargs*": "tiny-Qwen3ForCausalLM"}
+MODEL_OF = {
+    "*chat_template_kwargs*": "tiny-Qwen3ForCausalLM",
+    "*[[]*tiny-Qwen3ForCausalLM*": "tiny-Qwen3ForCausalLM",
+    "*[[]*tiny-LlamaForCausalLM-3.2*": "tiny-LlamaForCausalLM-3.2",
+}
 
 # Why a test is not applicable, by a pattern of its name; the first that matches counts.
 REASONS: dict[str, str] = {
@@ -81,6 +85,7 @@ REASONS: dict[str, str] = {
     "*map_style_train_workers*": _LOADER,
     "*dataloader_workers*": _LOADER,
     "*get_off_policy_mask*": _INSIDE,
+    "*with_log_extra*": "it reads what TRL's class keeps for its table of completions, trainer._logs",
     "*test_evaluate_with_eval_dataset*": "it asks for the loss of an evaluation; evaluations report rewards here",
     "*sync_ref_model*": "it reads the reference model's parameters, which the learner alone holds",
     "*entropy_bonus_scale*": _INSIDE,
@@ -89,6 +94,7 @@ REASONS: dict[str, str] = {
     "*mask_truncated_completions*": _GENERATES,
     "*adaptive_entropy*": _ADAPTIVE,
     "*multiple_iterations*": _ITERATIONS,
+    "*test_train_sequence_importance_sampling": _ITERATIONS,
     "*structured_outputs*": _STRUCTURED,
     "*generation_kwargs*": _SAMPLER,
     "*all_rewards_none*": _GENERATES,

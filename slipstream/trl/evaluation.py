@@ -14,6 +14,8 @@ from typing import Any
 
 from rollout_worker.task.task import Task
 
+_NOT_ASKED_FOR = -1
+
 
 class AtOnce:
     """A callback that ends the run before its first step."""
@@ -39,9 +41,8 @@ class Written:
         self.__name__ = "written"
 
     def __call__(self, completions: Sequence[Any], row: Sequence[int], **_: Any) -> list[float]:
-        text = "".join(
-            json.dumps([number, completion]) + "\n" for number, completion in zip(row, completions, strict=True)
-        )
+        asked_for = [pair for pair in zip(row, completions, strict=True) if pair[0] != _NOT_ASKED_FOR]
+        text = "".join(json.dumps(pair) + "\n" for pair in asked_for)
         with self._file.open("ab") as file:
             file.write(text.encode())
             file.flush()
@@ -56,7 +57,8 @@ def rollouts_task(task: Task, prompts: Sequence[Any], file: Path) -> Task:
         for number, prompt in enumerate(prompts)
     ]
     return Task(
-        train_dataset=rows,
+        # Workers begin to play these beside the evaluation.
+        train_dataset=[{**row, "row": _NOT_ASKED_FOR} for row in rows],
         eval_dataset=rows,
         reward_funcs=[Written(file)],
         tools=task.tools,
@@ -64,13 +66,13 @@ def rollouts_task(task: Task, prompts: Sequence[Any], file: Path) -> Task:
     )
 
 
-def read_rollouts(file: Path, prompts: int) -> list[list[Any]]:
-    """Return the completions of each prompt."""
+def read_rollouts(file: Path, prompts: int, group_size: int) -> list[list[Any]]:
+    """Return the completions of each prompt; of a group that was scored twice, those of one time."""
     found: list[list[Any]] = [[] for _ in range(prompts)]
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         number, completion = json.loads(line)
         found[number].append(completion)
-    return found
+    return [completions[:group_size] for completions in found]
 
 
 def only_evaluated(

@@ -18,7 +18,7 @@ class TrainerState:
 
     Attributes:
         log_history: A dict for each step and each evaluation, with `step` and `epoch`; of a run that is over, one with
-            `train_loss` and `train_runtime` is the last.
+            `train_loss`, `train_runtime` and the last step's metrics is the last.
         best_metric: The highest mean reward of an evaluation.
         best_model_checkpoint: Folder of the checkpoint that `load_best_model_at_end` keeps.
     """
@@ -70,7 +70,9 @@ def read_state(run_dir: Path, logged: Sequence[dict[str, Any]] = ()) -> TrainerS
         end = {"train_loss": mean_loss(run_dir), "train_runtime": seconds, "epoch": state.epoch}
         if seconds:
             end["train_steps_per_second"] = summary["steps"] / seconds
-        state.log_history.append({**end, "step": state.global_step})
+        last = next(entry for step, kind, entry in reversed(entries) if (step, kind) == (state.global_step, 0))
+        metrics = {name: value for name, value in last.items() if name != "loss"}
+        state.log_history.append({**metrics, **end, "step": state.global_step})
     return state
 
 

@@ -894,7 +894,8 @@ def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:
     }  # fmt: skip
     assert own == {"own": 1.0, "step": 2}
     assert end == {
-        "train_loss": pytest.approx(0.15), "train_runtime": 4.0, "train_steps_per_second": 0.5, "epoch": 0, "step": 2
+        "train_loss": pytest.approx(0.15), "train_runtime": 4.0, "train_steps_per_second": 0.5, "epoch": 0, "step": 2,
+        "num_tokens": 200, "reward": 0.5,
     }  # fmt: skip
     state.save_to_json(tmp_path / "state.json")
     assert json.loads((tmp_path / "state.json").read_text())["global_step"] == 2
@@ -1017,7 +1018,7 @@ def test_rollouts_and_evaluations_are_runs_that_train_nothing(
         task = playing.task
         config.run_dir.mkdir(parents=True)
         if config.run.name.startswith("rollouts"):
-            for row in task.eval_dataset:
+            for row in (*task.dataset, *task.eval_dataset):
                 task.rewards[0](completions=["a", "b"], row=[row["row"]] * 2)  # type: ignore[operator]
         else:
             assert task.eval_dataset == ROWS

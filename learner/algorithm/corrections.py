@@ -266,7 +266,7 @@ class Decoupled(TruncatedWeight):
 
     The paper has no bound. 5 is that of AReaL's code, `behav_imp_weight_cap`, which leaves such tokens out (that is
     `token_mask` with `correction_low = 0`). The formula is that of `token_truncate`, under its well-known name: what
-    makes it PPO is `proximal`. With `recomputed`, p / proximal is always 1, as a batch makes one optimiser step, and
+    makes it PPO is `proximal`. With `recomputed`, p / proximal is 1 in a step's first update, and
     the clip never acts. `last_step` and `interpolated` (A-3PO) make it act.
 
     Choose it for staleness above 1, with `proximal = "interpolated"`, which costs nothing, or `"last_step"`.
@@ -311,8 +311,8 @@ class ProximalInputs:
 def recomputed(inputs: ProximalInputs) -> torch.Tensor:
     """The policy as the step begins, AReaL's and verl's `recompute` (arXiv:2505.24298, section 5.2).
 
-    They need a pass for it, since they make several optimiser steps with a batch. Here a batch makes one, so this is
-    the policy that trains, without its gradient, and costs nothing.
+    They need a pass for it. Here the step's first update computes it anyway, so it costs nothing; with
+    `learner.num_iterations = 1` it is the policy that trains, without its gradient.
 
     Choose it with weights and masks, which then compare with the policy itself.
     """

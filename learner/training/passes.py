@@ -35,6 +35,7 @@ class Known:
         reference: float32 [N], log-probs under the reference model.
         previous: float32 [N], log-probs under the policy before the last step.
         routing: Of the row's tokens to experts.
+        before: float32 [N], log-probs under the policy before the step's first update; None in that one.
     """
 
     logprobs: torch.Tensor | None = None
@@ -42,6 +43,11 @@ class Known:
     reference: torch.Tensor | None = None
     previous: torch.Tensor | None = None
     routing: Routing | None = None
+    before: torch.Tensor | None = None
+
+    def after(self, first: Known) -> Known:
+        """Return it with what is known from before the step's first update."""
+        return replace(self, reference=first.reference, previous=first.previous, before=first.before)
 
 
 def survey(policy: torch.nn.Module, rows: Sequence[PackedRow]) -> list[Known]:
@@ -198,7 +204,8 @@ class Preparation:
         )
 
     def _proximal(self, row: PackedRow, logprobs: torch.Tensor, known: Known) -> torch.Tensor:
-        return self._algorithm.proximal(ProximalInputs(row.behaviour, logprobs, known.previous, row.staleness))
+        of_step = logprobs if known.before is None else known.before
+        return self._algorithm.proximal(ProximalInputs(row.behaviour, of_step, known.previous, row.staleness))
 
     def _top_entropy(self, scores: TokenScores, known: Known) -> torch.Tensor | None:
         """Say which tokens have the step's highest entropies. A row of which nothing is known is the step's

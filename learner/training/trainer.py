@@ -1,4 +1,4 @@
-"""One optimiser step over a batch of packed rows, shared by the ranks."""
+"""One step over a batch of packed rows, shared by the ranks: an update of the weights, or several."""
 
 from __future__ import annotations
 
@@ -116,6 +116,7 @@ class Trainer:
         self.reference = reference if self.algorithm.needs_reference else None
         self._sync_steps, self._mixup = section.reference_sync_steps, section.reference_mixup
         self._max_grad_norm = section.max_grad_norm
+        self._updates = section.num_iterations
         self._router_coef = section.router_aux_loss_coef
         self._replay_check = section.router_replay_check_every
         self._meter = Meter(policy, self.device)
@@ -160,29 +161,70 @@ class Trainer:
             return replace(metrics, train_s=time.perf_counter() - started)
 
     def _step(self, share: RankRows) -> StepMetrics:
-        """Do this rank's part of a step."""
+        """Do this rank's part of a step: `learner.num_iterations` updates on the same rows."""
         started = time.perf_counter()
         self._figures.begin()
         self._scored.clear()
+        flops = self._meter.flops(share.rows)
+        rows = [row.to(self.device) for row in share.rows]
+        made: list[StepMetrics] = []
+        before: list[Known] | None = None
+        while len(made) < self._updates:
+            try:
+                metrics, known = self._update(rows, share, before)
+            except DivergedError:
+                if not made:
+                    raise
+                break  # the weights have moved, so the step counts, with fewer updates
+            made.append(metrics)
+            before = before or known
+        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
+        learning_rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
+            self.reference.follow(self.policy, self._mixup)
+        train_s = time.perf_counter() - started
+        beside = dict(made[0].beside) | self._meter.metrics(flops * len(made), train_s)
+        if self._updates > 1:
+            beside["updates"] = len(made)
+        return replace(_mean(made), learning_rate=learning_rate, train_s=train_s, beside=beside)
+
+    def _update(
+        self, rows: Sequence[PackedRow], share: RankRows, before: Sequence[Known] | None
+    ) -> tuple[StepMetrics, list[Known]]:
+        """Update the weights once.
+
+        Args:
+            rows: The share's rows, on the device.
+            before: What is known of the rows from before the step's first update; None in that one.
+
+        Returns:
+            The metrics, without learning rate and seconds; and what is known of the rows from before this update.
+
+        Raises:
+            DivergedError: Before any weight is changed.
+        """
         rollouts = share.rollouts
         own: dict[str, torch.Tensor] = {}
         sums: dict[str, torch.Tensor] = {}
         peaks: dict[str, torch.Tensor] = {}
         spread = drift.zero_sums(self.device)
         farthest = torch.zeros((), device=self.device)
-        flops = self._meter.flops(share.rows)
-        rows = [row.to(self.device) for row in share.rows]
-        preparation = self._prepare(rows, rollouts, share.surveyed)
+        preparation = self._prepare(rows, rollouts, share.surveyed, before)
+        logprobs: list[torch.Tensor] = []
         routing = [known.routing for known in preparation.known if known.routing is not None]
         routers = RouterLoss(self._router_coef, routing, self.team.add_up) if routing else None
         replays = self.policy.replay is not None
         own |= replay_effect.nothing(self.device) if replays else {}
-        measured = replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
+        measured = (
+            before is None and replays and self._replay_check > 0 and self.schedule.last_epoch % self._replay_check == 0
+        )
         for number, (row, known) in enumerate(zip(rows, preparation.known, strict=True), start=1):
             if measured and number == 1:
                 step_sums.add(own, replay_effect.without(self._policy, row))
             with wrapping.synchronising(self._policy, last=number == len(rows)):
                 scores: TokenScores = self._policy(row)
+                logprobs.append(scores.logprobs.detach())
                 if number == len(rows):
                     self._figures.last_pass()
                 if row.is_padding:
@@ -196,8 +238,9 @@ class Trainer:
                     row_loss = row_loss + routers(scores.routing)
                 # Ranks average their gradients, but the loss is a sum.
                 self.accelerator.backward(row_loss * self.team.count)
-            distance = scores.logprobs.detach() - row.behaviour
-            self._scored.append((row.rollout, row.behaviour, scores.logprobs.detach()))
+            distance = logprobs[-1] - row.behaviour
+            if before is None:
+                self._scored.append((row.rollout, row.behaviour, logprobs[-1]))
             if replays:
                 step_sums.add(own, replay_effect.recorded(row))
             if measured and number == 1:
@@ -215,7 +258,6 @@ class Trainer:
         grad_norm = float(wrapping.whole(norm))
         own, peaks = self.team.reduced({**sums, **own}, {**peaks, "farthest": farthest}, self.device)
         spread = {name: self.team.add_up(value) for name, value in spread.items()}
-        self.ranks = self._figures.gather(sum(row.tokens for row in share.rows if not row.is_padding))
         loss, entropy, log_ratio_max = float(own["loss"]), float(own["entropy"]) / tokens, float(peaks["farthest"])
         objective = self.algorithm.metrics({name: float(value) for name, value in {**own, **peaks}.items()})
         if "router" in own:
@@ -226,31 +268,24 @@ class Trainer:
             self.optimiser.zero_grad()
             raise DivergedError(step_sums.why_diverged(loss, grad_norm, shown))
         fresh = int(own["fresh"])
-        learning_rate = float(self.schedule.get_last_lr()[0])
-        if self.previous_weights is not None:
+        if self.previous_weights is not None and before is None:
             self.previous_weights.keep()
         self.optimiser.step()
         self.optimiser.zero_grad()
-        self.schedule.step()
-        if self.reference is not None and self._sync_steps and self.schedule.last_epoch % self._sync_steps == 0:
-            self.reference.follow(self.policy, self._mixup)
-        train_s = time.perf_counter() - started
-        return StepMetrics(
+        metrics = StepMetrics(
             loss=loss,
             entropy=entropy,
             log_ratio_max=log_ratio_max,
             grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            train_s=train_s,
+            learning_rate=0.0,
+            train_s=0.0,
             objective=objective,
             sampler_kl_staleness_0=float(own["kl"]) / fresh if fresh else None,
             sampler_tokens_staleness_0=fresh,
-            beside={
-                **drift.drift_metrics(spread, rollouts.servers),
-                **self._meter.metrics(flops, train_s),
-                **replay_effect.metrics(own),
-            },
+            beside={**drift.drift_metrics(spread, rollouts.servers), **replay_effect.metrics(own)},
         )
+        known = zip(preparation.known, logprobs, strict=True)
+        return metrics, [replace(of, before=scored) for of, scored in known]
 
     def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:
         """Return the log-probs in the newest step of some of its rollouts, by their numbers. With several ranks, only
@@ -273,14 +308,20 @@ class Trainer:
         of_step = self.algorithm.top_entropy is not None or self._router_coef > 0
         return (of_step and len(rows) * self.team.count > 1) or (self.algorithm.by_rollout and in_several_rows(rows))
 
-    def _prepare(self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool) -> Preparation:
-        """Run the passes without a gradient that the algorithm needs."""
+    def _prepare(
+        self, rows: Sequence[PackedRow], rollouts: StepRollouts, surveyed: bool, before: Sequence[Known] | None
+    ) -> Preparation:
+        """Run the passes without a gradient that the algorithm needs. The policy before the step and the reference are
+        asked once a step."""
         known = survey(self._policy, rows) if surveyed else [Known()] * len(rows)
-        if self.previous_weights is not None:
-            known = with_previous(known, self._policy, rows, self.previous_weights)
-            wrapping.resharded(self._policy)
-        if self.reference is not None:
-            known = consult(self.reference, rows, known)
+        if before is not None:
+            known = [of.after(first) for of, first in zip(known, before, strict=True)]
+        else:
+            if self.previous_weights is not None:
+                known = with_previous(known, self._policy, rows, self.previous_weights)
+                wrapping.resharded(self._policy)
+            if self.reference is not None:
+                known = consult(self.reference, rows, known)
         return Preparation(self.algorithm, rollouts, rows, known, self.device, self.team)
 
     def score(self, token_ids: list[int]) -> npt.NDArray[np.float32]:
@@ -404,3 +445,21 @@ class Trainer:
         self.schedule.load_state_dict(state["schedule"])
         if self.reference is not None and "reference" in state:
             self.reference.restore(state["reference"])
+
+
+def _mean(updates: Sequence[StepMetrics]) -> StepMetrics:
+    """Return the metrics of a step of several updates: means of loss, gradient and objective, and the rest of the first
+    update, before which the policy is the one that samples."""
+    first = updates[0]
+    if len(updates) == 1:
+        return first
+    objective: dict[str, float | None] = {}
+    for name in first.objective:
+        values = [value for each in updates if (value := each.objective.get(name)) is not None]
+        objective[name] = sum(values) / len(values) if values else None
+    return replace(
+        first,
+        loss=sum(each.loss for each in updates) / len(updates),
+        grad_norm=sum(each.grad_norm for each in updates) / len(updates),
+        objective=objective,
+    )

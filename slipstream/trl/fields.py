@@ -194,7 +194,13 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "a KL in the loss for GRPO, in the rewards for RLOO (TRL's default there: 0.05); takes the memory of a "
             "reference model",
         ),
-        _only("num_iterations", "GR", "1, always", "each group trains once", 1),
+        _worked(
+            "num_iterations",
+            "GR",
+            "`learner.num_iterations`",
+            "updates of one step here, where TRL counts as many steps: `max_steps` and other numbers of steps are "
+            "divided by it",
+        ),
         _worked("epsilon", "GRA", "`learner.clip_low`", "of the objectives that clip"),
         _worked(
             "epsilon_high",

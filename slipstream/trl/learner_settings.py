@@ -217,7 +217,7 @@ def optimiser_settings(config: _Config, steps: int | None, notes: list[str]) -> 
         settings["optim_args"] = arguments
     warmup = number(config, "warmup_steps")
     if 0 < warmup < 1:
-        if steps is None:
+        if steps is None or steps < 1:
             raise ConfigError(f"warmup_steps={warmup} is a share of the steps, and max_steps is not given; give it")
         warmup = math.ceil(warmup * steps)
     kind = config.field("lr_scheduler_type")

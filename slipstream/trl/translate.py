@@ -180,9 +180,16 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
     # As in TRL, a group without variance takes part in the step. Otherwise a run whose reward is constant would make no
     # step at all.
     sections["learner"]["zero_variance"] = "keep"
+    updates = _updates(config)
+    if updates > 1:
+        sections["learner"]["num_iterations"] = updates
+        notes.append(
+            f"num_iterations={updates}: a step here makes that many updates, where TRL counts as many steps; max_steps "
+            f"and other numbers of steps are divided by it"
+        )
     steps = number(config, "max_steps")
     if steps > 0:
-        sections["learner"]["steps"] = steps
+        sections["learner"]["steps"] = _in_steps(config, steps)
     else:
         sections["learner"]["epochs"] = float(number(config, "num_train_epochs"))
     inflight, queued = number(config, "max_inflight_tasks"), number(config, "queue_maxsize")
@@ -192,9 +199,22 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
         sections["queue"]["capacity_groups"] = max(math.ceil(queued / size), completions // size)
 
 
+def _updates(config: _Config) -> int:
+    given = number(config, "num_iterations") if "num_iterations" in config.names() else None
+    if given is not None and (given < 1 or given != int(given)):
+        raise ConfigError(f"{type(config).__name__}(num_iterations={given:g}): must be a whole number of at least 1")
+    return int(given or 1)
+
+
+def _in_steps(config: _Config, updates: float) -> int:
+    """Return the steps in which TRL's steps, which are updates of the weights, are made here, rounded up."""
+    return math.ceil(updates / _updates(config))
+
+
 def _training(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     learner = sections["learner"]
-    learner |= optimiser_settings(config, learner.get("steps"), notes)
+    learner |= optimiser_settings(config, number(config, "max_steps"), notes)
+    learner["warmup_steps"] = _in_steps(config, learner["warmup_steps"])
 
 
 def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None:
@@ -207,7 +227,7 @@ def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None
         if every is not None and every < 1:
             raise ConfigError(f"save_steps={every}: a share of the steps is not supported; give a number of steps")
         if every is not None:
-            sections["learner"]["checkpoint_every"] = int(every)
+            sections["learner"]["checkpoint_every"] = _in_steps(config, int(every))
     elif strategy == "epoch":
         sections["learner"]["checkpoint_every"] = _each_epoch(config, "save_strategy", "save_steps", epoch)
     else:
@@ -225,7 +245,9 @@ def _each_epoch(config: _Config, name: str, steps: str, epoch: int | None) -> in
 
 
 def _objective(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    sections["learner"] |= learner_settings(config, notes)
+    sections["learner"] |= (learner := learner_settings(config, notes))
+    if "reference_sync_steps" in learner:
+        sections["learner"]["reference_sync_steps"] = _in_steps(config, learner["reference_sync_steps"])
 
 
 def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
@@ -302,7 +324,7 @@ def _evaluation(config: _Config, sections: Sections, epoch: int | None) -> None:
         )
     every = 0
     if strategy == "steps":
-        every = _eval_steps(config)
+        every = _in_steps(config, _eval_steps(config))
     if strategy == "epoch":
         every = _each_epoch(config, "eval_strategy", "eval_steps", epoch)
     if every or at_start:

@@ -367,7 +367,7 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
             GRPOConfig(epsilon=0.1, slipstream={"learner": {"algorithm": "tis"}}),
             r"epsilon=0\.1.* beside slipstream=.*'tis'.*leave epsilon out",
         ),
-        (GRPOConfig(num_iterations=2), "num_iterations=2.*write num_iterations=1"),
+        (GRPOConfig(num_iterations=0), "num_iterations=0.*must be a whole number of at least 1"),
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
         (GRPOConfig(lr_scheduler_kwargs="{"), "lr_scheduler_kwargs='{'.: give a dict"),
         (GRPOConfig(optim_args="momentum"), "optim_args='momentum'.: write name=value"),
@@ -567,7 +567,7 @@ class Tokenizer:
         ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
-        ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
+        ({"args": GRPOConfig(num_iterations=0)}, "num_iterations=0"),
         ({"train_dataset": None}, "GRPOTrainer: a `train_dataset` is required where no environment"),
         ({"reward_funcs": None}, "at least one reward"),
     ],
@@ -1194,3 +1194,26 @@ def test_trl_s_parser_gives_our_configs(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (arguments.dataset_name, get_peft_config(model).r) == ("org/sums", 4)
     assert think_format_reward([[{"content": "no"}]]) == [0.0]
+
+
+def test_steps_of_several_updates_are_as_many_fewer() -> None:
+    """TRL counts each update as a step."""
+    config = GRPOConfig(
+        num_iterations=2,
+        max_steps=11,
+        save_steps=4,
+        eval_strategy="steps",
+        eval_steps=3,
+        warmup_steps=0.5,
+        beta=0.1,
+        sync_ref_model=True,
+        ref_model_sync_steps=7,
+    )
+    made = translate(config, "org/model", None)
+    learner = made.sections["learner"]
+    names = ("num_iterations", "steps", "checkpoint_every", "warmup_steps", "reference_sync_steps")
+    assert [learner[name] for name in names] == [2, 6, 2, 3, 4]
+    assert made.sections["eval"]["every"] == 2
+    assert any("num_iterations=2: a step here makes that many updates" in note for note in made.notes)
+    check_fields(config, made.sections)
+    assert "num_iterations" not in translate(RLOOConfig(), "org/model", None).sections["learner"]

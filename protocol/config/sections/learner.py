@@ -93,6 +93,13 @@ class LearnerSection(OptimiserSection):
     groups_per_step: Count = setting(
         16, description="B: groups per optimiser step", why="128 rollouts a step with the default group size"
     )
+    num_iterations: Count = setting(
+        1,
+        le=64,
+        description="updates of the weights on each step's batch, at one learning rate; more than 1 clips the ratio to "
+        "the policy before the step where learner.correction has a proximal one, and to the sampler elsewhere",
+        why="fresh data teaches more than the same data again; where sampling is what limits the run, 2 to 4",
+    )
     learning_rate: float = setting(
         1e-6,
         gt=0,

@@ -45,6 +45,7 @@ MOVING: dict[str, Any] = {
     "proximal": "last_step",
     "kl_coef": 0.1,
     "reference_sync_steps": 2,
+    "num_iterations": 2,
 }
 
 

@@ -63,6 +63,26 @@ class RoutedExperts(msgspec.Struct, forbid_unknown_fields=True):
         return self.ids.reshape(-1, self.layers, self.top_k)
 
 
+class SamplingMask(msgspec.Struct, forbid_unknown_fields=True):
+    """The tokens that top_k, top_p, min_p and bans left to sample from, for each sampled token of a segment.
+
+    Attributes:
+        ids: int32 [M], by sampled token, the sampled one among them.
+        counts: uint16 [S], how many of them each of the S sampled tokens has.
+    """
+
+    ids: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.uint16]
+
+    def __post_init__(self) -> None:
+        for name, array, dtype in (("ids", self.ids, np.int32), ("counts", self.counts, np.uint16)):
+            if array.ndim != 1 or array.dtype.newbyteorder("=") != dtype:
+                raise ValueError(
+                    f"{name} must be one-dimensional {np.dtype(dtype).name}, "
+                    f"is {array.ndim}-dimensional {array.dtype.name}"
+                )
+
+
 class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """One token sequence as the policy saw it. Arrays may have either byte order; decoded ones are read-only.
 
@@ -74,6 +94,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         version_spans: Cover exactly the sampled tokens, in order.
         experts: Of a mixture, with `learner.router_replay`; None if servers told them for no token.
         images: Where images stand among the tokens, in order.
+        sampling_mask: With `rollout.top_k`; None if all tokens could be sampled.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -82,6 +103,7 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     version_spans: list[VersionSpan]
     experts: RoutedExperts | None = None
     images: list[ImagePlace] = []
+    sampling_mask: SamplingMask | None = None
 
     def __post_init__(self) -> None:
         for name, array, dtype in (

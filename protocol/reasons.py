@@ -58,6 +58,7 @@ LOGPROB_NOT_FINITE = "logprob_not_finite"
 LOGPROB_POSITIVE = "logprob_positive"
 SPAN_COVER = "span_cover"
 EXPERTS_COVER = "experts_cover"
+MASK_COVER = "mask_cover"
 SPAN_VERSION_UNKNOWN = "span_version_unknown"
 SPAN_SERVER_UNKNOWN = "span_server_unknown"
 VERSION_FROM_FUTURE = "version_from_future"
@@ -112,6 +113,7 @@ BAD_LOGPROBS = "bad_logprobs"
 MISSING_VERSIONS = "missing_versions"
 BAD_VERSIONS = "bad_versions"
 BAD_EXPERTS = "bad_experts"
+BAD_MASK = "bad_mask"
 
 
 def is_ours(reason: str) -> bool:

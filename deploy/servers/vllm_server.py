@@ -20,6 +20,7 @@ from deploy.servers.tokens import check_secret
 from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
+from protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME
 from weight_sync.transports.registry import backend, choice
@@ -75,6 +76,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         # Log-probs of the sampling distribution, and no sampling defaults from the checkpoint's folder.
         *("--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm"),
+        *("--max-logprobs", str(mask_logprobs(MAX_TOP_K))),
         # /inference/v1/generate: tokens in, tokens out.
         "--enable-scale-out",
         *("--weight-transfer-config", f'{{"backend": "{backend(transport)}"}}'),

@@ -18,12 +18,42 @@ import torch
 from learner.algorithm.step_data import StepRollouts
 from learner.feed import trie
 from learner.feed.images import RowImage
+from protocol.messages import Segment
 
 PACKED_ATTENTION = "varlen_sdpa"
 
 # Attending to this many tokens costs as much as a token's matrix products: 6 times the hidden size in a model whose
 # feed-forward layer is 3 times as wide, here 1,024. It only has to tell long paths from short ones.
 ATTENDED_PER_TOKEN = 6144
+
+
+@dataclass(frozen=True)
+class SampledFrom:
+    """The ids that each of T tokens was sampled from (`protocol.messages.SamplingMask`).
+
+    Attributes:
+        ids: int32 [M], by token.
+        counts: int64 [T], how many of them each token has; 0 for one that was not sampled.
+    """
+
+    ids: npt.NDArray[np.int32]
+    counts: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, segment: Segment) -> Self | None:
+        mask = segment.sampling_mask
+        if mask is None:
+            return None
+        counts = np.zeros(len(segment.token_ids), dtype=np.int64)
+        counts[segment.loss_mask] = mask.counts
+        return cls(mask.ids, counts)
+
+    def at(self, tokens: npt.NDArray[np.int64]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Return the ids of some tokens, and how many each of them has."""
+        counts = self.counts[tokens]
+        first = (np.cumsum(self.counts) - self.counts)[tokens]
+        begins = np.cumsum(counts) - counts
+        return self.ids[np.arange(counts.sum()) + np.repeat(first - begins, counts)].astype(np.int64), counts
 
 
 @dataclass(frozen=True)
@@ -42,6 +72,7 @@ class Sample:
         experts: int16 [T, layers, top_k], those that its server chose in each layer that is a mixture, -1 where they
             are not known; None if they are for no token.
         images: By number; in `token_ids`, -1 - k stands for each token of image k.
+        mask: Ids that each token was sampled from; None if all could be sampled.
     """
 
     token_ids: npt.NDArray[np.int32]
@@ -54,6 +85,7 @@ class Sample:
     servers: npt.NDArray[np.int32] | None = None
     experts: npt.NDArray[np.int16] | None = None
     images: Mapping[int, RowImage] = field(default_factory=dict)
+    mask: SampledFrom | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -69,7 +101,8 @@ class Sample:
 class PackedRow:
     """Several sequences as a trie in depth-first order, and the tokens with weight in them.
 
-    The pairs to be scored, U of them, are those of a token and the token before it, each once. N tokens train.
+    The pairs to be scored, U of them, are those of a token and the token before it, each once; with sampling masks each
+    token's own. N tokens train.
 
     Attributes:
         input_ids: int64 [1, T].
@@ -89,6 +122,8 @@ class PackedRow:
         server: int32 [N], its index in the step's `StepRollouts.servers`.
         experts: int16 [T, layers, top_k], as in `Sample`; of a token that sequences share, the first known ones.
         images: By number; in `input_ids`, -1 - k stands for each token of image k.
+        mask_pairs, mask_ids: int64 [M], pair and id of everything that could be sampled in a pair's place; None if all
+            could be in every place.
     """
 
     input_ids: torch.Tensor
@@ -108,6 +143,8 @@ class PackedRow:
     server: torch.Tensor
     experts: torch.Tensor | None = None
     images: dict[int, RowImage] = field(default_factory=dict)
+    mask_pairs: torch.Tensor | None = None
+    mask_ids: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:
@@ -278,7 +315,12 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
                 np.zeros(len(trained), dtype=np.int32) if sample.servers is None else sample.servers[trained],
             )
         )
-    pairs, scored = np.unique(np.concatenate(positions) << 32 | np.concatenate(targets), return_inverse=True)
+    pairs = np.concatenate(positions) << 32 | np.concatenate(targets)
+    masks = _masks([samples[index] for index in paths.order])
+    if masks is None:
+        pairs, scored = np.unique(pairs, return_inverse=True)
+    else:
+        scored = np.arange(len(pairs))
     behaviour, staleness, fresh, rollout, server = (np.concatenate(column) for column in zip(*entries, strict=True))
     return PackedRow(
         input_ids=torch.from_numpy(paths.token_ids)[None],
@@ -298,7 +340,25 @@ def pack_row(samples: Sequence[Sample], branches: bool = True) -> PackedRow:
         server=torch.from_numpy(server),
         experts=_experts(samples, paths),
         images={number: image for sample in samples for number, image in sample.images.items()},
+        mask_pairs=None if masks is None else torch.from_numpy(masks[0]),
+        mask_ids=None if masks is None else torch.from_numpy(masks[1]),
     )
+
+
+def _masks(samples: Sequence[Sample]) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]] | None:
+    """Return a row's `mask_pairs` and `mask_ids`; the pairs are the tokens that train, in the order of `samples`. A
+    sample without a mask has no entry."""
+    if all(sample.mask is None for sample in samples):
+        return None
+    begin, pairs, ids = 0, [], []
+    for sample in samples:
+        (trained,) = sample.weights.nonzero()
+        if sample.mask is not None:
+            left, counts = sample.mask.at(trained)
+            pairs.append(np.repeat(np.arange(begin, begin + len(trained)), counts))
+            ids.append(left)
+        begin += len(trained)
+    return np.concatenate(pairs), np.concatenate(ids)
 
 
 def _experts(samples: Sequence[Sample], paths: trie.Trie) -> torch.Tensor | None:

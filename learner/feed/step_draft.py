@@ -25,7 +25,7 @@ from learner.feed.judged_groups import (
     rewards_of,
     step_rollouts,
 )
-from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.packing import PackedRow, Sample, SampledFrom, pack
 from learner.feed.recorded_experts import RoutedLayers
 from learner.feed.rollout_metrics import RolloutMetrics, choose
 from protocol import reasons
@@ -307,5 +307,8 @@ def _sequences(
             ids, shown = images.token_ids(segment, standing.group, standing.images)
             experts = None if routed is None else routed.of(segment)
             yield Sample(
-                ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers, experts=experts, images=shown
+                *(ids, segment.logprobs, weights, staleness, fresh, rollout, group, servers),
+                experts=experts,
+                images=shown,
+                mask=SampledFrom.of(segment),
             )

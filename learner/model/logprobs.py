@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from learner.algorithm.loss_terms import Routing
 
+# The logit of a token that could not be sampled. Finite, so that 0 times it is 0.
+_NEVER = -1e30
+
 # A CPU is fastest with a chunk that stays in its cache, if that is not too few rows for the matrix product.
 CPU_LOGITS = 2**19
 CPU_ROWS = 256
@@ -33,6 +36,32 @@ class TokenScores(NamedTuple):
     logprobs: torch.Tensor
     entropy: torch.Tensor
     routing: Routing | None = None
+
+
+class Mask(NamedTuple):
+    """What could be sampled in the place of each of N tokens. A token that has no entry could be any.
+
+    Attributes:
+        tokens: int64 [M], ascending.
+        ids: int64 [M].
+    """
+
+    tokens: torch.Tensor
+    ids: torch.Tensor
+
+    def apply(self, logits: torch.Tensor, tokens: slice, words: slice) -> None:
+        """Set logits, [n, v] of these tokens and words, to `_NEVER` where nothing could be sampled. Waits for no
+        device: entries of other tokens and words are carried along."""
+        count, width = logits.shape
+        token, word = self.tokens - tokens.start, self.ids - words.start
+        of_tokens = (token >= 0) & (token < count)
+        inside = of_tokens & (word >= 0) & (word < width)
+        place = torch.where(inside, token * width + word, 0)
+        left = torch.where(inside, logits.view(-1)[place], _NEVER)
+        masked = torch.zeros(count + 1, dtype=torch.bool, device=logits.device)
+        masked[torch.where(of_tokens, token, count)] = True
+        logits.masked_fill_(masked[:count, None], _NEVER)
+        logits.view(-1).scatter_reduce_(0, place, left, "amax")
 
 
 @dataclass(frozen=True)
@@ -60,10 +89,10 @@ class LmHead:
         return whole.logits(hidden.to(whole.type), slice(0, len(self.weight)))
 
 
-def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor) -> TokenScores:
-    """Score `targets`, int64 [N], as predicted by `hidden`, [N, h]."""
+def token_scores(lm_head: LmHead, hidden: torch.Tensor, targets: torch.Tensor, mask: Mask | None = None) -> TokenScores:
+    """Score `targets`, int64 [N], as predicted by `hidden`, [N, h], among the tokens that could be sampled."""
     logprobs, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, lm_head.weight, lm_head.bias, targets, lm_head
+        hidden, lm_head.weight, lm_head.bias, targets, lm_head, mask
     )
     return TokenScores(logprobs, entropy)
 
@@ -80,6 +109,7 @@ class _TokenScores(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         lm_head: LmHead,
+        mask: Mask | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
         entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -89,6 +119,8 @@ class _TokenScores(torch.autograd.Function):
         chunks = _Chunks(lm_head, compute, size * len(weight), spares=1)
         for chunk in _slices(len(targets), size):
             logits = chunks.logits(hidden[chunk].to(compute), words)
+            if mask is not None:
+                mask.apply(logits, chunk, words)
             highest = logits.amax(-1, keepdim=True)
             logits -= highest
             chosen = logits.gather(1, targets[chunk, None])[:, 0]
@@ -99,7 +131,7 @@ class _TokenScores(torch.autograd.Function):
             entropy[chunk] = log_sum - exponentials.mul_(logits).sum(-1) / sums
             log_sums[chunk] = log_sum + highest[:, 0]
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
-        ctx.lm_head, ctx.compute = lm_head, compute
+        ctx.lm_head, ctx.compute, ctx.mask = lm_head, compute, mask
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -120,6 +152,8 @@ class _TokenScores(torch.autograd.Function):
         for words in _slices(vocabulary, size):
             logits = chunks.logits(inputs, words)
             slope = chunks.softcap_slope(logits)
+            if ctx.mask is not None:
+                ctx.mask.apply(logits, slice(0, len(targets)), words)
             logits.sub_(log_sums[:, None])
             # p, the softmax: d logprob / d logits = onehot(target) - p, d entropy / d logits = -p (log p + entropy)
             factor = -upstream[:, None]
@@ -140,7 +174,7 @@ class _TokenScores(torch.autograd.Function):
                 _set_product(to_weight[words], gradient.T, inputs)
             if to_bias is not None:
                 to_bias[words] = gradient.sum(0, dtype=torch.float32)
-        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None
+        return to_hidden.to(hidden.dtype), to_weight, to_bias, None, None, None
 
 
 class _Chunks:

@@ -24,7 +24,7 @@ from learner.feed.recorded_experts import RoutedLayers
 from learner.model import export, vision
 from learner.model.adapter import Adapter
 from learner.model.loading import text_tower
-from learner.model.logprobs import LmHead, TokenScores, token_scores
+from learner.model.logprobs import LmHead, Mask, TokenScores, token_scores
 from learner.model.precision import Precision
 from protocol.config import ConfigError
 
@@ -117,7 +117,8 @@ class Policy(torch.nn.Module):
         """Score the row as `forward` does, at a given temperature."""
         with self.precision.autocast(self.device):
             states = self._states(row)
-            scores = token_scores(self.lm_head(temperature), states.hidden[row.positions], row.targets)
+            mask = None if row.mask_pairs is None or row.mask_ids is None else Mask(row.mask_pairs, row.mask_ids)
+            scores = token_scores(self.lm_head(temperature), states.hidden[row.positions], row.targets, mask)
             routing = self._routing(row, states) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 

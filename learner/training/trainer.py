@@ -284,8 +284,8 @@ class Trainer:
             sampler_tokens_staleness_0=fresh,
             beside={**drift.drift_metrics(spread, rollouts.servers), **replay_effect.metrics(own)},
         )
-        known = zip(preparation.known, logprobs, strict=True)
-        return metrics, [replace(of, before=scored) for of, scored in known]
+        before_it = zip(preparation.known, logprobs, strict=True)
+        return metrics, [replace(of, before=scored) for of, scored in before_it]
 
     def scores_of(self, rollouts: Collection[int]) -> dict[int, Scores]:
         """Return the log-probs in the newest step of some of its rollouts, by their numbers. With several ranks, only

@@ -277,6 +277,7 @@ HTTP_STATUS: Mapping[str, int] = {
     reasons.LOGPROB_POSITIVE: 422,
     reasons.SPAN_COVER: 422,
     reasons.EXPERTS_COVER: 422,
+    reasons.MASK_COVER: 422,
     reasons.SPAN_VERSION_UNKNOWN: 422,
     reasons.SPAN_SERVER_UNKNOWN: 422,
     reasons.VERSION_FROM_FUTURE: 422,

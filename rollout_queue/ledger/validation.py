@@ -10,7 +10,7 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.images import MAX_BYTES, Image
-from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, RoutedExperts, Segment
+from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, RoutedExperts, SamplingMask, Segment
 from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
@@ -142,8 +142,11 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
         _check_tokens(group, rules)
     for number, rollout in enumerate(group.rollouts):
         for position, segment in enumerate(rollout.segments):
+            place = f"rollout {number}, segment {position}"
             if segment.experts is not None:
-                _check_experts(segment.experts, len(segment.token_ids), f"rollout {number}, segment {position}")
+                _check_experts(segment.experts, len(segment.token_ids), place)
+            if segment.sampling_mask is not None:
+                _check_mask(segment, segment.sampling_mask, rules.vocabulary, place)
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
@@ -325,6 +328,27 @@ def _check_experts(experts: RoutedExperts, length: int, where: str) -> None:
             f"{where}: {len(experts.ids)} experts for {tokens} tokens, {experts.layers} layers and "
             f"{experts.top_k} choices in each",
         )
+
+
+def _check_mask(segment: Segment, mask: SamplingMask, vocabulary: int | None, where: str) -> None:
+    sampled = segment.token_ids[segment.loss_mask]
+    counts = mask.counts.astype(np.int64)
+    if len(counts) != len(sampled) or (counts < 1).any() or int(counts.sum()) != len(mask.ids):
+        raise Refusal(
+            reasons.MASK_COVER,
+            f"{where}: a sampling mask of {len(mask.ids)} ids for {len(counts)} tokens, where each has one at least; "
+            f"{len(sampled)} were sampled",
+        )
+    if not len(sampled):
+        return
+    if int(mask.ids.min()) < 0 or (vocabulary is not None and int(mask.ids.max()) >= vocabulary):
+        raise Refusal(
+            reasons.MASK_COVER,
+            f"{where}: ids of a sampling mask are {mask.ids.min()} to {mask.ids.max()}, known are {vocabulary}",
+        )
+    found = np.add.reduceat(mask.ids == np.repeat(sampled, counts), np.cumsum(counts) - counts)
+    if (found != 1).any():
+        raise Refusal(reasons.MASK_COVER, f"{where}: a sampled token is not, or not once, in its sampling mask")
 
 
 def _check_logprobs(segment: Segment, where: str) -> None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from protocol import reasons
 from protocol.images import ImagePlace
-from protocol.messages import Rollout, Segment, VersionSpan
+from protocol.messages import Rollout, SamplingMask, Segment, VersionSpan
 from protocol.rollouts import NEW_SEGMENTS
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.parsers.base import Message
@@ -128,6 +129,7 @@ class SegmentDraft:
         spans: Sampled tokens by policy version and server, counted from the start of the segment.
         experts: Experts that servers recorded of its tokens, in order.
         images: Images among the tokens, in order.
+        sampling_mask: For each sampled token, the ids that it was sampled from, with `rollout.top_k`.
     """
 
     def __init__(self, prompt_ids: Sequence[int], images: Sequence[Placed] = ()) -> None:
@@ -138,6 +140,7 @@ class SegmentDraft:
         self.logprobs = [0.0] * self.prompt_size
         self.spans: list[SampledSpan] = []
         self.experts: list[RecordedExperts] = []
+        self.sampling_mask: list[list[int]] = []
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
         """Append the ids that were shown before a turn, and the turn."""
@@ -149,6 +152,7 @@ class SegmentDraft:
         self.mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs
         self.experts += turn.experts
+        self.sampling_mask += turn.mask
 
     def segment(self, server_names: Sequence[str], images: Sequence[str] = ()) -> Segment:
         """Return the segment so far, as `Episode.segments`."""
@@ -162,7 +166,15 @@ class SegmentDraft:
             ],
             experts=joined(self.experts),
             images=places,
+            sampling_mask=_sampling_mask(self.sampling_mask),
         )
+
+
+def _sampling_mask(masks: Sequence[Sequence[int]]) -> SamplingMask | None:
+    if not masks:
+        return None
+    ids = np.fromiter(chain.from_iterable(masks), dtype=np.int32)
+    return SamplingMask(ids, np.array([len(mask) for mask in masks], dtype=np.uint16))
 
 
 def whole_conversation(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:

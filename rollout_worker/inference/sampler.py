@@ -284,7 +284,15 @@ class Sampler:
         recorded = (params.routed_experts_prompt_start, len(request.token_ids))
         experts = recorded if self._config.learner.router_replay else None
         try:
-            asked = Asked(params.max_tokens, self._stop_token_ids, pool.newest_version, adapter, pool.run_id, experts)
+            asked = Asked(
+                params.max_tokens,
+                self._stop_token_ids,
+                pool.newest_version,
+                adapter,
+                pool.run_id,
+                experts,
+                mask=params.logprobs > 0,
+            )
             return sampled_of(choice, server.name, asked)
         except BadSample as error:
             error.server = server

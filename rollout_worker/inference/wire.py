@@ -12,7 +12,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, typed
+from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, keeps_mask, mask_logprobs, typed
 from protocol.versions import Label, parse
 from rollout_worker.inference.experts import RecordedExperts, recorded_experts
 from rollout_worker.inference.failures import BadSample, UnknownWeights
@@ -24,6 +24,8 @@ _NO_LOGPROB = -9999.0
 _FINISH_REASONS = {"stop": "stop", "length": "length", "repetition": "length", "abort": "abort"}
 # The float32 log-prob of a certain token may come out this far above 0.
 _ROUNDING = 1e-4
+# What vLLM tells of a sampling mask holds so much of the probability at least; less if the server samples otherwise.
+_MASK_SUM = 0.95
 # Segments hold ids as int32.
 _MAX_ID = 2**31 - 1
 # Samples show a publication before the registry does, which is updated every 10 s or sooner. No run publishes three
@@ -35,7 +37,7 @@ class SamplingParams(GenerationKwargs, kw_only=True, omit_defaults=True):
     """Sampling parameters of a request. The defaults are vLLM's; a field with its default is not sent.
 
     Attributes:
-        logprobs: 0 asks for the log-prob of the sampled token only.
+        logprobs: 0 asks for the log-prob of the sampled token only; more for those of the likeliest ones, too.
         stream_interval: Number of tokens between chunks.
         routed_experts_prompt_start: First token of the prompt whose experts are wanted.
     """
@@ -100,11 +102,13 @@ def sampling_params(
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     # vLLM refuses a turn of fewer tokens, such as the last one of an episode.
     further["min_tokens"] = min(further["min_tokens"], max_tokens)
+    # Another temperature is an evaluation's, which is not learnt from; at 0 vLLM tells no mask.
+    masked = keeps_mask(rollout) and own.temperature in (None, rollout.temperature)
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=rollout.temperature if own.temperature is None else own.temperature,
         stop_token_ids=stop_token_ids,
-        logprobs=0,
+        logprobs=mask_logprobs(rollout.top_k) if masked else 0,
         detokenize=bool(stops),
         n=n,
         stream_interval=stream_interval,
@@ -151,8 +155,20 @@ class GenerateRequest(msgspec.Struct):
     features: Features | msgspec.UnsetType = msgspec.UNSET
 
 
+class TopLogprob(msgspec.Struct):
+    token_id: int
+    logprob: float
+
+
 class Logprob(msgspec.Struct):
+    """The log-prob of a sampled token.
+
+    Attributes:
+        top_logprobs: The sampled token and likely ones, a list of `TopLogprob`.
+    """
+
     logprob: float | None
+    top_logprobs: msgspec.Raw = msgspec.Raw(b"[]")
 
 
 class Logprobs(msgspec.Struct):
@@ -201,6 +217,7 @@ class Asked(NamedTuple):
         run_id: Id of this run; tokens of another run are refused.
         experts: First token of the prompt whose experts were asked for, and the prompt's length; None without
             `learner.router_replay`.
+        mask: Whether the sampling mask was asked for.
     """
 
     max_tokens: int
@@ -209,6 +226,7 @@ class Asked(NamedTuple):
     adapter: Label | None = None
     run_id: str = ""
     experts: tuple[int, int] | None = None
+    mask: bool = False
 
 
 class SampledSpan(NamedTuple):
@@ -233,6 +251,7 @@ class Sampled:
         spans: Cover `[0, n)`.
         finish_reason: stop, length, or abort where the server aborted the request and the turn goes on.
         experts: What servers recorded of the segment's tokens so far, in order.
+        mask: For each token, the ids that it was sampled from; empty if that was not asked for.
     """
 
     token_ids: list[int] = field(default_factory=list)
@@ -240,6 +259,7 @@ class Sampled:
     spans: list[SampledSpan] = field(default_factory=list)
     finish_reason: str = "abort"
     experts: list[RecordedExperts] = field(default_factory=list)
+    mask: list[list[int]] = field(default_factory=list)
 
     def extend(self, other: Sampled) -> None:
         """Append tokens that were sampled after these."""
@@ -254,6 +274,7 @@ class Sampled:
         self.logprobs += other.logprobs
         self.finish_reason = other.finish_reason
         self.experts += other.experts
+        self.mask += other.mask
 
 
 def join(part: SampledChoice, more: SampledChoice) -> SampledChoice:
@@ -300,6 +321,7 @@ def sampled_of(choice: SampledChoice, server: str, asked: Asked) -> Sampled:
         experts=[]
         if asked.experts is None
         else recorded_experts(choice.routed_experts, *asked.experts, len(token_ids)),
+        mask=_mask(choice.logprobs, token_ids) if asked.mask else [],
     )
 
 
@@ -327,6 +349,29 @@ def _logprobs(logprobs: Logprobs | None, size: int) -> list[float]:
         if value is None or math.isnan(value) or not _NO_LOGPROB < value <= _ROUNDING:
             raise BadSample(reasons.BAD_LOGPROBS, f"a log-prob is {value}")
     return [min(value, 0.0) for value in values if value is not None]
+
+
+def _mask(logprobs: Logprobs | None, token_ids: list[int]) -> list[list[int]]:
+    """Return the ids that each token was sampled from: those whose log-prob is not minus infinity."""
+    masks = []
+    for token, entry in zip(token_ids, (logprobs and logprobs.content) or [], strict=True):
+        try:
+            left = {top.token_id: top.logprob for top in _TOP.decode(entry.top_logprobs) if top.logprob > _NO_LOGPROB}
+        except msgspec.DecodeError as error:
+            raise BadSample(reasons.BAD_MASK, f"top_logprobs are unreadable: {error}") from None
+        known = math.fsum(map(math.exp, left.values()))
+        if token not in left or not _MASK_SUM < known < 2 - _MASK_SUM or not 0 <= min(left) <= max(left) <= _MAX_ID:
+            among = "among" if token in left else "not among"
+            raise BadSample(
+                reasons.BAD_MASK,
+                f"the {len(left)} tokens that could be sampled have {known:.3f} of the probability, and the sampled "
+                f"one is {among} them: is the server's --logprobs-mode processed_logprobs?",
+            )
+        masks.append(list(left))
+    return masks
+
+
+_TOP = msgspec.json.Decoder(list[TopLogprob])
 
 
 def _spans(versions: list[WeightVersion] | None, size: int, server: str, asked: Asked) -> list[SampledSpan]:

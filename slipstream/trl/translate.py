@@ -45,6 +45,9 @@ _OTHER_DEFAULTS = {
     "save_total_limit": f"all checkpoints there, {LearnerSection.model_fields['keep_checkpoints'].default} here",
 }
 
+# Tokens that are left at most where the script bounds them by their probability alone.
+_TOP_K = 64
+
 # Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 
@@ -255,6 +258,14 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
     if top_k is not None:
         sections["rollout"]["top_k"] = max(top_k, 0)  # TRL and vLLM write -1 for all tokens, Slipstream 0
+    given = {name: config.field(name) for name in ("top_p", "min_p")}
+    cut = [f"{name}={value}" for name, value in given.items() if value not in (None, 1 if name == "top_p" else 0)]
+    if cut and (top_k is None or top_k <= 0):
+        sections["rollout"]["top_k"] = _TOP_K
+        notes.append(
+            f"{', '.join(cut)}: top_k={_TOP_K} is set beside it, so that the learner can follow what is sampled; it "
+            f"leaves fewer tokens only where there would be more than {_TOP_K}"
+        )
 
 
 def _tokens(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:

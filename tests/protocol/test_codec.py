@@ -28,11 +28,12 @@ from protocol.messages import (
     Rollout,
     RoutedExperts,
     RunPosition,
+    SamplingMask,
     Segment,
     VersionSpan,
 )
 
-CARRIES_ARRAYS = {RoutedExperts, Segment, Rollout, Group, LeaseReply, Image}
+CARRIES_ARRAYS = {RoutedExperts, SamplingMask, Segment, Rollout, Group, LeaseReply, Image}
 CONTROL = [
     kind
     for module in (messages, status)
@@ -86,6 +87,7 @@ def segments(draw: st.DrawFn) -> Segment:
         draw(st.lists(values_of(VersionSpan), max_size=3)),
         draw(st.none() | experts),
         draw(st.lists(st.builds(ImagePlace, st.integers(0, 9), st.integers(0, 300)), max_size=2)),
+        draw(st.none() | st.builds(SamplingMask, arrays(np.int32, 5), arrays(np.uint16, 3))),
     )
 
 

@@ -28,7 +28,7 @@ from slipstream.script import overrides
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
 from slipstream.trl.state import read_state
-from slipstream.trl.translate import translate
+from slipstream.trl.translate import check_fields, translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
 from tests.kit.worker import TOKENIZER, fake, roll
@@ -239,7 +239,9 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig("a/b/mine"), "run", {"dir": "a/b", "name": "mine"}),
         (GRPOConfig(epsilon=0.1, epsilon_high=0.3), "learner", {"clip_low": 0.1, "clip_high": 0.3}),
         (GRPOConfig(max_steps=100, warmup_steps=0.1), "learner", {"steps": 100, "warmup_steps": 10}),
-        (GRPOConfig(top_k=-1, top_p=0.9, min_p=0.1), "rollout", {"top_k": 0, "top_p": 0.9, "min_p": 0.1}),
+        (GRPOConfig(top_k=-1, top_p=0.9, min_p=0.1), "rollout", {"top_k": 64, "top_p": 0.9, "min_p": 0.1}),
+        (GRPOConfig(top_k=9, top_p=0.9), "rollout", {"top_k": 9, "top_p": 0.9}),
+        (GRPOConfig(top_k=-1, top_p=1), "rollout", {"top_k": 0, "top_p": 1}),
         (GRPOConfig(mask_truncated_completions=True), "rollout", {"mask_truncated": True}),
         (GRPOConfig(shuffle_dataset=False), "task", {"shuffle": False}),
         (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0}),
@@ -590,7 +592,7 @@ def test_an_argument_that_cannot_be_kept_is_refused(changes: dict[str, Any], say
         (GRPOConfig(learning_rate=-1.0), "GRPOConfig(learning_rate=-1.0): learner.learning_rate = -1.0: must be above"),
         (GRPOConfig(top_entropy_quantile=2), "GRPOConfig(top_entropy_quantile=2): learner.top_entropy_quantile = 2"),
         (GRPOConfig(adam_beta1=1.5), "GRPOConfig(adam_beta1=1.5): learner.betas = [1.5, 0.999]: each must be"),
-        (GRPOConfig(top_p=0.9), "GRPOConfig(top_p=0.9): rollout.top_p = 0.9: vLLM's log-probs"),
+        (GRPOConfig(top_k=500), "GRPOConfig(top_k=500): rollout.top_k = 500: vLLM's log-probs"),
     ],
     ids=str,
 )

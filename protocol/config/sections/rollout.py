@@ -34,17 +34,21 @@ class RolloutSection(Section):
         1.0,
         gt=0,
         le=1,
-        description="nucleus sampling; below 1 see accept_sampler_mismatch",
+        description="nucleus sampling; below 1 set top_k, too",
         why="samples the policy as it is",
     )
     top_k: CountOrZero = setting(
-        0, description="sample from the k likeliest tokens; 0: from all", why="samples the policy as it is"
+        0,
+        description="sample from the k likeliest tokens; 0: from all. Up to 128 the learner learns from the same "
+        "distribution, whatever top_p, min_p and bans leave of it; above see accept_sampler_mismatch",
+        why="samples the policy as it is",
     )
     min_p: float = setting(
         0.0,
         ge=0,
         le=1,
-        description="leave out tokens less likely than this share of the likeliest one's probability",
+        description="leave out tokens less likely than this share of the likeliest one's probability; above 0 set "
+        "top_k, too",
         why="samples the policy as it is",
     )
     repetition_penalty: float = setting(

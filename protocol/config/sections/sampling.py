@@ -3,6 +3,10 @@
 The learner scores a token with its own logits at `rollout.temperature` and nothing else. vLLM's log-probs are those of
 the distribution that it samples from: after penalties, biases and bans, and renormalised over the tokens that top_p,
 top_k and min_p leave. With such a setting the two differ before the policy has changed at all.
+
+Settings that only leave tokens out are the exception: with a `rollout.top_k` of at most `MAX_TOP_K` vLLM tells which
+tokens were left (the sampling mask), and the learner renormalises its own probabilities over the same ones, as in
+DeepSeek-V3.2 (arXiv:2512.02556, "keep sampling mask").
 """
 
 from __future__ import annotations
@@ -21,6 +25,9 @@ Words = Annotated[str, msgspec.Meta(min_length=1)]
 
 # Larger than any vocabulary: keeping so many tokens keeps all.
 ANY_VOCABULARY = 1 << 20
+
+# Above it, the log-probs of a sampling mask would take more time than sampling.
+MAX_TOP_K = 128
 
 # Settings of [rollout] that change the distribution, and their neutral values.
 NEUTRAL: Mapping[str, float] = {
@@ -85,6 +92,12 @@ class GenerationKwargs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True,
 # Fields of GenerationKwargs that end a turn or save work, without changing the distribution.
 _HARMLESS = {"repetition_detection", "skip_reading_prefix_cache"}
 
+# Settings that leave tokens out, and do nothing else to the distribution.
+_LEAVE_OUT = {
+    *("top_p", "top_k", "min_p"),
+    *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
+}
+
 OWN_SETTING = {name: f"rollout.{name}" for name in (*NEUTRAL, "temperature", "stop")} | {
     "n": "rollout.group_size",
     "max_tokens": "rollout.max_turn_tokens",
@@ -134,6 +147,11 @@ def check_sampling(rollout: RolloutSection) -> None:
             f"rollout.temperature alone, so ratios would be wrong from the first step on; leave "
             f"{'them' if several else 'it'} out, or set rollout.accept_sampler_mismatch = true and watch "
             f"sampler/kl_staleness_0{watermark}"
+            + (
+                f"; or set rollout.top_k = 64, at most {MAX_TOP_K}, and the learner follows"
+                if _could_follow(found)
+                else ""
+            )
         )
 
 
@@ -154,6 +172,17 @@ def typed(given: Mapping[str, Any]) -> GenerationKwargs:
     return kwargs
 
 
+def keeps_mask(rollout: RolloutSection) -> bool:
+    """Tell whether sampling masks are recorded."""
+    return 0 < rollout.top_k <= MAX_TOP_K
+
+
+def mask_logprobs(top_k: int) -> int:
+    """Return how many log-probs tell the sampling mask of `top_k`. vLLM leaves all tokens whose logit is that of the
+    k-th; in 16 bits these may be some more than k."""
+    return top_k + top_k // 4 + 8
+
+
 def mismatches(rollout: RolloutSection) -> dict[str, Any]:
     """Return the settings that make vLLM's distribution differ from the learner's, by name."""
     off = {name: value for name, neutral in NEUTRAL.items() if (value := getattr(rollout, name)) != neutral}
@@ -167,7 +196,16 @@ def mismatches(rollout: RolloutSection) -> dict[str, Any]:
     }
     if extra.get("generation_kwargs.watermarking") is False:
         del extra["generation_kwargs.watermarking"]
-    return {f"rollout.{name}": value for name, value in {**off, **extra}.items()}
+    found = {f"rollout.{name}": value for name, value in {**off, **extra}.items()}
+    return {name: value for name, value in found.items() if not (keeps_mask(rollout) and _leaves_out(name))}
+
+
+def _leaves_out(name: str) -> bool:
+    return name.rpartition(".")[2] in _LEAVE_OUT
+
+
+def _could_follow(found: Mapping[str, Any]) -> bool:
+    return all(_leaves_out(name) for name in found)
 
 
 def _token_ids(bias: Mapping[str, float]) -> None:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from learner.model.logprobs import LmHead, token_scores
+from learner.model.logprobs import LmHead, Mask, token_scores
 from tests.kit.memory import LiveBytes
 
 HIDDEN, VOCABULARY, TOKENS = 8, 50, 37
@@ -63,12 +63,17 @@ def gradients(of: Case, logprobs: torch.Tensor, entropy: torch.Tensor) -> list[t
     return found
 
 
-def plain(of: Case, softcap: float | None = None, temperature: float = 1.0) -> Result:
+def plain(of: Case, softcap: float | None = None, temperature: float = 1.0, mask: Mask | None = None) -> Result:
     """By autograd of the formula, in float64, from the same values."""
     of = of.to(torch.float64)
     logits = torch.nn.functional.linear(of.hidden, of.weight, of.bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
+    if mask is not None:
+        outside = torch.ones(logits.shape, dtype=torch.bool)
+        outside[mask.tokens, mask.ids] = False
+        outside[[token for token in range(len(logits)) if token not in mask.tokens]] = False
+        logits = logits.masked_fill(outside, -1e15)
     full = (logits / temperature).log_softmax(-1)
     logprobs = full.gather(1, of.targets[:, None])[:, 0]
     entropy = -(full.exp() * full).sum(-1)
@@ -76,12 +81,17 @@ def plain(of: Case, softcap: float | None = None, temperature: float = 1.0) -> R
 
 
 def ours(
-    of: Case, logits_bytes: int, softcap: float | None = None, temperature: float = 1.0, autocast: bool = False
+    of: Case,
+    logits_bytes: int,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+    autocast: bool = False,
+    mask: Mask | None = None,
 ) -> Result:
     """The backward runs outside autocast, as a training loop's does."""
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         head = LmHead(of.weight, of.bias, softcap, temperature, logits_bytes)
-        scores = token_scores(head, of.hidden, of.targets)
+        scores = token_scores(head, of.hidden, of.targets, mask)
     assert scores.logprobs.dtype == scores.entropy.dtype == torch.float32
     return Result(scores.logprobs, scores.entropy, gradients(of, scores.logprobs, scores.entropy))
 
@@ -101,6 +111,27 @@ def test_equals_log_softmax_of_the_full_logits(
 ) -> None:
     wanted = plain(case(with_bias), softcap, temperature)
     actual = ours(case(with_bias), logits_bytes, softcap, temperature)
+    assert off(actual.logprobs, wanted.logprobs) < 1e-6
+    assert off(actual.entropy, wanted.entropy) < 1e-6
+    for gradient, expected in zip(actual.gradients, wanted.gradients, strict=True):
+        assert off(gradient, expected) < 2e-6
+
+
+@pytest.mark.parametrize("logits_bytes", [1, 8 * VOCABULARY * 10, MIB])
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_sampling_mask_leaves_the_distribution_over_what_could_be_sampled(
+    softcap: float | None, logits_bytes: int
+) -> None:
+    given, random = case(with_bias=True), torch.Generator().manual_seed(1)
+    left = torch.rand(TOKENS, VOCABULARY, generator=random) < 0.1
+    left[torch.arange(TOKENS), given.targets] = True
+    left[5:9] = False  # these could be any
+    left[11] = False
+    left[11, given.targets[11]] = True
+    mask = Mask(*left.nonzero().unbind(1))
+    wanted = plain(given, softcap, 0.7, mask)
+    actual = ours(given, logits_bytes, softcap, 0.7, mask=mask)
+    assert actual.logprobs[11] == actual.entropy[11] == 0, "a token that was the only one"
     assert off(actual.logprobs, wanted.logprobs) < 1e-6
     assert off(actual.entropy, wanted.entropy) < 1e-6
     for gradient, expected in zip(actual.gradients, wanted.gradients, strict=True):

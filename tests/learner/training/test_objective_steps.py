@@ -5,19 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from learner.algorithm.objectives import OBJECTIVES
 from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, Sample, pack
+from learner.feed.packing import PackedRow, Sample, SampledFrom, pack, pack_row
 from learner.model.policy import Policy
 from learner.training.trainer import StepMetrics, Trainer
 from protocol.config import LearnerSection
 from tests.kit.learner import gradients, sample, step_rollouts
+from tests.kit.messages import VOCABULARY
 
 NORMALISERS = {"gspo": "sequences", "sequence_clip": "rollouts"}
 
@@ -104,3 +107,46 @@ def test_by_default_one_wild_token_cannot_take_over_a_step(
     (wild,) = norms(make_policy, advantage, [18.0], delta="none")
     assert wild > 10_000 * calm if advantage < 0 else wild < 2 * calm
     assert all(map(math.isfinite, [*found, wild]))
+
+
+def masked(samples: list[Sample]) -> list[Sample]:
+    """The samples as if each token had been sampled from three ids."""
+    random = np.random.default_rng(1)
+    changed = []
+    for item in samples:
+        counts = np.where(item.weights > 0, 3, 0)
+        ids = np.stack([item.token_ids, *random.integers(0, VOCABULARY, (2, len(item)))], axis=1, dtype=np.int32)
+        changed.append(replace(item, mask=SampledFrom(ids[item.weights > 0].reshape(-1), counts)))
+    return changed
+
+
+def test_log_probs_with_sampling_masks_do_not_depend_on_packing_and_are_over_what_could_be_sampled(
+    make_policy: Callable[..., Policy], model_path: Path
+) -> None:
+    samples = masked(segments())
+    samples[3] = replace(samples[3], mask=None)
+    found = []
+    for budget in (200, 17):
+        policy = make_policy()
+        metrics = step(policy, pack(samples, budget), step_rollouts(samples), objective="ppo_clip")
+        found.append((metrics, gradients(policy)))
+    (whole, expected), (parted, actual) = found
+    assert parted.loss == pytest.approx(whole.loss, rel=1e-5)
+    assert parted.entropy == pytest.approx(whole.entropy, rel=1e-5)
+    for key, gradient in actual.items():
+        torch.testing.assert_close(gradient, expected[key], atol=2e-6, rtol=1e-4, msg=lambda m, k=key: f"{k}: {m}")
+
+    policy = make_policy()
+    one = samples[1]
+    with torch.no_grad():
+        logprobs = policy(pack_row([one])).logprobs
+        logits = AutoModelForCausalLM.from_pretrained(model_path)(torch.from_numpy(one.token_ids).long()[None]).logits[
+            0
+        ]
+    (trained,) = one.weights.nonzero()
+    assert one.mask is not None
+    for place, token in enumerate(trained):
+        left, counts = one.mask.at(np.array([token]))
+        assert counts.tolist() == [3]
+        over = torch.logsumexp(logits[token - 1, sorted(set(left.tolist()))], 0)
+        assert logprobs[place] == pytest.approx(float(logits[token - 1, one.token_ids[token]] - over), abs=1e-5)

@@ -18,7 +18,7 @@ from tests.kit import config
 
 OFF: dict[str, dict[str, Any]] = {
     "rollout.top_p = 0.9": {"top_p": 0.9},
-    "rollout.top_k = 50": {"top_k": 50},
+    "rollout.top_k = 129": {"top_k": 129},
     "rollout.min_p = 0.05": {"min_p": 0.05},
     "rollout.repetition_penalty = 1.1": {"repetition_penalty": 1.1},
     "rollout.presence_penalty = -0.5": {"presence_penalty": -0.5},
@@ -32,11 +32,18 @@ OFF: dict[str, dict[str, Any]] = {
     "rollout.generation_kwargs.watermarking = True": {"generation_kwargs": {"watermarking": True}},
     "rollout.generation_kwargs.extra_args": {"generation_kwargs": {"extra_args": {"a": 1}}},
 }
+# Off settings that a sampling mask tells the learner of.
+LEAVE_OUT = (
+    *("top_p", "top_k", "min_p"),
+    *("min_tokens", "bad_words", "allowed_token_ids", "structured_outputs", "thinking_token_budget"),
+)
 NEUTRAL: list[dict[str, Any]] = [
     {},
     {"temperature": 0.7},
     {"top_p": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1, "presence_penalty": 0, "frequency_penalty": 0},
     {"top_k": sampling.ANY_VOCABULARY},
+    {"top_k": 128, "top_p": 0.5, "min_p": 0.2},
+    {"top_k": 1, "generation_kwargs": {"min_tokens": 4, "bad_words": ["um"], "structured_outputs": {"regex": "a"}}},
     {"stop": ["</answer>"]},
     {"generation_kwargs": {"bad_words": [], "logit_bias": {}, "min_tokens": 0, "watermarking": False}},
     {"generation_kwargs": {"repetition_detection": {"max_pattern_size": 4, "min_count": 8}}},
@@ -56,6 +63,7 @@ def test_what_the_learner_cannot_reproduce_is_refused_by_name_or_accepted_by_cho
     assert told in message
     assert "the learner applies rollout.temperature alone" in message
     assert "rollout.accept_sampler_mismatch = true" in message
+    assert ("rollout.top_k = 64, at most 128" in message) == any(name in told for name in LEAVE_OUT)
     accepted = config(rollout={**OFF[told], "accept_sampler_mismatch": True}).rollout
     assert [name for name in mismatches(accepted) if told.startswith(name)]
 

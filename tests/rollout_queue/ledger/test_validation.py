@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from protocol import codec, reasons
 from protocol.images import Image, ImagePlace, PackedArray
-from protocol.messages import Group, LeaseReply, Rollout, RoutedExperts, Segment, Ticket, VersionSpan
+from protocol.messages import Group, LeaseReply, Rollout, RoutedExperts, SamplingMask, Segment, Ticket, VersionSpan
 from rollout_queue.ledger import validation
 from rollout_queue.ledger.records import Refusal, TicketRecord
 from tests.kit import group, segment
@@ -326,6 +326,35 @@ def test_i4_spans_are_valid_only_if_they_give_each_sampled_token_one_version(
     else:
         with pytest.raises(Refusal):
             validation.check_group(candidate, RECORD, RULES)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda ids, counts: (ids, counts), None),
+        (lambda ids, counts: (ids, counts[1:]), "where each has one at least"),
+        (lambda ids, counts: (ids[1:], counts), "where each has one at least"),
+        (lambda ids, counts: (ids, np.append(counts[:-2], [0, 2 * counts[-1]])), "where each has one at least"),
+        (lambda ids, counts: (ids - 100, counts), "ids of a sampling mask are"),
+        (lambda ids, counts: (ids + 10**6, counts), "ids of a sampling mask are"),
+        (lambda ids, counts: (np.roll(ids, 1), counts), "is not, or not once"),
+        (lambda ids, counts: (np.repeat(ids, 2), 2 * counts), "is not, or not once"),
+    ],
+)
+def test_a_sampling_mask_holds_each_sampled_token_once(change: Any, words: str | None) -> None:
+    candidate = group(TICKET)
+    segment = candidate.rollouts[0].segments[0]
+    sampled = segment.token_ids[segment.loss_mask]
+    assert len(sampled) >= 2
+    assert len(set(sampled.tolist())) > 1
+    ids, counts = change(sampled, np.ones(len(sampled)))
+    segment.sampling_mask = SamplingMask(ids.astype(np.int32), counts.astype(np.uint16))
+    if words is None:
+        validation.check_group(candidate, RECORD, RULES)
+        return
+    with pytest.raises(Refusal, match=words) as refusal:
+        validation.check_group(candidate, RECORD, RULES)
+    assert refusal.value.reason == reasons.MASK_COVER
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,8 @@ def test_every_setting_reaches_the_request_under_vllm_s_name():
     asked = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1}
     asked |= {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": -0.3}
     kwargs = {"bad_words": ["um"], "logit_bias": {"7": -100.0}, "repetition_detection": {"min_count": 3}}
-    assert sent(**asked, generation_kwargs=kwargs, accept_sampler_mismatch=True) == {**PLAIN, **asked, **kwargs}
+    expected = {**PLAIN, **asked, **kwargs, "logprobs": 14}
+    assert sent(**asked, generation_kwargs=kwargs, accept_sampler_mismatch=True) == expected
 
 
 def test_stop_strings_are_looked_for_in_a_text_with_special_tokens():
@@ -208,3 +209,31 @@ def test_classes_of_http_errors(status, kind):
     error = error_of(status, "the prompt is too long")
     assert type(error) is kind
     assert f"HTTP {status}: the prompt is too long" in str(error)
+
+
+def of_mask(*tops: dict[int, float], tokens=(5, 6)) -> Sampled:
+    """A choice of two tokens whose likely ones are told."""
+    told = [[{"token_id": token, "logprob": logprob} for token, logprob in top.items()] for top in tops]
+    entries = [
+        Logprob(top.get(token, -1.0), msgspec.Raw(msgspec.json.encode(likely)))
+        for token, top, likely in zip(tokens, tops, told, strict=True)
+    ]
+    versions = [WeightVersion("4", 0, len(tokens))]
+    asked = ASKED._replace(mask=True)
+    return sampled_of(SampledChoice(0, list(tokens), Logprobs(entries), "stop", versions), "a", asked)
+
+
+def test_the_sampling_mask_is_what_has_a_probability():
+    half = math.log(0.5)
+    assert of_mask({5: half, 9: half, 3: -9999.0}, {6: 0.0, 1: -9999.0}).mask == [[5, 9], [6]]
+
+
+@pytest.mark.parametrize(
+    "top",
+    [{5: -3.0, 9: -3.0}, {9: 0.0}, {5: 0.0, 9: 0.0}, {5: -0.1, -1: -2.4}, {5: -0.1, 2**31: -2.4}],
+    ids=["a part of it", "without the token", "too much", "negative", "beyond int32"],
+)
+def test_a_mask_that_is_not_the_distribution_is_refused(top: dict[int, float]):
+    with pytest.raises(BadSample) as caught:
+        of_mask(top, {6: 0.0})
+    assert caught.value.reason == "bad_mask"

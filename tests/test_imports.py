@@ -96,8 +96,13 @@ FOLDERS = {
     "deploy/run": {"deploy/servers"},
     "deploy/checks": {"deploy/run", "deploy/servers"},
     "deploy/planning": set(),
-    "deploy/commands": {"deploy/planning", "deploy/checks", "deploy/run", "deploy/servers"},
-    "deploy": {"deploy/commands", "deploy/planning", "deploy/checks", "deploy/run", "deploy/servers"},
+    "deploy/clusters": {"deploy/run", "deploy/servers"},
+    "deploy/commands": {"deploy/clusters", "deploy/planning", "deploy/checks", "deploy/run", "deploy/servers"},
+    "deploy": {
+        *("deploy/commands", "deploy/clusters", "deploy/planning", "deploy/checks"),
+        "deploy/run",
+        "deploy/servers",
+    },
     "slipstream": set(),
     "slipstream/trl": {"slipstream"},
 }

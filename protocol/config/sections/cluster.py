@@ -1,0 +1,125 @@
+"""Settings of a run on the machines of a cluster: what each of its processes needs there."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import field_validator
+
+from protocol.config.sections.base import Count, Section, setting
+
+Gpus = int | Literal["auto"]
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
+
+class ClusterSection(Section):
+    head_gpus: Gpus = setting(
+        "auto",
+        description="GPUs of the head, the node of queue and learner; auto: one for each of learner.ranks, none with "
+        "vLLM's CPU build",
+        why="a rank trains on one GPU",
+    )
+    head_cpus: Count = setting(8, description="CPU cores of the head", why="a learner's data loading and the queue")
+    head_memory_gb: int = setting(
+        0, ge=0, le=10**6, description="gigabytes of memory of the head; 0: the default there", why="ours is a guess"
+    )
+    server_gpus: Gpus = setting(
+        "auto",
+        description="GPUs of each of vllm.count servers; auto: what vllm.args asks for, none with vLLM's CPU build",
+        why="--tensor-parallel-size and the like say it already",
+    )
+    server_cpus: Count = setting(8, description="CPU cores of each server", why="vLLM's processes and its tokenizer")
+    server_memory_gb: int = setting(
+        0,
+        ge=0,
+        le=10**6,
+        description="gigabytes of memory of each server; 0: the default there",
+        why="sites differ",
+    )
+    worker_cpus: Count = setting(2, description="CPU cores of each of worker.count workers", why="episodes mostly wait")
+    worker_memory_gb: int = setting(
+        0,
+        ge=0,
+        le=10**6,
+        description="gigabytes of memory of each worker; 0: the default there",
+        why="sites differ",
+    )
+    partition: str | None = setting(
+        None, description="slurm: partition of head and servers", why="the cluster has a default"
+    )
+    worker_partition: str | None = setting(
+        None, description="slurm: partition of the workers; default: that of the others", why="workers need no GPU"
+    )
+    time_limit: str | None = setting(
+        None,
+        description="slurm: time limit of the job, as 24:00:00 or 2-00:00:00; two minutes before it the learner writes "
+        "a checkpoint",
+        why="the partition has one",
+    )
+    requeue: bool = setting(
+        True,
+        description="slurm: whether a job at its time limit waits again for its turn, to go on from the checkpoint",
+        why="a run is longer than a job may be",
+    )
+    sbatch: list[str] = setting(
+        [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
+    )
+    ray_address: str = setting(
+        "auto", description="ray: address of a running cluster, as 10.0.0.1:6379", why="auto is the one of this machine"
+    )
+    image: str | None = setting(
+        None, description="kubernetes: image of all containers, with this release of Slipstream", why="there is none"
+    )
+    namespace: str = setting("default", description="kubernetes: namespace of everything", why="kubectl's own default")
+    volume_claim: str | None = setting(
+        None,
+        description="kubernetes: PersistentVolumeClaim that holds run.dir; default: one that the manifests make",
+        why="needs no preparation",
+    )
+    volume_gb: Count = setting(
+        100, description="kubernetes: size of the volume that the manifests make", why="checkpoints of a small model"
+    )
+    max_workers: Count = setting(
+        16, description="kubernetes: most workers that the scaler starts", why="a bound of what a fault may cost"
+    )
+    node_selector: list[str] = setting(
+        [], description="kubernetes: labels of the nodes with GPUs, as key=value", why="any node will do"
+    )
+
+    @field_validator("head_gpus", "server_gpus")
+    @classmethod
+    def _gpus(cls, value: Gpus) -> Gpus:
+        if value != "auto" and not 0 <= value <= 1024:
+            raise ValueError("must be 'auto' or a whole number from 0 to 1024")
+        return value
+
+    @field_validator("time_limit")
+    @classmethod
+    def _time(cls, value: str | None) -> str | None:
+        if value is not None and not _TIME.fullmatch(value):
+            raise ValueError("must be a time such as 24:00:00 or 2-00:00:00")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _options(cls, value: list[str]) -> list[str]:
+        for option in value:
+            if not re.fullmatch(r"--[a-z-]+(=[^\n]*)?", option):
+                raise ValueError(f"{option!r} is no option of sbatch: write it as --account=physics")
+        return value
+
+    @field_validator("node_selector")
+    @classmethod
+    def _labels(cls, value: list[str]) -> list[str]:
+        for label in value:
+            if not re.fullmatch(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*", label):
+                raise ValueError(f"{label!r} is no label: write it as key=value")
+        return value
+
+    @field_validator("partition", "worker_partition", "namespace")
+    @classmethod
+    def _names(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):
+            raise ValueError("must be a name of letters, digits, dots and dashes")
+        return value

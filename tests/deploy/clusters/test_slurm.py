@@ -49,7 +49,6 @@ def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file
         steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j").split()
         assert {"vllm-0", "worker-0", "worker-1"} < {*steps}
         hold.unlink()
-        read_until(up, "slipstream: worker-1 is done") if "worker-1 is done" not in told else None
         assert up.wait(timeout=100) == 0
 
 
@@ -65,7 +64,6 @@ def test_more_workers_come_as_an_array_and_go(slurm_here: SlurmCluster, run_file
         until(lambda: names & workers(run_file) == {f"worker-{array}-1"})
         hold.unlink()
         assert up.wait(timeout=100) == 0
-        until(lambda: not slurm_here.run("squeue", "--noheader").strip())  # 409 ends the other
 
 
 def workers(run_file: Path) -> set[str]:

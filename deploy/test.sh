@@ -33,7 +33,8 @@ if [[ $# -gt 0 ]]; then
 fi
 # One thread each, or they would wait for one another; more processes than cores, as half of a test's time is waiting.
 # They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
+copies=$((2 * $(nproc) + 1))  # nproc heeds the next line
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" --copies "$((2 * $(nproc) + 1))" -m "not e2e" --durations=15
+pytest "${all[@]}" --copies "$copies" -m "not e2e" --durations=15
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
 exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

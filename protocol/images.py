@@ -6,8 +6,10 @@ its values and an index for each, deflated; where that is no gain, as it is.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import zlib
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 import msgspec
@@ -67,6 +69,15 @@ class ImagePlace(msgspec.Struct, frozen=True, array_like=True):
 
     image: Natural
     start: Natural
+
+
+def digest(arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    """Return the hash of an image by its arrays, 32 hexadecimal digits."""
+    found = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape} ".encode())
+        found.update(np.ascontiguousarray(array).data)
+    return found.hexdigest()[:32]
 
 
 def pack(array: npt.NDArray[Any]) -> PackedArray:

@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar
 from deploy.run.process_keeper import RunFailed
 from deploy.run.supervisor import supervise
 from protocol.config import ConfigError, RunConfig, parse_overrides, resolve
-from protocol.config.load import TASK_MODULE_PREFIX
+from protocol.config.load import ARGUMENTS, TASK_MODULE_PREFIX, imported_file, start_name
 from protocol.config.sections.base import toml_value
 from rollout_worker.task.task import Task
 
@@ -127,11 +127,18 @@ def run(
     resume: bool,
     sections: Mapping[str, Mapping[str, Any]],
     words: Words = TRAIN,
+    place: str | None = None,
 ) -> dict[str, Any]:
-    """Run as `train` does, with all sections in one mapping. `words`: the script's words, for messages."""
+    """Run as `train` does, with all sections in one mapping.
+
+    Args:
+        words: The script's words, for messages.
+        place: Where processes find the task; None to look for it.
+    """
     _refuse_while_loading_a_task()
     _refuse_in_an_event_loop()
-    path = {"path": path_of(task)}
+    path = {"path": place or path_of(task)}
+    os.environ[ARGUMENTS] = json.dumps(sys.argv[1:])
     config = _load(run_file, {**sections, "task": {**sections.get("task", {}), **path}})
     # The learner's last line names this argument as the way to go on.
     os.environ["SLIPSTREAM_RESUME"] = words.resume
@@ -140,12 +147,15 @@ def run(
     except (ConfigError, RunFailed) as error:
         error.args = (words.reworded(str(error)),)
         raise
-    summary: dict[str, Any] = json.loads((config.run_dir / "summary.json").read_text(encoding="utf-8"))
+    made = config.run_dir / "summary.json"
+    summary: dict[str, Any] = json.loads(made.read_text(encoding="utf-8")) if made.exists() else {}
     return summary
 
 
 def loading_a_task() -> str | None:
     """Return the file that is being imported for its task and has led to this call; None if there is none."""
+    if file := imported_file():
+        return file
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(TASK_MODULE_PREFIX):
@@ -189,6 +199,30 @@ def path_of(task: Task | HoldsTask) -> str:
         f"train(task): the task {_name_in(holders[0], task)!r} stands in a session or a script that is not a .py file, "
         f"so no worker can import it; {_REMEDY}"
     )
+
+
+def place_of(holder: HoldsTask, start: int, by_start: bool = False) -> str:
+    """Return where a worker finds a trainer: as `path_of`, and if it is no global, by the start of the run it is for.
+
+    Args:
+        holder: The trainer.
+        start: Number of the start in this process.
+        by_start: Whether the trainer's task is another than where it is made, so that its name would not do.
+
+    Raises:
+        ConfigError: There is no script that a worker could run.
+    """
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None) or ""
+    runnable = file.endswith(".py") and getattr(main, "__spec__", None) is None
+    if runnable and by_start:
+        return f"{Path(file).absolute()}:{start_name(start)}"
+    try:
+        return path_of(holder)
+    except ConfigError:
+        if not runnable:
+            raise
+    return f"{Path(file).absolute()}:{start_name(start)}"
 
 
 def _name_in(module: object, task: object) -> str | None:

@@ -105,6 +105,8 @@ FOLDERS = {
     },
     "slipstream": set(),
     "slipstream/trl": {"slipstream"},
+    "slipstream/trl/experimental": set(),
+    "slipstream/trl/experimental/async_grpo": {"slipstream/trl"},
 }
 # Imports that the table does not allow yet, and what will end each: a change of the house (a to f), or a cut.
 NOT_YET: dict[tuple[str, str], str] = {}

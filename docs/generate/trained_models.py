@@ -20,13 +20,15 @@ At its start the learner finds out how a model's rows may be laid out, whatever 
 - `padded`: a batch of whole sequences of similar length. For every other causal model: layers with a state,
   convolutions, attention without transformers' interface.
 
-It takes the first that is exact: the log-probs of a made-up row are those of each sequence alone through the model's
-own eager attention, and none of them changes with other sequences or with later tokens. If it is not `trie`, one line
-at the start says why. Logits that a model scales or caps, and layers between its tower and its output, are computed as
-the model does. A model is refused
+It takes the first that is exact: the log-probs of made-up rows are those of each sequence alone through the model's
+own eager attention and logits, and none of them changes with other sequences or with later tokens. One row is as long
+as `learner.token_budget`, with a sequence of up to 2,048 tokens, where a forward pass over it is cheap; weights of 16
+bits are compared in float32 too, up to 2 billion of them. If the layout is not `trie`, one line at the start says why.
+Logits that a model scales or caps, and layers between its tower and its output, are computed as the model does; they
+are compared at the size of a trained model's. A model is refused
 
 - that scores a token by what comes after it, or computes its logits in yet another way;
-- whose position embeddings depend on the whole row;
+- whose position embeddings depend on the whole row, or end below `vllm.max_model_len`;
 - with weights that its checkpoint does not hold under the names they would be published with.
 
 Speed of a step beside `padded`, of a dense model of 7M parameters on one core (`python -m benchmarks.layouts`), and of

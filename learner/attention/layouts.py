@@ -13,7 +13,7 @@ one that is exact for the model.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -97,9 +97,14 @@ def arguments(row: PackedRow, layout: Layout, attention: str) -> dict[str, Any]:
     return given | packed.sequence_bounds(row) | {"seq_idx": _sequence_numbers(row)} if layout == "packed" else given
 
 
-def set_batch_attention(network: Any) -> str:
+def attentions(layout: Layout) -> Sequence[str | None]:
+    """Return the ways to compute attention in a layout, the fastest first; None for what the model chooses itself."""
+    return (None, "eager") if layout == "padded" else (None,)
+
+
+def set_batch_attention(network: Any, names: Sequence[str] = BATCH_ATTENTION) -> str:
     """Give a network the best attention of its own for whole sequences, and return its name."""
-    for name in BATCH_ATTENTION:
+    for name in names:
         try:
             network.set_attn_implementation(name)
         except (ValueError, ImportError):

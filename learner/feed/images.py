@@ -6,6 +6,7 @@ images, and a row says by itself where its images stand.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.images import Image, unpack
+from protocol.images import Image, digest, unpack
 from protocol.messages import Group, Segment
 
 
@@ -30,7 +31,8 @@ class RowImage(NamedTuple):
 
 
 def unpacked(group: Group) -> dict[str, RowImage]:
-    """Return a group's images by hash. Raises `ValueError` for one that cannot be unpacked."""
+    """Return a group's images by hash. Raises `ValueError` for one that is not as a worker makes it: a network would
+    take its arrays as they come."""
     return {image.hash: _row_image(image) for image in _images(group)}
 
 
@@ -65,10 +67,22 @@ def _images(group: Group) -> list[Image]:
     return group.images or []
 
 
+# Inputs of the networks that see, by name, with type and dimensions (`rollout_worker.vision.processor.FAMILIES`).
+_INPUTS = {"pixel_values": ("float32", 2), "image_grid_thw": ("int64", 2)}
+
+
 def _row_image(image: Image) -> RowImage:
-    return RowImage(
-        image.tokens, {name: torch.from_numpy(unpack(array).copy()) for name, array in image.arrays.items()}
-    )
+    arrays = {name: unpack(array) for name, array in image.arrays.items()}
+    if {name: (array.dtype.name, array.ndim) for name, array in arrays.items()} != _INPUTS:
+        raise ValueError(f"an image has the arrays {sorted(arrays)}; needed are {sorted(_INPUTS)}")
+    pixels, grid = arrays["pixel_values"], arrays["image_grid_thw"]
+    patches = math.prod(map(int, grid[0])) if grid.shape == (1, 3) and grid.min() > 0 else 0
+    merged = math.isqrt(patches // image.tokens)
+    if len(pixels) != patches or merged**2 * image.tokens != patches or not np.isfinite(pixels).all():
+        raise ValueError(f"an image of {image.tokens} tokens has the grid {grid.tolist()} and {pixels.shape} pixels")
+    if any(int(side) % merged for side in grid[0, 1:]) or digest(arrays) != image.hash:
+        raise ValueError(f"an image's arrays are not those of its hash {image.hash}")
+    return RowImage(image.tokens, {name: torch.from_numpy(array.copy()) for name, array in arrays.items()})
 
 
 def joined(images: Iterable[RowImage]) -> dict[str, torch.Tensor]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import PartialState
+from torch.distributed.tensor import DTensor
 
 from learner.attention import layouts
 from learner.feed.packing import PACKED_ATTENTION, PackedRow, Sample, pack_row
@@ -76,7 +77,7 @@ def load_policy(
         policy = Policy(network, model.attention, scoring, precision)
     policy.one_batch = team is not None and team.sharded
     network = policy.model
-    policy.run(partial(_choose_layout, policy, tried, path, longest))
+    policy.run(partial(_choose_layout, policy, tried, path, longest, learner.token_budget))
     if images:
         if scoring.routing:
             raise ConfigError(
@@ -130,13 +131,18 @@ def _loaded_by_part(
     return policy
 
 
-def _choose_layout(policy: Policy, tried: Sequence[layouts.Layout], path: str, longest: int | None) -> None:
-    """Give the policy the first layout that is exact for it. Raises `ConfigError`: none is."""
+def _choose_layout(
+    policy: Policy, tried: Sequence[layouts.Layout], path: str, longest: int | None, budget: int
+) -> None:
+    """Give the policy the first layout that is exact for it; padded, with the first attention that is. Raises
+    `ConfigError`: none is."""
     refused: list[ConfigError] = []
-    for layout in tried:
+    ways = [(layout, attention) for layout in tried for attention in layouts.attentions(layout)]
+    for layout, attention in ways:
         try:
-            policy.use(layout)
-            _check(policy, path, longest)
+            if not policy.use(layout, attention):
+                continue
+            _check(policy, path, longest, budget)
         except ConfigError as error:
             refused.append(error)
         except torch.OutOfMemoryError:
@@ -161,18 +167,76 @@ def _reason(refused: ConfigError) -> str:
     return re.split(r"; |: choose|, compared with", text)[0]
 
 
-def _check(policy: Policy, path: str, longest: int | None) -> None:
+def _check(policy: Policy, path: str, longest: int | None, budget: int) -> None:
     if longest is not None:
         config = policy.model.config.get_text_config()
         loading.check_lengths(config, path, longest, padded=policy.layout == "padded")
-    policy.check_logits()
+    _check_positions(policy, path, longest)
+    with _exactly(policy) as exactly:
+        policy.check_logits()
+        if exactly:
+            check_packing(policy, longest, budget)
     policy.check_routing()
     policy.check_replay()
-    check_packing(policy, longest)
+    check_packing(policy, longest, budget)
+
+
+# Where configs say how many positions there are.
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", "max_seq_len", "n_ctx")
+
+
+def _check_positions(policy: Policy, path: str, longest: int | None) -> None:
+    """Raise `ConfigError` if the model has a table of positions that ends below `longest`."""
+    config = policy.model.config.get_text_config()
+    there = next((size for name in _POSITIONS if (size := getattr(config, name, None))), None)
+    if longest is None or not isinstance(there, int) or not there < longest or there > _most_tokens(policy):
+        return
+    try:
+        policy.score([min(5, policy.vocabulary_size - 1)] * min(longest, there + _PADDING_OF_TABLES))
+    except (IndexError, RuntimeError, ValueError):
+        raise ConfigError(
+            f"model.path = {path}: its table of positions ends at {there}, and vllm.max_model_len = {longest}: set "
+            f"vllm.max_model_len to at most {there}"
+        ) from None
+
+
+# Rows of tables for other than positions, at most.
+_PADDING_OF_TABLES = 8
+
+# Weights that are kept twice while the layout is checked.
+_MAX_EXACT = 2_000_000_000
+
+
+# Attention that is computed in float32 as well; kernels of others take 16 bits alone.
+_EXACT_ATTENTION = (PACKED_ATTENTION, *layouts.BATCH_ATTENTION)
+
+
+@contextmanager
+def _exactly(policy: Policy) -> Iterator[bool]:
+    """Have a policy of 16 bits compute in float32, and tell whether it does. What 16 bits round off hides how weights
+    that were hardly trained mix sequences."""
+    given = policy.precision
+    tensors = [*policy.model.parameters(), *policy.model.buffers()]
+    narrow = {tensor: tensor.data for tensor in tensors if tensor.dtype in (torch.bfloat16, torch.float16)}
+    quantised = getattr(policy.model.config, "quantization_config", None) is not None
+    parted = any(isinstance(tensor, DTensor) for tensor in tensors)
+    alike = given.compute in TOLERANCE or policy.attention not in _EXACT_ATTENTION
+    if alike or quantised or parted or sum(data.numel() for data in narrow.values()) > _MAX_EXACT:
+        yield False
+        return
+    try:
+        for tensor, data in narrow.items():
+            tensor.data = data.float()
+        policy.precision = Precision(torch.float32, torch.float32, given.servers)
+        yield True
+    finally:
+        policy.precision = given
+        for tensor, data in narrow.items():
+            tensor.data = data
 
 
 # Nats, mean over a sequence's tokens: more than rounding makes, less than any mixing makes.
-TOLERANCE = {torch.float32: 2e-3, torch.float64: 2e-3}
+TOLERANCE = {torch.float32: 2e-4, torch.float64: 2e-4}
 
 TOLERANCE_OF_16_BITS = 0.2
 
@@ -192,25 +256,52 @@ SHARED = 5
 STRETCH = {"cpu": 8}
 STRETCH_ELSEWHERE = 24
 
+# Then a row of `learner.token_budget` tokens, with a sequence as long as servers take or as this, for windows of
+# attention and capacities of experts; if a forward pass over it costs at most so many products of weights and tokens.
+FAR = 2048
+WORK = {"cpu": 3e10}
+WORK_ELSEWHERE = 1e14
+
+# Sequences of a row that are compared.
+_COMPARED = len(LENGTHS)
+
 
 @torch.no_grad()
-def check_packing(policy: Policy, longest: int | None) -> None:
+def check_packing(policy: Policy, longest: int | None, budget: int | None = None) -> None:
     """Raise `ConfigError` if the log-probs of a row of several sequences are not those of each alone, through the
-    network's own eager attention. Costs forward passes over about 100 tokens.
+    network's own eager attention and its own logits.
 
     Args:
         longest: The servers' `max_model_len`; None to leave out the check at far positions.
+        budget: `learner.token_budget`; None to leave out the check of a full row.
     """
     _check_rows(policy, LENGTHS, longest)
     stretch = min(STRETCH.get(policy.device.type, STRETCH_ELSEWHERE), (longest or 0) // max(LENGTHS))
     if stretch > 1:
         _check_rows(policy, tuple(stretch * length for length in LENGTHS), longest)
+    if longest is not None and budget is not None and (far := _far_lengths(policy, longest, budget)):
+        _check_rows(policy, far, longest)
+
+
+def _far_lengths(policy: Policy, longest: int, budget: int) -> tuple[int, ...]:
+    """Return the lengths of a full row's sequences, at first a long one; none if they would cost too much."""
+    room = min(budget, _most_tokens(policy))
+    long = min(longest, FAR, room // 2)
+    if long <= max(LENGTHS) * STRETCH["cpu"]:
+        return ()
+    lengths = (long, long // 2, *LENGTHS[2:])
+    return lengths + (room - sum(lengths)) // (long // 2) * (long // 2,)
+
+
+def _most_tokens(policy: Policy) -> int:
+    work = WORK.get(policy.device.type, WORK_ELSEWHERE)
+    return int(work / sum(parameter.numel() for parameter in policy.model.parameters()))
 
 
 def _check_rows(policy: Policy, lengths: tuple[int, ...], longest: int | None) -> None:
     row, sequences = _made_up(policy, lengths)
     with _eager(policy) as eager:
-        alone = [_alone(policy, ids, eager) for ids in sequences]
+        alone = [_alone(policy, ids, eager) for ids in sequences[:_COMPARED]]
         cut = lengths[0] // 2
         later = _redrawn(policy, sequences[0], torch.arange(cut, device=policy.device))
         ahead = float((_alone(policy, later, eager)[: cut - 1] - alone[0][: cut - 1]).abs().max())
@@ -236,7 +327,7 @@ def _check_apart(policy: Policy, row: PackedRow, lengths: tuple[int, ...]) -> No
     changes at all.
     """
     before = policy.at(row, 1.0).logprobs
-    for rollout, length in enumerate(lengths):
+    for rollout, length in enumerate(lengths[:_COMPARED]):
         own = row.rollout == rollout
         kept = row.positions[row.scored[own]][: length // 2]
         others = replace(row, input_ids=_redrawn(policy, row.input_ids[0], kept)[None])
@@ -296,11 +387,19 @@ def _with_far_position(row: PackedRow, position: int) -> PackedRow:
     return replace(row, position_ids=positions, longest=position + 1)
 
 
+# Tokens of a sequence whose logits may be held whole.
+_WITH_LOGITS = 128
+
+
 def _alone(policy: Policy, ids: torch.Tensor, eager: bool) -> torch.Tensor:
     """Score a sequence by itself, float32 [T - 1]. Where `eager` is false, through the learner's own attention."""
     if not eager:
         return torch.from_numpy(policy.score(ids.tolist())).to(ids.device)
     with policy.precision.autocast(policy.device):
+        if len(ids) <= _WITH_LOGITS:
+            logits = policy.model(input_ids=ids[None, :-1], use_cache=False).logits[0].float()
+            scores: torch.Tensor = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+            return scores
         hidden = policy.tower(input_ids=ids[None, :-1], use_cache=False).last_hidden_state[0]
         return token_scores(policy.lm_head(1.0), hidden, ids[1:]).logprobs
 

@@ -54,6 +54,14 @@ class Scoring:
     replay: bool = False
 
 
+# Where configs say at which value logits are capped.
+_SOFT_CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+
+# Tokens whose logits are compared with the model's own, the standard deviation of large ones, and how close they are.
+_LOGITS_COMPARED, _LARGE_LOGITS = 48, 10.0
+_CLOSE_LOGITS, _CLOSE_LOGITS_OF_16_BITS = 1e-3, 0.02
+
+
 class Policy(torch.nn.Module):
     """Scores the sampled tokens of a packed row; this is what `Accelerator.prepare` wraps.
 
@@ -113,8 +121,9 @@ class Policy(torch.nn.Module):
             routing = self._routing(row, states) if self._scoring.routing else None
         return TokenScores(scores.logprobs[row.scored], scores.entropy[row.scored], routing)
 
-    def use(self, layout: layouts.Layout) -> None:
-        """Score rows in this layout. Raises `ConfigError` if the model lacks the attention for it."""
+    def use(self, layout: layouts.Layout, attention: str | None = None) -> bool:
+        """Score rows in this layout; padded, with the network's own `attention`, or with its best. Returns False if it
+        has no such one. Raises `ConfigError` if the model lacks the attention for another layout."""
         self.layout = layout
         if layout != "padded":
             with suppress(ValueError, ImportError):
@@ -122,10 +131,17 @@ class Policy(torch.nn.Module):
             if self.model.config._attn_implementation != self._wanted:
                 raise ConfigError(f"model.path: {type(self.model).__name__} takes no attention but its own")
             self.attention = self._wanted
-            return
-        self.attention = self.model.config._attn_implementation
+            return True
+        before = self.model.config._attn_implementation
+        if attention is not None:
+            if before == attention:
+                return False
+            self.attention = layouts.set_batch_attention(self.model, (attention,))
+            return self.attention == attention
+        self.attention = before
         if self.attention == PACKED_ATTENTION:
             self.attention = layouts.set_batch_attention(self.model)
+        return True
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Return what `work` returns. Where ranks hold parts of the weights it runs as a forward pass does: with the
@@ -194,10 +210,11 @@ class Policy(torch.nn.Module):
 
     @property
     def skips_weights(self) -> bool:
-        """Whether a row may leave out some of the weights: those of experts without a token, unless a layer has all of
-        its experts in one tensor, as transformers' own models do."""
+        """Whether a row may leave out some of the weights: those of the part that sees, and those of experts without a
+        token, unless a layer has all of its experts in one tensor, as transformers' own models do."""
         fused = any("expert" in name and parameter.ndim == 3 for name, parameter in self.model.named_parameters())
-        return _choices(self.model.config.get_text_config()) > 0 and not fused
+        sees = bool(getattr(self.model, "trains_vision", False))
+        return sees or (_choices(self.model.config.get_text_config()) > 0 and not fused)
 
     @property
     def device(self) -> torch.device:
@@ -224,21 +241,44 @@ class Policy(torch.nn.Module):
             self._find_scale()
 
     def _find_scale(self) -> None:
-        row = plain_row([i % self.vocabulary_size for i in range(1, 9)]).to(self.device)
-        with self.precision.autocast(self.device):
-            hidden = self._states(row).hidden
-            theirs = self.model(**layouts.arguments(row, self.layout, self.attention)).logits[0].float()
-            self.logit_scale = 1.0
-            ours = self.lm_head(1.0).logits(hidden)
-            if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
-                self.logit_scale = _scale(self.model.config.get_text_config(), ours, theirs)
-                ours = self.lm_head(1.0).logits(hidden)
-        if not torch.allclose(ours, theirs, rtol=0.02, atol=0.02):
+        """Compare logits as they are, for the scale, and then large ones, as a trained model may have and an untrained
+        one has not: a soft cap that is not known shows in these alone."""
+        self.logit_scale = 1.0
+        ours, theirs = self._both_logits(1.0)
+        if not self._same_logits(ours, theirs):
+            self.logit_scale = _scale(self.model.config.get_text_config(), ours, theirs)
+            ours, theirs = self._both_logits(1.0)
+        if self._same_logits(ours, theirs):
+            ours, theirs = self._both_logits(_LARGE_LOGITS / max(float(ours.std()), 1e-6))
+        if not self._same_logits(ours, theirs):
             raise ConfigError(
                 f"model.path: {type(self.model).__name__} computes its logits in a way that the learner does not know "
                 f"(they differ by {float((ours - theirs).abs().max()):.3g}): choose a model whose logits are "
-                f"lm_head(hidden), times a number, with or without final_logit_softcapping"
+                f"lm_head(hidden), times a number, with or without a soft cap ({', '.join(_SOFT_CAPS)})"
             )
+
+    def _both_logits(self, factor: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the learner's and the model's own logits of a row, float32 [T, V], of hidden states times `factor`."""
+        row = plain_row([i % self.vocabulary_size for i in range(1, _LOGITS_COMPARED + 1)]).to(self.device)
+
+        def scaled(module: Any, given: Any, output: Any) -> Any:
+            output.last_hidden_state = output.last_hidden_state * factor
+            return output
+
+        hook = self.text.register_forward_hook(scaled) if factor != 1.0 else None
+        try:
+            with self.precision.autocast(self.device):
+                hidden = self._states(row).hidden
+                theirs = self.model(**layouts.arguments(row, self.layout, self.attention)).logits[0].float()
+                return self.lm_head(1.0).logits(hidden), theirs
+        finally:
+            if hook is not None:
+                hook.remove()
+
+    def _same_logits(self, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+        exact = self.precision.compute in (torch.float32, torch.float64)
+        close = _CLOSE_LOGITS if exact else _CLOSE_LOGITS_OF_16_BITS
+        return torch.allclose(ours, theirs, rtol=close, atol=close)
 
     @torch.no_grad()
     def check_routing(self) -> None:
@@ -318,7 +358,8 @@ class Policy(torch.nn.Module):
     def lm_head(self, temperature: float) -> LmHead:
         """Return the output layer at a sampler's temperature."""
         output = self.model.get_output_embeddings()
-        softcap = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
+        config = self.model.config.get_text_config()
+        softcap = next((cap for name in _SOFT_CAPS if (cap := getattr(config, name, None))), None)
         return LmHead(
             output.weight,
             getattr(output, "bias", None),

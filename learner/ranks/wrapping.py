@@ -1,8 +1,8 @@
 """Spreads the policy over ranks: each has all of it (DDP, through accelerate), or a part of it (FSDP2).
 
 FSDP2 is torch's `fully_shard` itself, the same call on a CPU as on GPUs: accelerate's way to it supports GPUs only, and
-maps parameters by name, which breaks tied embeddings. Each layer is sharded, and the rest as one, so that a tied output
-layer and its embedding stay one parameter.
+maps parameters by name, which breaks tied embeddings. Each layer of the text tower is sharded, and the rest as one, so
+that a tied output layer and its embedding stay one parameter.
 
 Layers travel in the type that they compute in, and gradients in float32. The rest travels as it is: the layers add up
 in float32 what the embeddings begin, and the output layer's gradient is written in it.
@@ -70,7 +70,9 @@ def sharded(model: Module, device: torch.device, layers: torch.dtype | None = No
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     # Inputs stay as they are: autocast chooses the type of each product, as it does where a rank holds all weights.
     travels = MixedPrecisionPolicy(param_dtype=layers, reduce_dtype=layers and torch.float32, cast_forward_inputs=False)
-    for module in list(model.modules()):
+    # Layers that see belong to the rest: a rank whose row has no image runs none of them.
+    text = getattr(model, "text", model)
+    for module in list(text.modules()):
         if isinstance(module, GradientCheckpointingLayer):
             fully_shard(module, mesh=mesh, mp_policy=travels)
     fully_shard(model, mesh=mesh)

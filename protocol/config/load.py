@@ -11,7 +11,10 @@ Objects that a setting names as path/to/file.py:name. The file is imported, as f
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import json
+import os
 import re
 import sys
 import tomllib
@@ -19,7 +22,7 @@ from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -237,16 +240,49 @@ class _Reached(BaseException):
     """Ends the import of a file. Not an Exception, so that the file's own `except Exception` does not catch it."""
 
 
-class _Importing(NamedTuple):
-    module: ModuleType
-    object_name: str
+class _Importing:
+    """An import that is under way.
 
+    Attributes:
+        module: What is imported.
+        object_name: What it is imported for.
+        starts_left: Starts of a run until the wanted one, if the name is that of a start.
+        reached: Whether that start was reached.
+    """
+
+    def __init__(self, module: ModuleType, object_name: str) -> None:
+        self.module = module
+        self.object_name = object_name
+        found = _START.fullmatch(object_name)
+        self.starts_left = int(found[1]) if found else 0
+        self.reached = False
+
+
+# Name of what the k-th start of a run in a script is given: path/to/script.py:__start_1__. A trainer that is no global,
+# such as one in a function, has no other name. The script is run as by `python path/to/script.py` up to that start.
+_START = re.compile(r"__start_(\d+)__")
+
+# The script's arguments, as JSON.
+ARGUMENTS = "SLIPSTREAM_SCRIPT_ARGUMENTS"
 
 _importing: ContextVar[_Importing | None] = ContextVar("importing", default=None)
 
 
+def start_name(count: int) -> str:
+    """Return the name by which `import_for` finds what the `count`-th start of a run in a script is given."""
+    return f"__start_{count}__"
+
+
+def imported_file() -> str | None:
+    """Return the file whose import is under way; None if there is none."""
+    importing = _importing.get()
+    return importing.module.__file__ if importing else None
+
+
 def import_for(named: str, setting: str) -> ModuleType:
     """Import the file of `named` (path/to/file.py:name), the value of `setting`. The name in it is not looked up.
+
+    A name from `start_name` runs the file as Python runs a script, up to that start.
 
     Raises `ConfigError` if the file cannot be imported.
     """
@@ -259,14 +295,20 @@ def import_for(named: str, setting: str) -> ModuleType:
     sys.modules[spec.name] = module
     if str(file.parent) not in sys.path:
         sys.path.insert(0, str(file.parent))
-    before = _importing.set(_Importing(module, object_name))
+    importing = _Importing(module, object_name)
+    before = _importing.set(importing)
     try:
-        spec.loader.exec_module(module)
+        if importing.starts_left:
+            _run_as_script(module, file)
+        else:
+            spec.loader.exec_module(module)
     except _Reached:
         pass
     except ConfigError as error:
         raise ConfigError(f"{setting} = {named}: {error}") from None
     except (Exception, SystemExit) as error:
+        if importing.reached:  # what the file makes of that does not matter
+            return module
         raise ConfigError(
             f"{setting} = {named}: {file} cannot be imported: {type(error).__name__}: {error}; "
             f"run it with python to see where"
@@ -276,6 +318,19 @@ def import_for(named: str, setting: str) -> ModuleType:
     return module
 
 
+def _run_as_script(module: ModuleType, file: Path) -> None:
+    main, arguments = sys.modules["__main__"], sys.argv
+    vars(module)["__name__"] = "__main__"
+    sys.modules["__main__"] = module
+    sys.argv = [str(file), *json.loads(os.environ.get(ARGUMENTS, "[]"))]
+    try:
+        # Its results are shown where it runs for its user.
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+            exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
+    finally:
+        sys.modules["__main__"], sys.argv = main, arguments
+
+
 def end_import_at(holder: Any) -> None:
     """End the import of the running file if `holder` is, or has, the task that it is imported for.
 
@@ -283,6 +338,13 @@ def end_import_at(holder: Any) -> None:
     """
     importing = _importing.get()
     if importing is None:
+        return
+    if importing.starts_left:
+        importing.starts_left -= 1
+        if importing.starts_left == 0:
+            importing.reached = True
+            vars(importing.module)[importing.object_name] = holder
+            raise _Reached
         return
     wanted = getattr(importing.module, importing.object_name, None)
     if wanted is not None and (wanted is holder or wanted is getattr(holder, "task", None)):

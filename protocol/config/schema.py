@@ -138,6 +138,11 @@ class RunConfig(Section):
         sampling.check_sampling(rollout)
         checks.check_algorithm(learner)
         checks.check_optimisation(learner)
+        if learner.shard_weights and self.model.train_vision:
+            raise ValueError(
+                "learner.shard_weights = true, model.train_vision = true: a rank whose rows have no image would have "
+                "no gradient of the part that sees; leave out one of them"
+            )
         adapter_checks.check_adapter(self.model, learner, self.lora, self.weight_sync)
         servers.check_server_args(self.vllm.args)
         if rollout.max_turn_tokens >= self.vllm.max_model_len:

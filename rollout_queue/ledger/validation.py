@@ -29,6 +29,8 @@ _MAX_NOTES = 256
 _MAX_NOTE_CHARACTERS = 4096
 _MAX_IMAGES = 4096
 _MAX_ARRAYS = 16
+# Bytes of all images of a group, unpacked: the learner holds them for a step.
+_MAX_UNPACKED = 2 * MAX_BYTES
 
 
 class _Stamp(msgspec.Struct):
@@ -199,6 +201,9 @@ def _check_images(group: Group) -> None:
         _check_count(len(image.arrays), _MAX_ARRAYS, "arrays", f"image {number}")
         if (size := sum(array.nbytes for array in image.arrays.values())) > MAX_BYTES:
             raise Refusal(reasons.BAD_IMAGE, f"image {number} has {size} bytes unpacked, allowed are {MAX_BYTES}")
+    whole = sum(array.nbytes for image in images for array in image.arrays.values())
+    if whole > _MAX_UNPACKED:
+        raise Refusal(reasons.BAD_IMAGE, f"the images have {whole} bytes unpacked, allowed are {_MAX_UNPACKED}")
     for number, rollout in enumerate(group.rollouts):
         for position, segment in enumerate(rollout.segments):
             _check_places(segment, images, f"rollout {number}, segment {position}")

@@ -31,7 +31,7 @@ from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
 from rollout_worker.chat.template_analysis import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
-from rollout_worker.vision.messages import expanded, images_of
+from rollout_worker.vision.messages import expanded, images_of, placeholder_text
 from rollout_worker.vision.processor import ImageProcessor, processor_of
 from rollout_worker.vision.sources import ImageError
 
@@ -253,6 +253,9 @@ class TemplateFormat:
         shown, most = images_of(messages), self.images.max_per_episode
         if len(shown) > most:
             raise PromptError(f"it shows {len(shown)} images, images.max_per_episode = {most}: show fewer, or raise it")
+        written = str(self.tokenizer.decode([self.images.token_id]))
+        if (where := placeholder_text(messages, written)) is not None:
+            raise PromptError(f"the text of {where} holds {written}, where no image is: take it out of the text")
         try:
             return expanded(ids, shown, self.images.token_id)
         except ImageError as error:

@@ -178,6 +178,8 @@ class EpisodeRunner:
                 if ended is not None:
                     return ended
                 answers = given
+            if len(episode.images) + len(images_of(answers)) > self.limits.max_images:
+                return "context"
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
             if suffix is not None:
                 following = _Next(suffix, images=images_of(answers))

@@ -57,7 +57,7 @@ def recorded_experts(text: str | None, start: int, prompt: int, sampled: int) ->
         return []
     try:
         ids = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, EOFError, OSError, binascii.Error) as error:
+    except (ValueError, EOFError, OSError, MemoryError, binascii.Error) as error:
         raise BadSample(reasons.BAD_EXPERTS, f"routed_experts is no array: {error}") from error
     if not isinstance(ids, np.ndarray) or ids.ndim != 3 or ids.dtype not in (np.uint8, np.uint16) or not ids[:1].size:
         shown = f"{ids.dtype} {ids.shape}" if isinstance(ids, np.ndarray) else type(ids).__name__

@@ -16,6 +16,7 @@ from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import MAX_CHARACTERS, bounded
 from rollout_worker.vision.messages import PARTS, seen_parts
 from rollout_worker.vision.processor import ImageProcessor
+from rollout_worker.vision.sources import is_picture
 
 # Metrics use UNKNOWN for calls that name no tool, and OTHER for tools beyond the first MAX_COUNTED.
 UNKNOWN, OTHER = UNKNOWN_TOOL, "other"
@@ -192,12 +193,21 @@ def as_content(result: object, images: ImageProcessor | None) -> Content:
     """
     if images is None:
         return as_text(result)
-    parts: Any = result
-    if type(result).__module__.partition(".")[0] == "PIL":
-        parts = [{"type": "image", "image": result}]
-    if not _is_content(parts) or not any(part["type"] in PARTS for part in parts):
+    each = result if isinstance(result, list | tuple) else [result]
+    parts = [_part_of(part) for part in each]
+    if None in parts or not any(part["type"] in PARTS for part in parts if part is not None):
         return as_text(result)
     return seen_parts(parts, images, bounded)
+
+
+def _part_of(value: Any) -> dict[str, Any] | None:
+    """Return what a tool gave as a part of a message; None if it is none."""
+    if is_picture(value):
+        return {"type": "image", "image": value}
+    if isinstance(value, str):
+        return {"type": "text", "text": value}
+    is_part = isinstance(value, dict) and (value.get("type") in PARTS or isinstance(value.get("text"), str))
+    return value if is_part and isinstance(value.get("type"), str) else None
 
 
 def _as_json(result: object) -> str:

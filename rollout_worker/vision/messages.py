@@ -77,6 +77,8 @@ def seen_prompt(prompt: Any, columns: Mapping[str, Any], processor: ImageProcess
             raise ImageError("the prompt is text, and images need a conversation: make it a list of messages")
         return prompt
     messages = [dict(message) for message in prompt]
+    shown = sum(_is_image(part) for message in messages for part in _parts(message))
+    _check_count(max(shown, len(beside)), processor)
     if beside and not any(_is_image(part) for message in messages for part in _parts(message)):
         messages = _with_places(messages, len(beside))
     waiting = iter(beside)
@@ -100,7 +102,8 @@ def seen_parts(parts: Iterable[Any], processor: ImageProcessor, text: Callable[[
     Raises:
         ImageError: An image cannot be used, or a part is neither text nor an image.
     """
-    found = []
+    found, parts = [], list(parts)
+    _check_count(sum(map(_is_image, parts)), processor)
     for number, part in enumerate(parts):
         if _is_image(part):
             found.append(_seen(part, iter(()), processor, f"part {number}"))
@@ -110,6 +113,24 @@ def seen_parts(parts: Iterable[Any], processor: ImageProcessor, text: Callable[[
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             raise ImageError(f"part {number} is of type {kind!r:.80}; the policy takes text and images")
     return found
+
+
+def _check_count(count: int, processor: ImageProcessor) -> None:
+    """Raise `ImageError` for more images than an episode may show, before any is opened."""
+    if count > processor.max_per_episode:
+        raise ImageError(
+            f"it shows {count} images, images.max_per_episode = {processor.max_per_episode}: show fewer, or raise that"
+        )
+
+
+def placeholder_text(messages: Iterable[Message], written: str) -> str | None:
+    """Return where a text of a conversation has the text of a placeholder; None if none has."""
+    for number, message in enumerate(messages):
+        content = message.get("content")
+        texts = [content] if isinstance(content, str) else [part.get("text") for part in _parts(message)]
+        if any(isinstance(text, str) and written in text for text in texts):
+            return f"message {number}"
+    return None
 
 
 def images_of(messages: str | Sequence[Message]) -> list[Seen]:
@@ -186,7 +207,7 @@ def _at_markers(message: Message) -> Iterator[Any]:
 def _seen(part: Any, waiting: Iterator[Any], processor: ImageProcessor, where: str) -> Any:
     if not _is_image(part):
         return part
-    names = (part["type"], "image", "image_url", "url", "path")
+    names = (part["type"], "image", "image_url", "url", "path", "bytes", "data")
     source = next((part[name] for name in names if part.get(name) is not None), None)
     if source is None:
         source = next(waiting, None)

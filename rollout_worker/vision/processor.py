@@ -7,7 +7,6 @@ The processor is transformers' on Pillow and numpy, so that a worker needs no to
 from __future__ import annotations
 
 import base64
-import hashlib
 import io
 import json
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.config import ConfigError, RunConfig
-from protocol.images import Image, pack
+from protocol.images import Image, digest, pack
 from rollout_worker.vision.sources import ImageError, open_image
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -132,11 +131,7 @@ class ImageProcessor:
             raise ImageError(
                 f"it becomes {tokens} tokens, vllm.max_model_len = {self._max_tokens}: scale it down, or raise that"
             )
-        digest = hashlib.sha256()
-        for name, array in sorted(arrays.items()):
-            digest.update(f"{name} {array.dtype} {array.shape} ".encode())
-            digest.update(array.data)
-        wire = Image(digest.hexdigest()[:32], tokens, {name: pack(array) for name, array in arrays.items()})
+        wire = Image(digest(arrays), tokens, {name: pack(array) for name, array in arrays.items()})
         return Seen(self.token_id, wire, _item(arrays, self._family.fields), image.size, _preview(image))
 
 

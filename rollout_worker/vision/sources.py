@@ -10,6 +10,7 @@ import base64
 import binascii
 import io
 import os
+import sys
 import time
 import urllib.request
 import warnings
@@ -47,6 +48,17 @@ _one_at_a_time = Lock()
 
 class ImageError(ValueError):
     """Raised for an image that cannot be used. The text says why, and what to change."""
+
+
+def is_picture(value: Any) -> bool:
+    """Return whether a value is an image by its type: Pillow's, or an array of uint8 with a channel for each colour."""
+    pillow = sys.modules.get("PIL.Image")
+    if pillow is not None and isinstance(value, pillow.Image):
+        return True
+    array: Any = getattr(value, "__array_interface__", None)
+    if not isinstance(array, dict) or array.get("typestr") != "|u1":
+        return False
+    return len(array["shape"]) == 3 and array["shape"][-1] in (3, 4)
 
 
 def open_image(source: Any, limits: ImagesSection) -> Any:

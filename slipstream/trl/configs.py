@@ -6,12 +6,15 @@ Every other field that is left out has Slipstream's default.
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
 from typing import Any, ClassVar
 
-from protocol.config import ConfigError
-from protocol.config.text import nearest
+from protocol.config import ConfigError, RunConfig
+from protocol.config.text import nearest, settings
 from slipstream.script import without_frames
-from slipstream.trl.fields import FIELDS
+from slipstream.trl.fields import FIELDS, FORMER, settings_of
 
 _COMMON: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -133,13 +136,30 @@ class _Config:
         elif name in self.names():
             self.given[name] = value
         else:
-            close = nearest(name, self.names())
-            meant = (
-                f"did you mean {close}?"
-                if close
-                else "give settings that TRL has no name for in slipstream={section: {...}}"
-            )
-            raise ConfigError(f"{kind}({name}=...) is not a field of TRL 1.16's {kind}; {meant}")
+            raise ConfigError(f"{kind}({name}=...) is not a field of TRL's {kind}: {self._meant(name)}")
+
+    @classmethod
+    def _meant(cls, name: str) -> str:
+        """Say what to write in place of a name that is no field of this config."""
+        if name in FORMER:
+            return f"it is gone there; {FORMER[name]}"
+        if version := _installed_with(cls.__name__, name):
+            return f"TRL {version}, which is installed, has it, but it came after the releases that are known here"
+        keys: dict[str, list[str]] = {}
+        for section, _, key in (setting.partition(".") for setting in settings(RunConfig)):
+            keys.setdefault(key, []).append(section)
+        own = cls.names()
+        close = next(iter(get_close_matches(name, [*own, *FIELDS, *keys], n=1, cutoff=0.8)), None) or nearest(name, own)
+        for word, said in ((name, ""), (close or "", "did you mean {}? ")):
+            if word in own:
+                return f"did you mean {word}?"
+            found = settings_of(word)[:1] if word in FIELDS else [(section, word) for section in keys.get(word, ())]
+            if len(found) == 1:
+                ((section, key),) = found
+                return f"{said.format(word)}here it is a setting: slipstream={{{section!r}: {{{key!r}: ...}}}}"
+            if word in FIELDS:
+                return f"{said.format(word)}it is one of other configs; leave it out"
+        return "settings that TRL has no name for go into slipstream={section: {key: value}}"
 
     def __getattr__(self, name: str) -> Any:
         if name in type(self).names():
@@ -149,6 +169,20 @@ class _Config:
     def __repr__(self) -> str:
         given = ", ".join(f"{name}={value!r}" for name, value in self.given.items() if value is not None)
         return f"{type(self).__name__}({given})"
+
+
+def _installed_with(config: str, name: str) -> str | None:
+    """Return the version of the installed TRL if its class of that name has the field; None otherwise."""
+    try:
+        trl = distribution("trl")
+    except PackageNotFoundError:
+        return None
+    for file in trl.files or ():
+        if file.name.endswith("grpo_config.py") or file.name == "rloo_config.py":
+            text = Path(str(file.locate())).read_text(encoding="utf-8")
+            if f"class {config}(" in text and f"\n    {name}: " in text:
+                return trl.version
+    return None
 
 
 class GRPOConfig(_Config):

@@ -1,5 +1,5 @@
-"""The table of TRL 1.16's fields: the translation of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig and the
-TrainingArguments beneath them.
+"""The table of TRL's fields: the translation of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig (all of 1.16)
+and the TrainingArguments beneath them.
 
 Nothing else decides that: the configs take the fields of this table, `translate` follows it, and
 `python -m docs.generate from_trl` writes the tables of docs/from_trl.md from it. The file is as long as the list of
@@ -8,6 +8,7 @@ fields.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ class Field:
         how: "set" becomes the setting `here`; "worked" is read by `translate`; "idle" is ignored; "noted" is ignored
             with a note unless its value is in `fine`; "only" is refused unless its value is in `fine`.
         fine: Values that change nothing.
+        remedy: What to write instead of a value that is refused; "" for a value of `fine`.
     """
 
     name: str
@@ -35,6 +37,7 @@ class Field:
     note: str
     how: Literal["set", "worked", "idle", "noted", "only"]
     fine: tuple[Any, ...] = ()
+    remedy: str = ""
 
     @property
     def setting(self) -> tuple[str, str]:
@@ -59,8 +62,8 @@ def _noted(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
     return Field(name, of, here, note, "noted", fine)
 
 
-def _only(name: str, of: Letters, here: str, note: str, *fine: Any) -> Field:
-    return Field(name, of, here, note, "only", fine)
+def _only(name: str, of: Letters, here: str, note: str, *fine: Any, remedy: str = "") -> Field:
+    return Field(name, of, here, note, "only", fine, remedy)
 
 
 TABLES: dict[str, tuple[Field, ...]] = {
@@ -73,13 +76,11 @@ TABLES: dict[str, tuple[Field, ...]] = {
         ),
         _worked("dtype", "A", "`model.dtype`", "type of the servers' weights and of the learner's arithmetic"),
         _worked("bf16", "GRAT", "`model.dtype`", '`"bfloat16"`; the learner keeps its weights in float32'),
-        _only(
+        _worked(
             "fp16",
             "T",
-            "no",
-            'gradients in float16 need a loss scaler; `model_init_kwargs={"dtype": "float16"}` is for the servers',
-            None,
-            False,
+            "`model.dtype`",
+            '`"float16"` is for the servers; the learner then computes in float32, and needs no loss scaler',
         ),
         _set("trust_remote_code", "GRA", "model.trust_remote_code"),
         _set(
@@ -301,7 +302,14 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("num_completions_to_print", "GRA", "learner.sample_rollouts", "of each step, in `rollouts.jsonl`"),
         _idle("log_multimodal", "GR", "rollouts keep a small preview of each image"),
         _idle("log_unique_prompts", "GR", "the sample is spread over the step's groups"),
-        _only("log_completions_hub_repo", "G", "no", "trackers get tables of them: write log_completions=True", None),
+        _only(
+            "log_completions_hub_repo",
+            "G",
+            "no",
+            "trackers get tables of them",
+            None,
+            remedy="write log_completions=True",
+        ),
         _worked("report_to", "T", "`tracking.report_to`", "those that accelerate has; others are refused"),
         _set("run_name", "T", "tracking.run_name"),
         _set("project", "T", "tracking.project"),
@@ -333,7 +341,9 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _set("weight_decay", "T", "learner.weight_decay"),
         _worked("warmup_steps", "T", "`learner.warmup_steps`", "below 1: a share of the steps"),
         _set("seed", "T", "run.seed"),
-        _worked("save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only'),
+        _worked(
+            "save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only; `"epoch"` as `eval_strategy`'
+        ),
         _worked("save_steps", "T", "`learner.checkpoint_every`"),
         _set("save_total_limit", "T", "learner.keep_checkpoints", "the best one not counted; left out: 2"),
         _worked(
@@ -355,7 +365,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "eval_strategy",
             "T",
             "`eval.every`",
-            '`"steps"`: of the trainer\'s `eval_dataset`, beside the training; `"epoch"` is refused',
+            "`steps`, or `epoch` of a data set in memory; of the trainer's `eval_dataset`, beside the training",
         ),
         _worked(
             "eval_steps",
@@ -376,17 +386,28 @@ TABLES: dict[str, tuple[Field, ...]] = {
     ),
 }
 
-_REST_ONLY: tuple[tuple[str, str, tuple[Any, ...]], ...] = (
-    ("do_predict", "there is no prediction apart from evaluation", (False,)),
-    ("deepspeed", "ranks share weights out with FSDP2: write fsdp=True", (None, "")),
-    ("parallelism_config", "ranks share a step's rows, not their tensors", (None,)),
-    ("neftune_noise_alpha", "log-probs must be the server's", (None, 0)),
-    ("label_smoothing_factor", "there are no labels", (0,)),
-    ("auto_find_batch_size", "rows have one token budget: lower learner.token_budget", (False,)),
-    ("data_seed", "the order of the rows follows from seed", (None,)),
-    ("train_sampling_strategy", "rows are shuffled, or in order: shuffle_dataset", (None, "random")),
-    ("optim_target_modules", "no optimiser that needs it is supported", (None,)),
-    ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None)),
+# Name, reason, values that change nothing, and the remedy if it is not one of these values.
+_REST_ONLY: tuple[tuple[str, str, tuple[Any, ...], str], ...] = (
+    ("do_predict", "there is no prediction apart from evaluation", (False,), ""),
+    ("deepspeed", "ranks share weights out with FSDP2", (None, ""), "write fsdp=True"),
+    ("parallelism_config", "ranks share a step's rows, not their tensors", (None,), ""),
+    ("neftune_noise_alpha", "log-probs must be the server's", (None, 0), ""),
+    ("label_smoothing_factor", "there are no labels", (0,), ""),
+    (
+        "auto_find_batch_size",
+        "rows have one token budget",
+        (False,),
+        "leave it out, and where memory runs out write slipstream={'learner': {'token_budget': 2048}}",
+    ),
+    ("data_seed", "the order of the rows follows from seed", (None,), ""),
+    (
+        "train_sampling_strategy",
+        "rows are shuffled, or in order",
+        (None, "random"),
+        "write shuffle_dataset=False for order",
+    ),
+    ("optim_target_modules", "no optimiser that needs it is supported", (None,), ""),
+    ("debug", "TRL's debugging does not reach the processes of the run", ("", [], None), ""),
 )
 _REST_NOTED = ("eval_delay", "tf32", "full_determinism", "use_cpu", "enable_jit_checkpoint", "save_only_model")
 _REST_IDLE = (
@@ -407,9 +428,30 @@ _REST_IDLE = (
 
 # The rest of TrainingArguments.
 REST: tuple[Field, ...] = (
-    *(Field(name, "T", "no", note, "only", fine) for name, note, fine in _REST_ONLY),
+    *(Field(name, "T", "no", note, "only", fine, remedy) for name, note, fine, remedy in _REST_ONLY),
     *(Field(name, "T", "no", "it has no meaning here", "noted", (None, False)) for name in _REST_NOTED),
     *(Field(name, "T", "no", "", "idle") for name in _REST_IDLE),
 )
 
 FIELDS: dict[str, Field] = {field.name: field for table in (*TABLES.values(), REST) for field in table}
+
+# Fields that TRL and transformers no longer have, each with what to write.
+FORMER: dict[str, str] = {
+    "max_prompt_length": "prompts are never cut; vllm_max_model_length bounds prompt and completion together",
+    "evaluation_strategy": "write eval_strategy",
+    "warmup_ratio": "write warmup_steps, which below 1 is a share of the steps",
+    "use_liger_loss": "write use_liger_kernel",
+    "wandb_log_unique_prompts": "write log_unique_prompts",
+    "vllm_guided_decoding_regex": "write vllm_structured_outputs_regex",
+    "vllm_device": "servers and learner share out the devices by themselves; leave it out",
+    "vllm_max_model_len": "write vllm_max_model_length",
+    "logging_dir": "trackers write into the run directory; leave it out",
+    "overwrite_output_dir": "give each run its own output_dir, or resume it; leave it out",
+    "no_cuda": "write use_cpu",
+    "push_to_hub_token": "write hub_token",
+}
+
+
+def settings_of(name: str) -> list[tuple[str, str]]:
+    """Return section and key of the settings that a field becomes."""
+    return [(found[1], found[2]) for found in re.finditer(r"`([a-z_]+)\.([a-z_]+)`", FIELDS[name].here)]

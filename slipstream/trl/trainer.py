@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-import shutil
 import sys
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,10 +18,34 @@ from protocol import checkpoints
 from protocol.config import ConfigError
 from protocol.config.load import end_import_at
 from rollout_worker.task.task import Task
-from slipstream.script import loading_a_task, of_a_trainer, path_of, run, without_frames
+from slipstream.script import loading_a_task, of_a_trainer, place_of, run, without_frames
+from slipstream.trl import notebook
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
+from slipstream.trl.evaluation import only_evaluated, read_rollouts, rollouts_task
+from slipstream.trl.face import Face, text_of
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
+from slipstream.trl.models import SAVED, check_object, save_object
+from slipstream.trl.reward_models import rewards_of
+from slipstream.trl.state import evaluation_metrics, mean_loss
 from slipstream.trl.translate import Translation, check_fields, translate
+
+# What launchers tell their processes.
+_OF_LAUNCHERS = (
+    *(
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "GROUP_RANK",
+        "GROUP_WORLD_SIZE",
+        "ROLE_RANK",
+        "ROLE_NAME",
+    ),
+    *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+
+# Starts of runs in this process. A worker that runs the script counts the same ones.
+_starts = 0
 
 
 class TrainOutput(NamedTuple):
@@ -39,7 +62,7 @@ class TrainOutput(NamedTuple):
     metrics: dict[str, Any]
 
 
-class _Trainer:
+class _Trainer(Face):
     """A trainer of TRL. Raises `ConfigError`, with the remedy, for arguments that are not supported."""
 
     config: ClassVar[type[_Config]]
@@ -74,11 +97,7 @@ class _Trainer:
     ) -> None:
         given = dict(locals())
         kind = type(self).__name__
-        if not isinstance(model, str | Path):
-            raise ConfigError(
-                f"{kind}(model={type(model).__name__}): the model is loaded by the learner and by vLLM, so give its "
-                f"folder or hub name as text; save an object with save_pretrained first"
-            )
+        check_object(model, kind)
         for name, remedy in self.refused.items():
             if given[name]:
                 raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")
@@ -88,23 +107,41 @@ class _Trainer:
                 f"lr_scheduler_type of {kind}'s args"
             )
         if args is None:
-            args = self.config(f"{str(model).rstrip('/').split('/')[-1]}-{self.suffix}")
+            args = self.config(f"{text_of(model).rstrip('/').split('/')[-1]}-{self.suffix}")
         if not isinstance(args, self.config):
             wrong = f"{type(args).__module__}.{type(args).__qualname__}"
             raise ConfigError(f"{kind}(args=...) is a {wrong}; import {self.config.__name__} from slipstream.trl, too")
-        self.model = str(model)
         self.args = args
+        self._object = None if isinstance(model, str | Path) else model
+        self._base = text_of(model)
+        self._loaded: tuple[Path | None, Any] | None = None
+        self._logged: list[dict[str, Any]] = []
+        self._trained = False
         self.callbacks: list[Any] = []
         for callback in callbacks or ():
             self.add_callback(callback)
-        self._tokenizer = _name_of(processing_class, self.model, kind)
+        self._processing_class = processing_class
+        self._tokenizer = None if self._object is not None else _name_of(processing_class, self._base, kind)
+        self._peft_config = peft_config
         self._lora = lora_settings(peft_config, kind) if peft_config is not None else {}
         self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
+        if train_dataset is None and environment_factory is None:
+            raise ConfigError(f"{kind}: a `train_dataset` is required where no environment makes the prompts; give one")
+        self._rows: int | None = _rows_of(train_dataset)
         self.translated(None)
+        self.train_dataset = train_dataset
+        self.eval_dataset = eval_dataset
         self.task = Task(
             train_dataset=train_dataset,
-            eval_dataset=eval_dataset,
-            reward_funcs=reward_funcs,
+            eval_dataset=_together(eval_dataset),
+            reward_funcs=rewards_of(
+                reward_funcs,
+                reward_processing_classes,
+                list(args.slipstream.get("task", {}).get("reward_servers", ())),
+                args.field("chat_template_kwargs"),
+                bool(args.field("trust_remote_code")),
+                kind,
+            ),
             tools=tools or (),
             environment_factory=environment_factory,
             reward_weights=args.field("reward_weights"),
@@ -124,84 +161,182 @@ class _Trainer:
         self.callbacks.append(callback)
 
     @without_frames
-    def train(self, resume_from_checkpoint: bool | str | None = None) -> TrainOutput:
+    def train(self, resume_from_checkpoint: bool | str | None = None, **_: Any) -> TrainOutput:
         """Run everything until the learner is done.
 
         Args:
-            resume_from_checkpoint: True goes on from the newest checkpoint.
+            resume_from_checkpoint: True goes on from the newest checkpoint, and so does the folder of that one.
 
         Raises:
             ConfigError: As for `slipstream.train`, which lists further exceptions.
         """
-        end_import_at(self)
+        name = self._start()
+        self._trained = True
         if loading_a_task() is not None:
             return TrainOutput(0, 0.0, {"train_loss": 0.0, "train_runtime": 0.0})
-        if (processes := os.environ.get("WORLD_SIZE", "1")) != "1":
-            raise ConfigError(
-                f"WORLD_SIZE = {processes}: the script starts all processes of the run itself; start it with python, "
-                f"not with accelerate launch or torchrun"
+        resume = self._resumes(resume_from_checkpoint)
+        self._save_object()
+        made = self.translated(_context_of(self._base))
+        self._leave_out_unread(made)
+        if isinstance(self.eval_dataset, Mapping) and made.sections.get("eval"):
+            made.notes.append(
+                "evaluations beside the training are over all eval_datasets together; evaluate() parts them"
             )
-        if isinstance(resume_from_checkpoint, str):
-            raise ConfigError(
-                f"train(resume_from_checkpoint={resume_from_checkpoint!r}): a run goes on from its newest checkpoint; "
-                f"write True, or give that checkpoint's model/ folder as the model of a new run"
-            )
-        made = self.translated(_context_of(self.model))
         if self.callbacks:
-            made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), path_of(self)]
+            made.sections["learner"]["callbacks"] = [*made.sections["learner"].get("callbacks", ()), name()]
+        self._run(made, name, resume)
+        summary = json.loads((self.run_dir / "summary.json").read_text(encoding="utf-8"))
+        loss = mean_loss(self.run_dir)
+        metrics = {**summary, "train_loss": loss, "train_runtime": summary.get("wall_s")}
+        return TrainOutput(int(summary.get("steps") or 0), loss, metrics)
+
+    def _start(self, by_start: bool = False) -> Callable[[], str]:
+        """Count a start of a run. In a worker that has come to its own, end the import.
+
+        Returns a function that gives the trainer's name for the processes of the run; `by_start` as in `place_of`.
+        """
+        global _starts
+        _starts += 1
+        count = _starts
+        end_import_at(self)
+        return lambda: place_of(self, count, by_start)
+
+    def _run(self, made: Translation, name: Callable[[], str], resume: bool, run_dir: Path | None = None) -> None:
+        _leave_launcher()
         if self.args.given.get("hub_token") is not None:
             os.environ["HF_TOKEN"] = str(self.args.given["hub_token"])
         for note in made.notes:
             print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
-        words = of_a_trainer(self.run_dir)
-        summary = run(self, None, bool(resume_from_checkpoint), made.sections, words)
-        loss = _mean_loss(self.run_dir / "metrics.jsonl")
-        metrics = {**summary, "train_loss": loss, "train_runtime": summary.get("wall_s")}
-        return TrainOutput(int(summary.get("steps") or 0), loss, metrics)
-
-    @property
-    def run_dir(self) -> Path:
-        """The run directory, relative to the working directory."""
-        run = self.translated(None).sections["run"]
-        return Path(run["dir"], run["name"])
-
-    @without_frames
-    def save_model(self, output_dir: str | Path | None = None) -> None:
-        """Copy the newest checkpoint's model to `output_dir`, by default the run directory.
-
-        With `load_best_model_at_end` it is the best checkpoint's. An adapter is merged into the model, and copied to
-        `adapter/` as well.
-        """
-        if loading_a_task() is not None:
+        if notebook.is_one():
+            notebook.run(run_dir or self.run_dir, _starts)
             return
-        newest, target = self._model("save_model"), Path(output_dir or self.run_dir)
-        shutil.copytree(newest, target, dirs_exist_ok=True)
-        if (adapter := newest.parent / checkpoints.ADAPTER).is_dir():
-            shutil.copytree(adapter, target / checkpoints.ADAPTER, dirs_exist_ok=True)
+        only = os.environ.get(notebook.ONLY, str(_starts))
+        if only != str(_starts):  # a training of a cell before, which has been made
+            return
+        words = of_a_trainer(run_dir or self.run_dir)
+        run(self, None, resume, made.sections, words, name())
+        if notebook.ONLY in os.environ:
+            raise SystemExit(0)
+
+    def _leave_out_unread(self, made: Translation) -> None:
+        """Leave out variables that the chat template does not read, as TRL does, and say so."""
+        given = made.sections.get("chat", {}).get("chat_template_kwargs")
+        if not given or made.sections["chat"].get("template"):
+            return
+        from rollout_worker.chat.template import read_by
+
+        source = self.processing_class.get_chat_template()
+        if unread := sorted(set(given) - read_by(source)):
+            made.sections["chat"]["chat_template_kwargs"] = {
+                name: value for name, value in given.items() if name not in unread
+            }
+            made.notes.append(f"chat_template_kwargs: the template reads no {', '.join(unread)}, which is left out")
+
+    def _resumes(self, given: bool | str | Path | None) -> bool:
+        if not isinstance(given, str | Path):
+            return bool(given)
+        found = checkpoints.complete(self.run_dir)
+        newest = found[max(found)] if found else None
+        if newest is not None and Path(given).expanduser().absolute() in (newest.absolute(), self.run_dir.absolute()):
+            return True
+        have = f"the newest is {newest}" if newest else f"{self.run_dir} holds none"
+        raise ConfigError(
+            f"train(resume_from_checkpoint={str(given)!r}): a run goes on from its newest checkpoint, and {have}; "
+            f"write True, or give that checkpoint's model/ folder as the model of a new run"
+        )
+
+    def _save_object(self) -> None:
+        """Save a model that the script gave as an object, for the processes of the run."""
+        if self._object is not None:
+            folder = Path(f"{self.run_dir}{SAVED}").absolute()
+            save_object(self._object, self._processing_class, folder)
+            self._base = str(folder)
 
     @without_frames
-    def push_to_hub(self, commit_message: str = "End of training", **_: Any) -> Any:
-        """Upload the model that `save_model` copies, with its card. Returns the hub's answer about the commit."""
-        if loading_a_task() is not None:
-            return None
-        from huggingface_hub import HfApi
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Evaluate the newest weights, with servers and workers of their own unless the run has done it.
 
-        hub, api = self.translated(None).sections.get("hub", {}), HfApi(token=self.args.given.get("hub_token"))
-        folder = self._model("push_to_hub")
-        name = hub.get("hub_model_id", self.run_dir.name)
-        repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
-        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=commit_message)
+        Args:
+            eval_dataset: Rows in place of the trainer's, or several data sets by name; each is then evaluated by
+                itself, and the names follow the prefix, as in eval_easy_reward.
+            ignore_keys: Has no meaning here.
+            metric_key_prefix: Stands in front of each metric's name, as in eval_reward.
 
-    def _model(self, method: str) -> Path:
-        found = checkpoints.complete(self.run_dir)
-        if not found:
-            raise ConfigError(f"{method}(): {self.run_dir} holds no checkpoint; call it after train()")
-        best = checkpoints.best(self.run_dir) if self.args.field("load_best_model_at_end") else None
-        return Path(found[best.step if best else max(found)] / checkpoints.MODEL)
+        Returns:
+            The metrics, under transformers' names; eval_reward is the mean reward.
+        """
+        trains = self.task
+        several = self.eval_dataset if eval_dataset is None else eval_dataset
+        if isinstance(several, Mapping):
+            each = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in several.items()]
+            return {name: value for metrics in each for name, value in metrics.items()}
+        rows = trains.eval_dataset if eval_dataset is None else eval_dataset
+        if rows is None:
+            raise ConfigError(
+                f"{type(self).__name__}.evaluate(): there is no eval_dataset; give one here, or to the trainer"
+            )
+        step, run_dir = self.state.global_step, self._extra_run(metric_key_prefix)
+        task = Task(
+            train_dataset=rows,
+            eval_dataset=rows,
+            reward_funcs=trains.rewards,
+            tools=trains.tools,
+            environment_factory=trains.environment,
+            reward_weights=trains.reward_weights,
+        )
+        self._play(task, run_dir, self.args.field("num_generations_eval") or self.args.field("num_generations"))
+        lines = (run_dir / "evaluations.jsonl").read_text(encoding="utf-8") if run_dir.exists() else ""
+        if not lines:
+            return {}
+        metrics = evaluation_metrics(json.loads(lines.splitlines()[0]), metric_key_prefix)
+        self._logged.append({**metrics, "epoch": self.state.epoch, "step": step})
+        return metrics
+
+    @without_frames
+    def rollouts(self, prompts: Sequence[Any], num_generations: int = 1) -> list[list[Any]]:
+        """Play prompts with the newest weights and the trainer's tools.
+
+        Args:
+            prompts: Texts, lists of messages, or rows with a `prompt` and an environment's columns.
+            num_generations: Completions of each prompt.
+
+        Returns:
+            The completions of each prompt: messages for prompts of messages, and text for text.
+        """
+        run_dir = self._extra_run("rollouts")
+        file = Path(f"{run_dir.absolute()}.jsonl")
+        file.parent.mkdir(parents=True, exist_ok=True)
+        self._play(rollouts_task(self.task, prompts, file), run_dir, num_generations)
+        return read_rollouts(file, len(prompts), num_generations)
+
+    def _extra_run(self, what: str) -> Path:
+        """Return the directory of a run beside the training, a new one for each start."""
+        return self.run_dir / "evaluations" / f"{what}-{self.state.global_step}-{_starts + 1}"
+
+    def _play(self, task: Task, run_dir: Path, group_size: int) -> None:
+        """Run an evaluation of a task, the trainer's while it lasts, with the newest weights."""
+        trains, self.task = self.task, task
+        name = self._start(by_start=True)  # in a worker that has come to its own, `task` stays
+        try:
+            if loading_a_task() is not None:
+                return
+            checkpoint = self._checkpoint() if self._trained else None
+            if checkpoint is None:
+                self._save_object()
+            made = self.translated(_context_of(self._base))
+            sections = only_evaluated(made.sections, self.run_dir, run_dir.name, group_size)
+            if checkpoint is not None:
+                sections["model"] |= {"path": str(checkpoint / checkpoints.MODEL)}
+            # A run that ends before its first step writes no summary.
+            self._run(Translation(sections), name, False, run_dir)
+        finally:
+            self.task = trains
 
     def translated(self, context: int | None) -> Translation:
         """Return the run's settings. `context` is the model's length in tokens; None if it is not known."""
-        made = translate(self.args, self.model, context)
+        made = translate(self.args, self._base, context, self._rows)
         if self._tokenizer is not None:
             made.sections["model"].setdefault("tokenizer", self._tokenizer)
         made.sections["model"] = {**self._quantised, **made.sections["model"]}
@@ -257,10 +392,37 @@ def _context_of(model: str) -> int | None:
         return None
 
 
-def _mean_loss(journal: Path) -> float:
-    """Return the mean of the steps' losses, NaN without a step."""
-    if not journal.exists():
-        return math.nan
-    losses = [json.loads(line).get("loss") for line in journal.read_text(encoding="utf-8").splitlines()]
-    found = [loss for loss in losses if isinstance(loss, int | float)]
-    return math.fsum(found) / len(found) if found else math.nan
+def _leave_launcher() -> None:
+    """Under accelerate launch or torchrun: end all processes but the first, and hide the launcher from the run's own.
+
+    Raises:
+        SystemExit: This is not the first process; the script does not go on in it.
+    """
+    processes = os.environ.get("WORLD_SIZE", "1")
+    if os.environ.get("RANK", "0") != "0":
+        raise SystemExit(0)
+    if processes != "1":
+        print(
+            f"slipstream: note: WORLD_SIZE = {processes}: the first process runs everything, on all devices; the "
+            f"others end here",
+            file=sys.stderr,
+            flush=True,
+        )
+    for name in [*os.environ]:
+        if name in _OF_LAUNCHERS or name.startswith(("TORCHELASTIC_", "ACCELERATE_", "FSDP_")):
+            del os.environ[name]
+
+
+def _rows_of(dataset: Any) -> int | None:
+    """Return the number of rows of a data set that is in memory; None of another."""
+    return len(dataset) if isinstance(dataset, Sized) and not isinstance(dataset, str) else None
+
+
+def _together(eval_dataset: Any) -> Any:
+    """Return several evaluation data sets, given by name, as one."""
+    if not isinstance(eval_dataset, Mapping):
+        return eval_dataset
+    several = list(eval_dataset.values())
+    if all(isinstance(rows, Sized) for rows in several):
+        return [row for rows in several for row in rows]
+    return lambda: (row for rows in several for row in rows)

@@ -14,7 +14,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ConfigError, LearnerSection, RolloutSection, VllmSection, WorkerSection, resolve
+from protocol.config import (
+    ConfigError,
+    LearnerSection,
+    ModelSection,
+    RolloutSection,
+    VllmSection,
+    WorkerSection,
+    resolve,
+)
 from slipstream.script import overrides
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
@@ -29,6 +37,13 @@ _DEFAULT_PORT = 8000
 
 # TRL's default of logging_steps, which is also the distance of evaluations if eval_steps is left out.
 _LOGGING_STEPS = 10
+
+# Fields whose default is not TRL's: what it is there, and here.
+_OTHER_DEFAULTS = {
+    "bf16": f"True there; here model.dtype = {ModelSection.model_fields['dtype'].default}",
+    "gradient_checkpointing": "True there, False here",
+    "save_total_limit": f"all checkpoints there, {LearnerSection.model_fields['keep_checkpoints'].default} here",
+}
 
 # Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
@@ -49,13 +64,14 @@ class Translation:
     reward_weights: list[float] | None = None
 
 
-def translate(config: _Config, model: str, context: int | None) -> Translation:
+def translate(config: _Config, model: str, context: int | None, rows: int | None = None) -> Translation:
     """Translate a trainer's config and model.
 
     Args:
         config: The script's config.
         model: Folder or hub name of the model.
         context: The model's context in tokens; None if unknown.
+        rows: Rows of the data set; None if unknown.
 
     Raises:
         ConfigError: A field is not supported; the text names the field and the remedy.
@@ -63,6 +79,7 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
     sections: Sections = defaultdict(dict)
     sections["model"]["path"] = model
     notes: list[str] = []
+    ignored = []
     for name in config.names():
         value = _plain(config.field(name))
         given = name in config.given
@@ -72,25 +89,30 @@ def translate(config: _Config, model: str, context: int | None) -> Translation:
             raise ConfigError(_refusal(config, known, value, given))
         if known.how == "noted" and given and value not in known.fine:
             notes.append(f"{name}={value!r} has no effect here: {known.note}")
+        if known.how == "idle" and given and value is not None:
+            ignored.append(name)
         if known.how == "set" and value is not None:
             section, key = known.setting
             sections[section][key] = value
+    if ignored:
+        notes.append(f"taken, and without a meaning here: {', '.join(ignored)} (docs/from_trl.md says why)")
     for work in (
         _model,
         _sharding,
         _place,
         _steps,
         _training,
-        _checkpoints,
         _objective,
         _episodes,
         _tokens,
         _servers,
         _logging,
         _hub,
-        _evaluation,
     ):
         work(config, sections, notes, context)
+    epoch = None if rows is None else max(1, math.ceil(rows / sections["learner"]["groups_per_step"]))
+    _checkpoints(config, sections, epoch)
+    _evaluation(config, sections, epoch)
     _differences(config, notes)
     for section, settings in config.slipstream.items():
         sections[section].update(settings)
@@ -103,8 +125,8 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
         raise ConfigError(f"model_init_kwargs={given!r}: give a dict, such as {{'dtype': 'bfloat16'}}")
     left = {name: value for name, value in given.items() if name not in _NO_MEANING}
     dtype = left.pop("dtype", left.pop("torch_dtype", None)) or config.field("dtype")
-    if dtype in (None, "auto") and config.field("bf16"):
-        dtype = "bfloat16"
+    if dtype in (None, "auto") and (config.field("bf16") or config.field("fp16")):
+        dtype = "bfloat16" if config.field("bf16") else "float16"
     settings = {
         "dtype": None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
         "revision": left.pop("revision", None),
@@ -175,7 +197,7 @@ def _training(config: _Config, sections: Sections, notes: list[str], context: in
     learner |= optimiser_settings(config, learner.get("steps"), notes)
 
 
-def _checkpoints(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None:
     strategy, every = _plain(config.field("save_strategy")), number(config, "save_steps")
     if config.field("load_best_model_at_end"):
         sections["learner"]["keep_best"] = True
@@ -186,8 +208,20 @@ def _checkpoints(config: _Config, sections: Sections, notes: list[str], context:
             raise ConfigError(f"save_steps={every}: a share of the steps is not supported; give a number of steps")
         if every is not None:
             sections["learner"]["checkpoint_every"] = int(every)
+    elif strategy == "epoch":
+        sections["learner"]["checkpoint_every"] = _each_epoch(config, "save_strategy", "save_steps", epoch)
     else:
         raise ConfigError(f"save_strategy={strategy!r} is not supported; write 'steps' with save_steps, or 'no'")
+
+
+def _each_epoch(config: _Config, name: str, steps: str, epoch: int | None) -> int:
+    """Return the steps of an epoch. Raises `ConfigError` where they are not known."""
+    if epoch is None:
+        raise ConfigError(
+            f"{type(config).__name__}({name}='epoch') is not supported for this data set, whose rows are counted when "
+            f"it is read; write {name}='steps' with {steps}"
+        )
+    return epoch
 
 
 def _objective(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
@@ -258,25 +292,21 @@ def _hub(config: _Config, sections: Sections, notes: list[str], context: int | N
         sections["hub"]["hub_strategy"] = strategy
 
 
-def _evaluation(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
+def _evaluation(config: _Config, sections: Sections, epoch: int | None) -> None:
     strategy, at_start = config.field("eval_strategy") or "no", bool(config.field("eval_on_start"))
     strategy = _plain(strategy)
     if strategy not in ("no", "steps", "epoch"):
         raise ConfigError(
             f"{type(config).__name__}(eval_strategy={strategy!r}) is not known; write eval_strategy='steps' with "
-            f"eval_steps, or 'no'"
+            f"eval_steps, 'epoch', or 'no'"
         )
+    every = 0
+    if strategy == "steps":
+        every = _eval_steps(config)
     if strategy == "epoch":
-        raise ConfigError(
-            f"{type(config).__name__}(eval_strategy={strategy!r}) is not supported: how many steps an epoch has is not "
-            f"known before the data set is; write eval_strategy='steps' with eval_steps"
-        )
-    if strategy == "steps" or at_start:
-        sections["eval"] |= {
-            "every": _eval_steps(config) if strategy == "steps" else 0,
-            "at_start": at_start,
-            "group_size": _eval_generations(config),
-        }
+        every = _each_epoch(config, "eval_strategy", "eval_steps", epoch)
+    if every or at_start:
+        sections["eval"] |= {"every": every, "at_start": at_start, "group_size": _eval_generations(config)}
 
 
 def _eval_generations(config: _Config) -> int:
@@ -313,7 +343,10 @@ def _eval_steps(config: _Config) -> int:
 
 
 def _differences(config: _Config, notes: list[str]) -> None:
-    """Add notes on differences that no field expresses."""
+    """Add notes on differences that no field expresses, and on defaults that are not TRL's."""
+    names = [name for name in _OTHER_DEFAULTS if config.field(name) is None and not (name == "bf16" and config.fp16)]
+    if left := [f"{name} ({_OTHER_DEFAULTS[name]})" for name in names]:
+        notes.append(f"left out, and by default not as in TRL: {', '.join(left)}")
     if config.letter in "GR":
         notes.append(
             "generation and training run at once: tokens may be queue.max_staleness = 4 versions old; for strict "
@@ -322,10 +355,11 @@ def _differences(config: _Config, notes: list[str]) -> None:
 
 
 def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
-    fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value is not None)
+    fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value not in (None, "", []))
     default = "" if given else ", TRL's default,"
-    why = f": {known.note}" if known.note else ""
-    remedy = f"write {fine}" if fine else "leave it out"
+    # Where there are several values to choose from, the note says what each becomes, and not why another is refused.
+    why = f": {known.note}" if known.note and len(known.fine) < 3 and not known.here.endswith("always") else ""
+    remedy = known.remedy or (f"write {fine}" if fine else "leave it out")
     if isinstance(value, str):
         remedy = _ELSEWHERE.get((known.name, value), remedy)
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"

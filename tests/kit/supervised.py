@@ -87,7 +87,9 @@ class Processes:
 
     def logged(self) -> int:
         """Return the bytes of all logs, which grow while any process works."""
-        return sum(file.stat().st_size for file in self._log_dir.rglob("*.log"))
+        # A checkpoint may be deleted meanwhile, which `Path.rglob` does not stand.
+        named = (Path(folder, name) for folder, _, names in os.walk(self._log_dir) for name in names)
+        return sum(file.stat().st_size for file in named if file.suffix == ".log")
 
     def wait(self, name: str, moves: Callable[[], object]) -> int:
         """Wait until a process ends.

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 import traceback
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 
 from deploy.run import run_directory
+from learner import callbacks
 from protocol import checkpoints
 from protocol.checkpoints import Best
 from protocol.config import ConfigError, RunConfig, TaskSection, resolve
@@ -23,8 +25,9 @@ from rollout_worker.task.task import Task, load_task
 from rollout_worker.tools.toolbox import ToolBox
 from slipstream import script as script_module
 from slipstream.script import overrides
-from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput
+from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer, TrainOutput, notebook
 from slipstream.trl.configs import _Config
+from slipstream.trl.state import read_state
 from slipstream.trl.translate import translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
@@ -368,7 +371,8 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(use_adaptive_entropy=True), "use_adaptive_entropy=True.*write use_adaptive_entropy=False"),
         (GRPOConfig(lr_scheduler_kwargs="{"), "lr_scheduler_kwargs='{'.: give a dict"),
         (GRPOConfig(optim_args="momentum"), "optim_args='momentum'.: write name=value"),
-        (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'.*write eval_strategy='steps' with eval_steps"),
+        (GRPOConfig(eval_strategy="epoch"), "eval_strategy='epoch'. is not .* rows .*write eval_strategy='steps' with"),
+        (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch'. is not .* rows .*write save_strategy='steps' with"),
         (GRPOConfig(eval_strategy="stps"), "eval_strategy='stps'. is not known; write eval_strategy='steps'"),
         (GRPOConfig(eval_strategy="steps", eval_steps=-2), r"eval_steps=-2. with .*must be a whole number of steps"),
         (GRPOConfig(eval_strategy="steps", eval_steps=0), r"eval_steps=0. with .*must be a whole number of steps"),
@@ -391,11 +395,11 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(num_generations="8"), "num_generations='8'.: must be a number"),
         (
             GRPOConfig(load_best_model_at_end=True, metric_for_best_model="eval_loss"),
-            "metric_for_best_model='eval_loss'. is not supported: with `load_best_model_at_end`; write "
+            "metric_for_best_model='eval_loss'. is not supported; write "
             "metric_for_best_model='reward' or metric_for_best_model='eval_reward'",
         ),
         (GRPOConfig(greater_is_better=False), "greater_is_better=False. is not supported"),
-        (GRPOConfig(save_strategy="epoch"), "save_strategy='epoch' is not supported"),
+        (GRPOConfig(save_strategy="best"), "save_strategy='best' is not supported"),
         (GRPOConfig(fsdp="hybrid_shard auto_wrap"), "fsdp='hybrid_shard auto_wrap' is not supported.*write fsdp=True"),
         (GRPOConfig(deepspeed="zero3.json"), "deepspeed='zero3.json'.*fsdp=True"),
         (GRPOConfig(warmup_steps=0.1), "max_steps is not given"),
@@ -423,8 +427,23 @@ def test_fsdp_shares_the_weights_out(fsdp: Any) -> None:
             "num_generation",
             r"GRPOConfig\(num_generation=...\) is not .*did you mean num_generations\?",
         ),
-        (AsyncGRPOConfig, "beta", r"AsyncGRPOConfig\(beta=...\) is not a field of TRL 1.16's AsyncGRPOConfig"),
-        (RLOOConfig, "scale_rewards", "not a field of TRL 1.16's RLOOConfig"),
+        (
+            AsyncGRPOConfig,
+            "beta",
+            r"AsyncGRPOConfig\(beta=...\) is not a field of TRL's AsyncGRPOConfig: here it .*kl_coef",
+        ),
+        (RLOOConfig, "scale_rewards", r"not a field of TRL's RLOOConfig: .*\{'learner': \{'advantage': \.\.\.\}\}$"),
+        (
+            GRPOConfig,
+            "max_stalenes",
+            r": did you mean max_staleness\? .*slipstream=\{'queue': \{'max_staleness': \.\.\.\}\}$",
+        ),
+        (AsyncGRPOConfig, "max_stalenes", r": did you mean max_staleness\?$"),
+        (GRPOConfig, "groups_per_step", r": here it is a setting: slipstream=\{'learner': \{'groups_per_step': "),
+        (GRPOConfig, "warmup_ratio", r": it is gone there; write warmup_steps"),
+        (GRPOConfig, "vllm_devic", r": did you mean"),
+        (AsyncGRPOConfig, "use_vllm", r": it is one of other configs; leave it out$"),
+        (GRPOConfig, "xyzzy", r": settings that TRL has no name for go into slipstream="),
     ],
 )
 def test_what_is_no_field_of_trl_s_is_refused(kind: type[_Config], field: str, says: str) -> None:
@@ -449,6 +468,51 @@ def test_a_refusal_shows_no_frames_beneath_the_call(how: Any) -> None:
     assert [Path(frame.filename).name for frame in frames][-2:] == ["test_trl.py", "script.py"]
 
 
+def test_a_field_of_a_newer_trl_is_told_from_a_misspelt_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "async_grpo_config.py"
+    file.write_text("class AsyncGRPOConfig(_BaseConfig):\n    later: int = 3\n")
+    trl = SimpleNamespace(version="9.0", files=[SimpleNamespace(name=file.name, locate=lambda: file)])
+    monkeypatch.setattr("slipstream.trl.configs.distribution", lambda name: trl)
+    with pytest.raises(ConfigError, match=r"TRL 9\.0, which is installed, has it"):
+        AsyncGRPOConfig(later=4)
+    with pytest.raises(ConfigError, match="settings that TRL has no name for"):
+        GRPOConfig(later=4)
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("from slipstream.trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer", None),
+        (
+            "from slipstream.trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker",
+            "TRL 1.18 removed .*write: from slipstream.trl import AsyncGRPOConfig, AsyncGRPOTrainer$",
+        ),
+        ("import slipstream.trl.models_x", "not trl.models_x; import it from TRL: from trl.models_x import ...$"),
+        ("from slipstream.trl import SFTTrainer", "not SFTTrainer; import it from TRL: from trl import SFTTrainer$"),
+    ],
+)
+def test_an_import_that_is_not_here_says_where_it_is(line: str, says: str | None) -> None:
+    if says is None:
+        exec(line, {})
+        return
+    with pytest.raises(ImportError, match=says):
+        exec(line, {})
+
+
+def test_what_is_ignored_is_listed_in_one_line() -> None:
+    notes = translate(GRPOConfig(use_vllm=False, vllm_mode="colocate", pad_to_multiple_of=None), "m/m", None).notes
+    (listed,) = (note for note in notes if note.startswith("taken, and without a meaning here"))
+    assert "here: use_vllm, vllm_mode (" in listed
+    assert not [note for note in translate(GRPOConfig(), "m/m", None).notes if "without a meaning" in note]
+
+
+def test_a_default_that_is_not_trl_s_is_said_until_the_script_decides() -> None:
+    (said,) = (note for note in translate(GRPOConfig(), "m/m", None).notes if note.startswith("left out, and by"))
+    assert "bf16 (True there; here model.dtype = " in said
+    decided = GRPOConfig(bf16=True, gradient_checkpointing=False, save_total_limit=3)
+    assert not [note for note in translate(decided, "m/m", None).notes if note.startswith("left out, and by")]
+
+
 def test_what_has_no_effect_is_said() -> None:
     made = translate(GRPOConfig(eval_delay=3, full_determinism=True, tf32=True), "org/model", None)
     assert [note for note in made.notes if note.startswith("eval_delay=3 has no effect here")]
@@ -457,6 +521,7 @@ def test_what_has_no_effect_is_said() -> None:
     assert quiet.sections["learner"]["gradient_checkpointing"] is True
     assert quiet.sections["learner"]["compile"] is False
     assert len(quiet.notes) == len(made.notes) - 3
+    assert not [note for note in quiet.notes if "gradient_checkpointing" in note]
 
 
 def test_a_field_can_be_read_and_set_as_in_trl() -> None:
@@ -472,6 +537,12 @@ class Model:
     """As a transformers model is given."""
 
 
+class Adapted:
+    """As a model of peft is."""
+
+    peft_config: dict[str, Any] = {}  # noqa: RUF012
+
+
 class Tokenizer:
     name_or_path = "org/tokenizer"
 
@@ -479,7 +550,8 @@ class Tokenizer:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text"),
+        ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text, or an object of transformers"),
+        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\).*give that as text, and the adapter as peft_config"),
         ({"peft_config": Model()}, r"peft_config=Model\) is not supported: the adapter is LoRA"),
         ({"quantization_config": Model()}, r"quantization_config=Model\) is not supported; give a BitsAndBytesConfig"),
         ({"args": GRPOConfig(optim="lomo")}, r"GRPOConfig\(optim='lomo'\): learner.optim = \"lomo\": must be "),
@@ -493,11 +565,10 @@ class Tokenizer:
         ({"rollout_func": accuracy}, "rollout_func="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
         ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
-        ({"eval_dataset": {"easy": ROWS}}, "eval_dataset.*is a dict with 'easy'; give one of these"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=2)}, "num_iterations=2"),
-        ({"train_dataset": None}, "has no dataset; give dataset="),
+        ({"train_dataset": None}, "GRPOTrainer: a `train_dataset` is required where no environment"),
         ({"reward_funcs": None}, "at least one reward"),
     ],
 )
@@ -572,7 +643,7 @@ def test_train_resumes_and_gives_what_transformers_gives(
 @pytest.mark.parametrize(
     ("how", "says"),
     [
-        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint; write True"),
+        (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint, and rloo holds none"),
         (trainer.save_model, "holds no checkpoint; call it after train"),
         (trainer.push_to_hub, "push_to_hub.*holds no checkpoint; call it after train"),
         (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
@@ -602,15 +673,28 @@ def test_refusals_speak_of_trl_s_arguments(
     assert ("another name: output_dir='rloo-2'" in str(error.value)) is not resume
 
 
-def test_a_script_under_accelerate_launch_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_accelerate_launch_the_first_process_runs_everything(
+    monkeypatch: pytest.MonkeyPatch,
+    supervised: list[tuple[RunConfig, bool]],
+    model_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer.model = str(model_folder)
     monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ConfigError, match=r"WORLD_SIZE = 8: .* start it with python, not with accelerate launch"):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(SystemExit) as ended:
         trainer.train()
+    assert (ended.value.code, supervised) == (0, [])
+    monkeypatch.setenv("RANK", "0")
+    trainer.train()
+    assert len(supervised) == 1
+    assert "WORLD_SIZE = 8: the first process runs everything" in capsys.readouterr().err
+    assert not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "ACCELERATE_MIXED_PRECISION"} & {*os.environ}
 
 
 def test_importing_it_loads_no_torch_and_no_trl() -> None:
-    import subprocess
-
     code = "import sys, slipstream.trl\nassert not {'torch', 'trl'} & {*sys.modules}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -726,7 +810,7 @@ class Stops:
 def test_callbacks_are_named_by_their_trainer_for_the_learner(
     supervised: list[tuple[RunConfig, bool]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "model", str(model_folder))
+    trainer.model = str(model_folder)
     monkeypatch.setattr(trainer, "callbacks", [])
     monkeypatch.setitem(trainer.args.given, "hub_token", "hf_secret")
     monkeypatch.setenv("HF_TOKEN", "other")
@@ -766,3 +850,347 @@ def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         ("sums", {"private": True, "exist_ok": True}),
         {"repo_id": "me/sums", "folder_path": model, "commit_message": "done"},
     ]
+
+
+def metrics(step: int, **more: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": 0,
+        "loss": step / 10,
+        "reward": 0.5,
+        "num_tokens": 100 * step,
+        "eval/reward": 9,
+        **more,
+    }
+
+
+def journals(run_dir: Path, steps: int) -> None:
+    """Write what a run of some steps with an evaluation of step 1 leaves."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(metrics(step)) + "\n" for step in range(1, steps + 1))
+    (run_dir / "metrics.jsonl").write_text(lines + '{"step": 99')
+    evaluation = {"step": 1, "reward": 0.7, "seconds": 2.0, "rewards": {"accuracy": 0.7}, "mean_length": None}
+    (run_dir / "evaluations.jsonl").write_text(json.dumps(evaluation) + "\n")
+    (run_dir / "summary.json").write_text(json.dumps({"steps": steps, "wall_s": 4.0}))
+
+
+def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:
+    journals(tmp_path / "mine", 2)
+    save_checkpoints(tmp_path / "mine", 1)
+    checkpoints.write_best(tmp_path / "mine", Best(1, 0.7))
+    state = read_state(tmp_path / "mine", [{"own": 1.0, "step": 2}])
+    assert (state.global_step, state.num_input_tokens_seen, state.best_metric, state.best_global_step) == (
+        2,
+        200,
+        0.7,
+        1,
+    )
+    assert state.best_model_checkpoint == str(tmp_path / "mine" / "checkpoints" / "step-000001")
+    first, evaluation, second, own, end = state.log_history
+    assert (first["loss"], first["step"], second["loss"]) == (0.1, 1, 0.2)
+    assert "eval/reward" not in first
+    assert evaluation == {
+        "eval_reward": 0.7, "eval_runtime": 2.0, "eval_rewards/accuracy/mean": 0.7, "epoch": 0.0, "step": 1
+    }  # fmt: skip
+    assert own == {"own": 1.0, "step": 2}
+    assert end == {
+        "train_loss": pytest.approx(0.15), "train_runtime": 4.0, "train_steps_per_second": 0.5, "epoch": 0, "step": 2,
+        "num_tokens": 200, "reward": 0.5,
+    }  # fmt: skip
+    state.save_to_json(tmp_path / "state.json")
+    assert json.loads((tmp_path / "state.json").read_text())["global_step"] == 2
+
+
+def test_a_run_of_before_is_not_the_trainer_s(tmp_path: Path) -> None:
+    """Not until it trains."""
+    fresh = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "mine"), max_steps=7), ROWS)
+    journals(fresh.run_dir, 2)
+    fresh.log({"mine": 1.0})
+    assert fresh.state.log_history == [{"mine": 1.0, "epoch": 0.0, "step": 0}]
+    assert (fresh.state.max_steps, fresh.state.best_metric) == (7, None)
+
+
+def test_the_face_of_transformers_trainer(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path, tmp_path: Path
+) -> None:
+    trainer.model = str(model_folder)
+    trainer.train()
+    assert trainer.state.log_history[-1]["train_loss"] == 2.0
+    assert (trainer.state.global_step, trainer.num_generations, trainer.args.num_generations) == (3, 2, 2)
+    assert trainer.accelerator.is_main_process
+    assert trainer.is_world_process_zero()
+    trainer.log_metrics("train", {"train_loss": 2.0, "samples": 3})
+    assert trainer.state.log_history[-2] == {"train_loss": 2.0, "train_samples": 3, "epoch": 0.0, "step": 3}
+    trainer.save_state()
+    assert (trainer.run_dir / "trainer_state.json").is_file()
+    with pytest.raises(AttributeError, match=r"has no attribute 'lr_scheduler'.*processes of their own"):
+        _ = trainer.lr_scheduler
+
+
+def test_the_folder_of_the_newest_checkpoint_resumes(
+    supervised: list[tuple[RunConfig, bool]], model_folder: Path
+) -> None:
+    trainer.model = str(model_folder)
+    save_checkpoints(trainer.run_dir, 4, 6)
+    trainer.train(resume_from_checkpoint=trainer.run_dir / "checkpoints" / "step-000006")
+    assert supervised[-1][1]
+    with pytest.raises(ConfigError, match=r"the newest is .*step-000006; write True"):
+        trainer.train(resume_from_checkpoint=str(trainer.run_dir / "checkpoints" / "step-000004"))
+
+
+def test_a_card_names_the_data_set_and_the_tags(tmp_path: Path) -> None:
+    writing = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "sums")), ROWS)
+    save_checkpoints(writing.run_dir, 3)
+    (writing.run_dir / "checkpoints" / "step-000003" / "model" / "README.md").write_text(
+        "---\ntags: [slipstream]\n---\n# sums"
+    )
+    writing.create_model_card(model_name="Sums", dataset_name="org/sums", tags="tools")
+    card = (writing.run_dir / "README.md").read_text()
+    assert "org/sums" in card
+    assert "- slipstream\n- tools" in card
+    assert "model_name: Sums" in card
+
+
+IN_A_FUNCTION = """
+import sys
+from slipstream.trl import GRPOConfig, GRPOTrainer
+def main(text):
+    def accuracy(completions, **columns):
+        return [0.0] * len(completions)
+    for number in (1, 2):
+        trainer = GRPOTrainer("org/model", accuracy, GRPOConfig(f"out-{number}"), [{"prompt": f"{text} {number}"}])
+        trainer.train()
+        print("result")
+    trainer.rollouts([f"{text} 3"])
+    trainer.evaluate([{"prompt": f"{text} 4"}])
+if __name__ == "__main__":
+    main(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 4])
+def test_a_trainer_in_a_function_is_found_by_its_start(
+    start: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "main.py"
+    file.write_text(IN_A_FUNCTION)
+    monkeypatch.setenv("SLIPSTREAM_SCRIPT_ARGUMENTS", '["hello"]')
+    arguments, main = sys.argv, sys.modules["__main__"]
+    task = load_task(TaskSection(path=f"{file}:__start_{start}__"))
+    assert [row["prompt"] for row in task.dataset] == [f"hello {start}"]
+    assert capsys.readouterr().out == ""
+    assert (sys.argv, sys.modules["__main__"]) == (arguments, main)
+
+
+def test_a_script_without_that_start_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "main.py"
+    file.write_text("pass")
+    with pytest.raises(ConfigError, match=r"main.py defines no '__start_1__'"):
+        load_task(TaskSection(path=f"{file}:__start_1__"))
+
+
+def test_a_trainer_in_a_function_trains(script: Script) -> None:
+    """With the real supervisor, and the real check of the task; the rest is a stand-in."""
+    stand_in(script, "echo '{\"steps\": 5}' >runs/mine/summary.json; exit 0")
+    made = f"GRPOConfig('runs/mine', max_steps=5, slipstream=dict({sections()[len('model=MODEL, ') :]}))"
+    script.write(
+        PATCHED
+        + "def main():\n"
+        + f"    own = GRPOTrainer(MODEL['path'], accuracy, {made}, [{{'prompt': 'Multiply 2 by 3.'}}])\n"
+        + "    print('trained', own.train().global_step)\n"
+        + "if __name__ == '__main__':\n    main()\n",
+        HEAD,
+    )
+    done = run(script)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "trained 5"
+    assert f'path = "{script.path}:__start_1__"' in (script.folder / "runs" / "mine" / "run.toml").read_text()
+
+
+def test_rollouts_and_evaluations_are_runs_that_train_nothing(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path
+) -> None:
+    """What workers would play is played here by hand."""
+    asked: list[RunConfig] = []
+
+    def supervise(config: RunConfig, resume: bool) -> None:
+        asked.append(config)
+        task = playing.task
+        config.run_dir.mkdir(parents=True)
+        if config.run.name.startswith("rollouts"):
+            for row in (*task.dataset, *task.eval_dataset):
+                task.rewards[0](completions=["a", "b"], row=[row["row"]] * 2)  # type: ignore[operator]
+        else:
+            assert task.eval_dataset == ROWS
+            line = {"step": 0, "reward": 0.25, "seconds": 1.0}
+            (config.run_dir / "evaluations.jsonl").write_text(json.dumps(line) + "\n")
+
+    monkeypatch.setattr(script_module, "supervise", supervise)
+    monkeypatch.setattr("slipstream.trl.trainer.place_of", lambda *_: f"{__file__}:trainer")
+    playing = GRPOTrainer(
+        str(model_folder), accuracy, GRPOConfig(str(tmp_path / "mine"), learning_rate=1.0), [{"prompt": "other"}]
+    )
+    assert playing.evaluate(ROWS, metric_key_prefix="test") == {"test_reward": 0.25, "test_runtime": 1.0}
+    assert playing.state.log_history[-1]["test_reward"] == 0.25
+    assert playing.rollouts(["one", "two"], num_generations=2) == [["a", "b"], ["a", "b"]]
+    assert [config.run_dir.parent for config in asked] == [tmp_path / "mine" / "evaluations"] * 2
+    assert all(config.eval.at_start and config.learner.steps == 1 for config in asked)
+    assert [config.eval.group_size for config in asked] == [8, 2]
+    assert list(playing.task.dataset) == [{"prompt": "other"}]
+    with pytest.raises(ConfigError, match="there is no eval_dataset; give one here"):
+        playing.evaluate()
+
+
+def test_the_callback_that_ends_a_run_at_once_is_one_of_transformers() -> None:
+    from slipstream.trl import evaluation
+
+    (found,) = callbacks.load([f"{evaluation.__file__}:AT_ONCE"])
+    control = SimpleNamespace(should_training_stop=False)
+    found.on_train_begin(None, None, control)
+    found.on_step_end(None, None, control)
+    assert control.should_training_stop
+
+
+def test_a_notebook_s_cells_are_a_script_up_to_its_training(tmp_path: Path) -> None:
+    cells = ["%pip install x\nimport os", "%%bash\necho", "get_ipython().system('ls')\nx = os.no_such", "not python"]
+    last = "value = 3\n!ls\n%matplotlib inline\nsaid = os.sep * value"
+    names: dict[str, Any] = {}
+    exec(notebook.script([*cells, last]), names)
+    assert names["said"] == os.sep * 3
+    with pytest.raises(AttributeError, match="no_such"):
+        exec(notebook.script(["import os", "os.no_such"]), {})
+    ran = tmp_path / "ran"
+    session = f"""
+import sys
+from pathlib import Path
+from slipstream.trl import notebook
+In = ["", "import sys", "open({str(ran)!r}, 'w').write('yes')", "import os; sys.exit(int(os.environ['FAIL']))"]
+assert notebook.is_one()
+try:
+    notebook.run(Path({str(tmp_path / "mine")!r}), 1)
+except RuntimeError as failure:
+    print("failed", failure.code)
+else:
+    print("done")
+"""
+    for fail in "04":
+        done = subprocess.run(
+            [sys.executable, "-c", session],
+            env={**os.environ, "FAIL": fail},
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert done.stdout.strip() == ("failed 4" if fail == "4" else "done"), done.stderr
+    assert ran.read_text() == "yes"
+    journals(tmp_path / "mine", 2)
+    drawn = notebook.table(read_state(tmp_path / "mine"))
+    assert drawn.count("<tr>") == 2
+    assert "<td>0.200000</td>" in drawn
+
+
+def test_a_model_as_a_reward_is_its_logit(tmp_path: Path) -> None:
+    """Of prompt and completion, each by itself: padding changes nothing."""
+    torch = pytest.importorskip("torch")
+    from transformers import Qwen3Config, Qwen3ForSequenceClassification
+
+    from tests.kit.model import SIZES
+
+    torch.manual_seed(0)
+    sizes = {**SIZES, "vocab_size": len(TOKENIZER)}
+    model = Qwen3ForSequenceClassification(Qwen3Config(**sizes, head_dim=8, num_labels=1)).eval()
+    model.save_pretrained(tmp_path / "judge")
+    TOKENIZER.save_pretrained(tmp_path / "judge")
+    judged = GRPOTrainer("org/model", [str(tmp_path / "judge"), accuracy], None, ROWS)
+    reward, function = judged.task.rewards
+    assert (reward.__name__, function) == ("judge", accuracy)  # type: ignore[union-attr]
+    texts = ["1 + 1 = 2", "1 + 1 = a much longer answer"]
+    found = reward(prompts=["1 + 1"] * 2, completions=[text[5:] for text in texts])  # type: ignore[operator]
+    ids = [torch.tensor([TOKENIZER.encode(text, add_special_tokens=False)]) for text in texts]
+    model.config.pad_token_id = TOKENIZER.pad_token_id
+    with torch.no_grad():
+        assert found == pytest.approx([float(model(one).logits) for one in ids], abs=1e-5)
+    turns = {"prompts": [[{"role": "user", "content": "a"}]], "completions": [[{"role": "assistant", "content": "b"}]]}
+    text = TOKENIZER.apply_chat_template([*turns["prompts"][0], *turns["completions"][0]], tokenize=False)
+    with torch.no_grad():
+        (said,) = reward(**turns)  # type: ignore[operator]
+        whole = torch.tensor([TOKENIZER.encode(text, add_special_tokens=False)])
+        assert said == pytest.approx(float(model(whole).logits), abs=1e-5)
+
+
+def test_a_reward_with_a_server_is_left_to_it_and_classes_must_match() -> None:
+    served = GRPOConfig(slipstream={"task": {"reward_servers": {"org/judge": "http://j"}}})
+    assert GRPOTrainer("m/m", "org/judge", served, ROWS).task.rewards == ["org/judge"]
+    with pytest.raises(ConfigError, match=r"number of reward processing classes, 2, must match .* functions, 1"):
+        GRPOTrainer("m/m", "org/judge", None, ROWS, reward_processing_classes=[None, None])
+    with pytest.raises(ConfigError, match=r"number of reward processing classes, 1, must match .* functions, 2"):
+        GRPOTrainer("m/m", ["org/judge", accuracy], None, ROWS, reward_processing_classes=TOKENIZER)
+    one = GRPOTrainer("m/m", ["org/judge", accuracy], None, ROWS, reward_processing_classes=[TOKENIZER, None])
+    assert one.reward_processing_classes == [TOKENIZER, None]
+    assert one.reward_funcs[1] is accuracy
+
+
+def test_an_epoch_is_its_rows_in_steps() -> None:
+    config = GRPOConfig(
+        per_device_train_batch_size=16, eval_strategy="epoch", save_strategy="epoch", num_generations_eval=1
+    )
+    made = translate(config, "org/model", None, rows=41).sections
+    assert made["eval"] == {"every": 21, "at_start": False, "group_size": 1}
+    assert made["learner"]["checkpoint_every"] == 21
+    GRPOTrainer("org/model", accuracy, config, ROWS, eval_dataset=ROWS)
+    with pytest.raises(ConfigError, match="counted when it is read"):
+        GRPOTrainer("org/model", accuracy, config, lambda: iter(ROWS), eval_dataset=ROWS)
+
+
+def test_several_evaluation_data_sets_are_one_beside_the_training_and_each_by_itself_after(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sets = {"easy": ROWS, "hard": [{"prompt": "hard"}]}
+    several = GRPOTrainer("org/model", accuracy, None, ROWS, eval_dataset=sets)
+    assert several.task.eval_dataset == [*ROWS, {"prompt": "hard"}]
+    streams = {"easy": SimpleNamespace(__iter__=None), **sets}
+    assert GRPOTrainer("m/m", accuracy, None, ROWS, eval_dataset=streams).eval_dataset is streams
+    asked = []
+    monkeypatch.setattr(several, "_play", lambda task, *_: asked.append(task.eval_dataset))
+    assert several.evaluate() == {}
+    assert asked == [ROWS, [{"prompt": "hard"}]]
+
+
+def test_what_a_template_does_not_read_is_left_out(
+    supervised: list[tuple[RunConfig, bool]],
+    model_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"enable_thinking": False, "unheard_of": 1}
+    trainer.model = str(model_folder)
+    monkeypatch.setitem(trainer.args.given, "chat_template_kwargs", given)
+    read = {name for name in given if name in trainer.processing_class.get_chat_template()}
+    trainer.train()
+    assert {*supervised[0][0].chat.chat_template_kwargs} == read
+    assert "the template reads no" in capsys.readouterr().err
+
+
+def test_fp16_is_the_servers() -> None:
+    assert sections_of(GRPOConfig(fp16=True))["model"]["dtype"] == "float16"
+    assert not [note for note in translate(GRPOConfig(fp16=True), "m/m", None).notes if "bf16 (" in note]
+
+
+def test_trl_s_parser_gives_our_configs(tmp_path: Path) -> None:
+    pytest.importorskip("trl", reason="its parser is adapted")
+    from slipstream.trl import ModelConfig, ScriptArguments, TrlParser, get_peft_config
+    from slipstream.trl.rewards import think_format_reward
+
+    yaml = tmp_path / "recipe.yaml"
+    yaml.write_text("num_generations: 4\nlearning_rate: 1.0e-5\n")
+    parser = TrlParser((ScriptArguments, GRPOConfig, ModelConfig))
+    command = (
+        f"--config {yaml} --output_dir out --max_steps 3 --bf16 true --dataset_name org/sums --use_peft --lora_r 4"
+    )
+    arguments, config, model = parser.parse_args_and_config(command.split())
+    assert isinstance(config, GRPOConfig)
+    assert config.given == {
+        "output_dir": "out", "max_steps": 3, "bf16": True, "num_generations": 4, "learning_rate": 1e-5
+    }  # fmt: skip
+    assert (arguments.dataset_name, get_peft_config(model).r) == ("org/sums", 4)
+    assert think_format_reward([[{"content": "no"}]]) == [0.0]

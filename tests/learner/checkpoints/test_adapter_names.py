@@ -107,7 +107,7 @@ def test_every_familys_structure_can_be_looked_at(name: str, tmp_path: Path, cap
 def test_a_structure_that_cannot_be_made_is_left_to_the_learner(
     structure: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(config: Any) -> Any:
+    def fails(*given: Any) -> Any:
         raise RuntimeError("Tensor.item() cannot be called on meta tensors\nand more")
 
     monkeypatch.setattr("learner.model.loading.kind_of", fails)

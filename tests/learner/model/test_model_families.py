@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from transformers import BertConfig, BertLMHeadModel, DogeConfig, DogeForCausalLM, Phi3Config, Phi3ForCausalLM
 
@@ -235,6 +236,83 @@ def test_a_mixing_that_reaches_far_is_found_too(tmp_path: Path) -> None:
     check_packing(policy, None)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a"):
         check_packing(policy, 300)
+
+
+def test_a_window_that_begins_beyond_the_short_sequences_is_found_in_a_full_row(tmp_path: Path) -> None:
+    """Such as a window that is built into the mask, or experts of a fixed capacity."""
+    policy = loaded(TEXT["Llama"], tmp_path)
+    mlp = policy.model.model.layers[1].mlp
+    mlp.register_forward_hook(lambda _, __, out: out + torch.nn.functional.pad(out, (0, 0, 400, 0))[:, :-400])
+    check_packing(policy, 1000)
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM scores a (sequence of|token)"):
+        check_packing(policy, 1000, 2048)
+
+
+def test_sixteen_bits_do_not_hide_layers_that_mix(tmp_path: Path) -> None:
+    """Weights that were never trained mix sequences by less than bfloat16 rounds off."""
+    torch.manual_seed(0)
+    PADDED["LFM2 (convolutions)"]().bfloat16().save_pretrained(tmp_path)
+    for kept in ("float32", "model"):
+        model = ModelSection(path=str(tmp_path), dtype="bfloat16")
+        policy = load_policy(str(tmp_path), model, SCORING, LearnerSection(weights_dtype=kept), LONGEST)
+        assert policy.layout == "padded"
+        assert policy.precision.compute is torch.bfloat16
+        assert {weight.dtype for weight in policy.parameters()} == {policy.precision.weights}
+
+
+@pytest.mark.parametrize(
+    "logits",
+    [lambda x: 30 * (x / 30).tanh(), lambda x: x + 0.01 * torch.arange(x.shape[-1]) / 32],
+    ids=["a soft cap of no known name", "a bias of its own"],
+)
+def test_logits_that_differ_little_from_the_output_layers_are_refused(
+    logits: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path
+) -> None:
+    policy = loaded(TEXT["Llama"], tmp_path)
+    whole = policy.model.forward
+
+    def forward(*args: Any, **named: Any) -> Any:
+        found = whole(*args, **named)
+        found.logits = logits(found.logits)
+        return found
+
+    policy.model.forward = forward
+    with pytest.raises(ConfigError, match="computes its logits in a way that the learner does not know"):
+        policy.check_logits()
+
+
+def test_a_scale_that_is_nearly_one_is_found(tmp_path: Path) -> None:
+    policy = loaded(TEXT["Llama"], tmp_path)
+    whole = policy.model.forward
+
+    def forward(*args: Any, **named: Any) -> Any:
+        found = whole(*args, **named)
+        found.logits = found.logits * 1.01
+        return found
+
+    policy.model.forward = forward
+    policy.check_logits()
+    assert policy.logit_scale == pytest.approx(1.01, rel=1e-4)
+
+
+def test_a_table_of_positions_that_ends_below_the_servers_context_is_named(tmp_path: Path) -> None:
+    for kind in ("Opt", "BioGpt"):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind.replace('Opt', 'OPT')}Config")(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            ffn_dim=64,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            max_position_embeddings=128,
+            **({"word_embed_proj_dim": 32} if kind == "Opt" else {}),
+        )
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / kind)
+        path = str(tmp_path / kind)
+        with pytest.raises(ConfigError, match=r"its table of positions ends at 128, and vllm\.max_model_len = 1000"):
+            load_policy(path, ModelSection(path=path), SCORING, longest=1000)
+        load_policy(path, ModelSection(path=path), SCORING, longest=128)
 
 
 def test_attention_that_picks_tokens_by_scores_that_look_ahead_is_refused_above_its_window(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from learner.model.build import load_policy
 from learner.model.policy import Policy, Scoring
 from learner.ranks.messages import decode_message, encode_message
 from protocol.config import ConfigError, ModelSection
-from protocol.images import Image, ImagePlace
+from protocol.images import Image, ImagePlace, digest
 from protocol.images import pack as packed
 from tests.kit import group
 from tests.kit.seeing import build_seeing
@@ -135,18 +136,55 @@ class _Nothing:
     pass
 
 
+ARRAYS = {
+    "pixel_values": np.arange(32, dtype=np.float32).reshape(8, 4),
+    "image_grid_thw": np.array([[1, 2, 4]]),
+}
+
+
+def carried(tokens: int = 2, hash: str | None = None, **changed: Any) -> Image:
+    arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
+    return Image(hash or digest(arrays), tokens, {name: packed(array) for name, array in arrays.items()})
+
+
 def test_images_of_a_group_are_numbered_once_in_a_step() -> None:
     given = group()
-    pixels = np.arange(8, dtype=np.float32).reshape(2, 4)
-    given.images = [Image("a", 2, {"pixel_values": packed(pixels)})]
+    given.images = [carried()]
     segment = given.rollouts[0].segments[0]
     segment.images = [ImagePlace(0, 0)]
     step = StepImages()
     for _ in range(2):
         ids, images = step.token_ids(segment, given, unpacked(given))
         assert ids[:2].tolist() == [-1, -1]
-        np.testing.assert_array_equal(images[0].inputs["pixel_values"].numpy(), pixels)
+        np.testing.assert_array_equal(images[0].inputs["pixel_values"].numpy(), ARRAYS["pixel_values"])
     assert segment.token_ids[0] >= 0
+
+
+NOT_NUMBERS = ARRAYS["pixel_values"].copy()
+NOT_NUMBERS[3, 2] = np.nan
+FORGED = {
+    "no arrays": Image("a", 2, {}),
+    "no grid": carried(image_grid_thw=None),
+    "an argument of the network": carried(attention_mask=np.zeros((1, 2), np.float32)),
+    "other tokens": carried(tokens=1),
+    "more tokens than patches": carried(tokens=9),
+    "a grid of nothing": carried(image_grid_thw=np.array([[1, 0, 4]])),
+    "a grid below nothing": carried(image_grid_thw=np.array([[-1, -2, 4]])),
+    "two grids": carried(image_grid_thw=np.array([[1, 2, 2], [1, 2, 2]])),
+    "an odd grid": carried(image_grid_thw=np.array([[1, 1, 8]])),
+    "fewer pixels": carried(pixel_values=ARRAYS["pixel_values"][:6]),
+    "bytes": carried(pixel_values=ARRAYS["pixel_values"].astype(np.uint8)),
+    "not numbers": carried(pixel_values=NOT_NUMBERS),
+    "another's hash": carried(hash="0" * 32),
+}
+
+
+@pytest.mark.parametrize("kind", FORGED)
+def test_i8_an_image_that_no_worker_makes_reaches_no_network(kind: str) -> None:
+    given = group()
+    given.images = [FORGED[kind]]
+    with pytest.raises(ValueError, match="an image"):
+        unpacked(given)
 
 
 def test_a_model_that_does_not_see_is_refused(model_path: Path) -> None:

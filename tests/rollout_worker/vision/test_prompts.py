@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -18,6 +19,7 @@ from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.build import build_chat_format
 from rollout_worker.group import of_prompt, transcript
 from rollout_worker.task.row_reader import plain_columns
+from rollout_worker.tools.base import as_content
 from rollout_worker.vision.messages import images_of, placed
 from rollout_worker.vision.processor import Seen, _made
 from tests.kit import config
@@ -39,6 +41,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunConfig:
 
 def said(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}
+
+
+def png_of(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def data_of(image: Image.Image) -> str:
+    return f"data:image/png;base64,{base64.b64encode(png_of(image)).decode()}"
 
 
 def user(*parts: Any) -> list[dict[str, Any]]:
@@ -87,13 +99,22 @@ def test_the_same_pixels_have_the_same_hash(run: RunConfig) -> None:
 
 
 REFUSED = {
-    "more than may be shown": (user(*[part(RED)] * 4), "it shows 4 images, images.max_per_episode = 3"),
-    "a placeholder in a text": (user(part(RED), {"type": "text", "text": "<|image_pad|>"}), "write 2 placeholders"),
+    "a placeholder in a text": (
+        user(part(RED), {"type": "text", "text": "<|image_pad|>"}),
+        "message 0 holds <.image",
+    ),
     "an image to go on with": (
         [*user(SAID), {**user(part(RED))[0], "role": "assistant"}],
         "show the image in a user's",
     ),
-    "a placeholder alone": ([{"role": "user", "content": "<|image_pad|>"}], "it has 0 images"),
+    "a placeholder in place of a dropped image": (
+        [{"role": "system", "content": [part(RED)]}, *user(part(BLUE), said("<|image_pad|>"))],
+        "the text of message 1 holds",
+    ),
+    "a placeholder alone": (
+        [{"role": "user", "content": "<|image_pad|>"}],
+        "message 0 holds <.image",
+    ),
 }
 
 
@@ -108,6 +129,7 @@ async def test_prompts_that_do_not_fit_their_images_are_refused(run: RunConfig, 
 UNUSABLE: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"prompt": "Which?", "images": [RED]}, "images need a conversation"),
     "too many": ({"prompt": user(part(RED)), "images": [BLUE]}, "1 of its 1 images have no part"),
+    "more than may be shown": ({"prompt": user(*[part(RED)] * 4)}, "it shows 4 images, images.max_per_episode = 3"),
     "too few": ({"prompt": user({"type": "image"})}, "without an image: put it there under 'image', or into the row's"),
     "markers": (
         {"prompt": [{"role": "user", "content": "<image><image>"}], "images": [RED]},
@@ -166,3 +188,39 @@ def test_a_conversation_keeps_an_images_hash_size_and_preview(run: RunConfig) ->
     assert [len(message["content"]) for message in kept] == [80, 2]
     assert kept[0]["content"][0]["image"]["preview"] == ""
     assert kept[0]["content"][0]["image"]["hash"] == image.wire.hash
+
+
+def test_images_beyond_what_may_be_shown_are_not_opened(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty of them took 4.5 GB before they were counted."""
+    images = build_chat_format(run, []).images
+    assert images is not None
+    monkeypatch.setattr(type(images), "see", None)
+    for many in ({"prompt": user(*[part(RED)] * 60)}, {"prompt": user(SAID), "images": [RED] * 60}):
+        with pytest.raises(ValueError, match=r"it shows 60 images, images\.max_per_episode = 3"):
+            plain_columns(many, images)
+    with pytest.raises(ValueError, match="it shows 60 images"):
+        as_content([RED] * 60, images)
+
+
+GIVEN: list[Any] = [
+    [RED],
+    (RED, "see"),
+    ["see", part(RED)],
+    {"type": "input_image", "image_url": data_of(RED)},
+    {"type": "image", "bytes": png_of(RED)},
+    np.asarray(RED),
+    type("Mine", (Image.Image,), {})()._new(RED.im),
+]
+
+
+@pytest.mark.parametrize("number", range(len(GIVEN)))
+def test_a_tools_image_is_seen_in_every_form_that_rows_take(run: RunConfig, number: int) -> None:
+    content = as_content(GIVEN[number], build_chat_format(run, []).images)
+    assert [each["image"].size for each in content if each["type"] == "image"] == [RED.size]
+    assert all(each["text"] == "see" for each in content if each["type"] == "text")
+
+
+def test_lists_without_an_image_stay_text(run: RunConfig) -> None:
+    images = build_chat_format(run, []).images
+    for plain in (["a", "b"], [1, "a"], {"type": "house"}, [{"type": "text", "text": "a"}], np.zeros((2, 2), np.uint8)):
+        assert as_content(plain, images) == as_content(plain, None)

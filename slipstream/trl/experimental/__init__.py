@@ -1,0 +1,1 @@
+"""TRL's experimental trainers that are here: `async_grpo`."""

@@ -17,7 +17,7 @@ from deploy.run.supervisor import supervise
 from deploy.servers.tokens import check_secret
 from protocol.config import ConfigError, RunConfig, load
 
-ENGINES = ("local", "slurm", "kubernetes", "ray")
+ENGINES = ("local", "slurm")
 
 # The commands of `slipstream render`.
 app = typer.Typer(no_args_is_help=True)
@@ -45,15 +45,6 @@ def run_on(engine: str, config: RunConfig, run_file: str, settings: Sequence[str
             raise
     elif engine == "slurm":
         slurm.submit_and_follow(config, run_file, settings, resume)
-    elif engine == "ray":
-        from deploy.clusters.ray_actors import RayCluster
-
-        supervise(config, resume, RayCluster(config))
-    elif engine == "kubernetes":
-        raise ConfigError(
-            f"--on kubernetes: a run is not applied from here; write its manifests with `slipstream render kubernetes "
-            f"{run_file} -o FOLDER`, and apply them with `kubectl apply -k FOLDER`"
-        )
     else:
         raise ConfigError(f"--on {engine}: there is no such engine; the engines are: {', '.join(ENGINES)}")
 

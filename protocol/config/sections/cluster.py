@@ -65,27 +65,6 @@ class ClusterSection(Section):
     sbatch: list[str] = setting(
         [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
     )
-    ray_address: str = setting(
-        "auto", description="ray: address of a running cluster, as 10.0.0.1:6379", why="auto is the one of this machine"
-    )
-    image: str | None = setting(
-        None, description="kubernetes: image of all containers, with this release of Slipstream", why="there is none"
-    )
-    namespace: str = setting("default", description="kubernetes: namespace of everything", why="kubectl's own default")
-    volume_claim: str | None = setting(
-        None,
-        description="kubernetes: PersistentVolumeClaim that holds run.dir; default: one that the manifests make",
-        why="needs no preparation",
-    )
-    volume_gb: Count = setting(
-        100, description="kubernetes: size of the volume that the manifests make", why="checkpoints of a small model"
-    )
-    max_workers: Count = setting(
-        16, description="kubernetes: most workers that the scaler starts", why="a bound of what a fault may cost"
-    )
-    node_selector: list[str] = setting(
-        [], description="kubernetes: labels of the nodes with GPUs, as key=value", why="any node will do"
-    )
 
     @field_validator("head_gpus", "server_gpus")
     @classmethod
@@ -109,15 +88,7 @@ class ClusterSection(Section):
                 raise ValueError(f"{option!r} is no option of sbatch: write it as --account=physics")
         return value
 
-    @field_validator("node_selector")
-    @classmethod
-    def _labels(cls, value: list[str]) -> list[str]:
-        for label in value:
-            if not re.fullmatch(r"[A-Za-z0-9./_-]+=[A-Za-z0-9._-]*", label):
-                raise ValueError(f"{label!r} is no label: write it as key=value")
-        return value
-
-    @field_validator("partition", "worker_partition", "namespace")
+    @field_validator("partition", "worker_partition")
     @classmethod
     def _names(cls, value: str | None) -> str | None:
         if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):

@@ -46,9 +46,7 @@ time.sleep(300)
 """
 
 
-@pytest.fixture(
-    params=["local", pytest.param("slurm", marks=pytest.mark.slurm), pytest.param("ray", marks=pytest.mark.ray)]
-)
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
 def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     """Opens the `Children` of an engine that has settled, with room for one worker."""
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
@@ -56,7 +54,7 @@ def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.M
     config.run_dir.mkdir(parents=True)
     if request.param == "local":
         yield lambda: ThisMachine().children(GRACE_S)
-    elif request.param == "slurm":
+    else:
         slurm: SlurmCluster = request.getfixturevalue("slurm_here")
         environment = slurm.allocation(config, run_file)
         for name, value in environment.items():
@@ -64,22 +62,6 @@ def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.M
         job = SlurmJob(environment)
         asyncio.run(job.settle(config, print))
         yield lambda: job.children(GRACE_S)
-    else:
-        pytest.importorskip("ray", reason="Ray is not installed: uv pip install ray")
-        from deploy.clusters.ray_actors import RayCluster
-
-        address = request.getfixturevalue("ray_cluster")
-        ray = RayCluster(
-            config.model_copy(update={"cluster": config.cluster.model_copy(update={"ray_address": address})})
-        )
-
-        @contextlib.contextmanager
-        def opened() -> Iterator[Children]:
-            with ray.children(GRACE_S) as children:
-                asyncio.run(ray.settle(config, print))
-                yield children
-
-        yield opened
 
 
 TELLS = """

@@ -181,6 +181,8 @@ def check_sound(db: sqlite3.Connection, path: Path) -> None:
             faults = []
         finally:
             timer.cancel()
+            if timer.ident is not None:
+                timer.join()  # else it may interrupt the statement after this one
         # SQLite says so, too, if it was interrupted while it wrote down what it found.
         if faults and faults != ["interrupted"]:
             raise ConfigError(f"{path} is damaged, in its {table}: {faults[0].splitlines()[-1]}; {restore(path)}")

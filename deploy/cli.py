@@ -227,7 +227,7 @@ def up(
         str, typer.Option("--on", metavar="ENGINE", help=f"where: {', '.join(cluster.ENGINES)} (docs/scale.md)")
     ] = "local",
 ) -> None:
-    """Run everything until the learner is done, on this machine or, with --on, on a cluster's."""
+    """Run everything until the learner is done, here or, with --on, on a cluster."""
     try:
         config = load(run_file, context.args, needs=EVERYTHING)
         check_secret(config)
@@ -271,7 +271,7 @@ def plan(
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.command()(report.report)
-app.add_typer(cluster.app, name="render", help="Print what places a run on a cluster, for people who own that.")
+app.add_typer(cluster.app, name="render", help="Write what places a run on a cluster, for people who own that.")
 app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters import slurm
+from deploy.clusters import kubernetes, slurm
 from deploy.clusters.roles import check_token
 from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
@@ -73,3 +73,17 @@ def render_slurm(
     else:
         text = slurm.script(config, str(Path(run_file).absolute()), context.args, resume=False)
     typer.echo(text, nl=False)
+
+
+@app.command("kubernetes", **reading("cluster", "run", "worker.count", "vllm.count", "queue.store"))
+def render_kubernetes(
+    context: typer.Context,
+    run_file: RunFilePath,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder for the manifests; may exist")],
+) -> None:
+    """Write the manifests of a run, for `kubectl apply -k`. Tokens are in secret.yaml alone."""
+    config = load(run_file, context.args)
+    check_secret(config)
+    written = kubernetes.write(config, out, Path(run_file).absolute().parent)
+    typer.echo(f"wrote {len(written)} files. The volume comes first, and stays: kubectl apply -f {out}/storage.yaml")
+    typer.echo(f"then: kubectl apply -k {out}")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from protocol.config.sections.base import Count, Section, setting
+from protocol.config.sections.base import Count, CountOrZero, Section, setting
 
 Gpus = int | Literal["auto"]
 _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
@@ -66,6 +66,42 @@ class ClusterSection(Section):
         [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
     )
 
+    image: str | None = setting(
+        None,
+        description="kubernetes: image of all pods, as registry/name:tag, with task and model in /work "
+        "(deploy/Containerfile)",
+        why="yours holds your task",
+    )
+    namespace: str = setting("default", description="kubernetes: namespace of the run", why="the cluster's own default")
+    learner_nodes: Count = setting(
+        1, description="kubernetes: pods, each on a node of its own GPUs, that share learner.ranks", why="one is enough"
+    )
+    node_selector: list[str] = setting(
+        [], description="kubernetes: labels of the nodes of all pods, as pool=gpu", why="any node with the GPUs will do"
+    )
+    worker_node_selector: list[str] = setting(
+        [], description="kubernetes: labels of the workers' nodes; default: as the others'", why="workers need no GPU"
+    )
+    storage_gb: Count = setting(
+        100, description="kubernetes: gigabytes of the volume of run directory and checkpoints", why="a few checkpoints"
+    )
+    storage_class: str | None = setting(
+        None, description="kubernetes: storage class of that volume", why="the cluster has a default"
+    )
+    max_servers: CountOrZero = setting(
+        0,
+        description="kubernetes: servers up to which a KEDA scaler may go, from vllm.count; 0: no scaler",
+        why="KEDA has to be installed",
+    )
+    max_workers: CountOrZero = setting(
+        0,
+        description="kubernetes: workers up to which a KEDA scaler may go, from worker.count; 0: no scaler",
+        why="KEDA has to be installed",
+    )
+    kueue: str | None = setting(
+        None, description="kubernetes: Kueue's local queue in which the learner waits for its nodes", why="few have it"
+    )
+
     @field_validator("head_gpus", "server_gpus")
     @classmethod
     def _gpus(cls, value: Gpus) -> Gpus:
@@ -86,6 +122,21 @@ class ClusterSection(Section):
         for option in value:
             if not re.fullmatch(r"--[a-z-]+(=[^\n]*)?", option):
                 raise ValueError(f"{option!r} is no option of sbatch: write it as --account=physics")
+        return value
+
+    @field_validator("node_selector", "worker_node_selector")
+    @classmethod
+    def _labels(cls, value: list[str]) -> list[str]:
+        for label in value:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*", label):
+                raise ValueError(f"{label!r} is no label of a node: write it as pool=gpu")
+        return value
+
+    @field_validator("namespace", "storage_class", "kueue")
+    @classmethod
+    def _dns_names(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
+            raise ValueError("must be a name of at most 63 small letters, digits and dashes")
         return value
 
     @field_validator("partition", "worker_partition")

@@ -153,8 +153,12 @@ class SlurmCluster:
     def clear(self) -> None:
         """Cancel all jobs."""
         self.run("scancel", "--me", "--full", "--signal=KILL")
-        self.run("scancel", "--me")
-        until_true(lambda: not self.run("squeue", "--noheader").strip(), "a job does not end")
+
+        def none_is_left() -> bool:
+            self.run("scancel", "--me")  # again, as one that was killed may wait in the queue once more
+            return not self.run("squeue", "--noheader").strip()
+
+        until_true(none_is_left, "a job does not end")
 
     def close(self) -> None:
         """End all jobs and daemons, and remove the folder."""

@@ -51,9 +51,8 @@ _SEES = "no tiny model that sees is built by the runner"
 _ROLLOUTS = "it is about classes inside TRL's rollout worker; workers are processes of their own here"
 _BATCHES = "it is about classes inside TRL's batching; rows are packed by the learner here"
 _TEMPLATES = "it is about functions of trl.chat_template_utils and the hub's tokenizers; docs/models.md has our own"
-_ITERATIONS = "refused: each group trains once (num_iterations)"
 _ADAPTIVE = "refused: the entropy bonus is constant (use_adaptive_entropy)"
-_STRUCTURED = "refused: log-probs of a cut distribution need care (vllm_structured_outputs_regex)"
+_HUB_MODEL = "it trains a model of the hub, which is not to be had here"
 _SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
 
 # The model that a test trains, by a pattern of its name; nearly all train the tiny Qwen2.
@@ -62,6 +61,9 @@ MODEL_OF = {
     "*chat_template_kwargs*": "tiny-Qwen3ForCausalLM",
     "*[[]*tiny-Qwen3ForCausalLM*": "tiny-Qwen3ForCausalLM",
     "*[[]*tiny-LlamaForCausalLM-3.2*": "tiny-LlamaForCausalLM-3.2",
+    "*[[]*tiny-Gemma2ForCausalLM*": "tiny-Gemma2ForCausalLM",
+    "*[[]*tiny-Cohere2ForCausalLM*": "tiny-Cohere2ForCausalLM",
+    "*[[]*tiny-Qwen3MoeForCausalLM*": "tiny-Qwen3MoeForCausalLM",
 }
 
 # Why a test is not applicable, by a pattern of its name; the first that matches counts.
@@ -93,9 +95,7 @@ REASONS: dict[str, str] = {
     "*prepare_input_called*": _INSIDE,
     "*mask_truncated_completions*": _GENERATES,
     "*adaptive_entropy*": _ADAPTIVE,
-    "*multiple_iterations*": _ITERATIONS,
-    "*test_train_sequence_importance_sampling": _ITERATIONS,
-    "*structured_outputs*": _STRUCTURED,
+    "*structured_outputs*": _HUB_MODEL,
     "*generation_kwargs*": _SAMPLER,
     "*all_rewards_none*": _GENERATES,
     "*train_with_tools*": _GENERATES,
@@ -107,11 +107,8 @@ REASONS: dict[str, str] = {
     "*environment_owned_data": _GENERATES,
     "*malformed_tool_calls*": _GENERATES,
     "*moe*": "no tiny mixture of experts is built by the runner",
-    "*-Cohere2*": "a model of this architecture is not built by the runner",
-    "*test_train[[]*Cohere2*": "a model of this architecture is not built by the runner",
     "*test_train[[]*Glm4Moe*": "a model of this architecture is not built by the runner",
     "*test_train[[]*GptOss*": "a model of this architecture is not built by the runner",
-    "*test_train[[]*Qwen3Moe*": "a model of this architecture is not built by the runner",
     "*test_train[[]*NemotronH*": "a model of this architecture is not built by the runner",
     "*trust_remote_code*": "its model has code of its own, which is on the hub",
     "*TestAsyncGRPOTrainer::test_init_minimal*": _ROLLOUTS,

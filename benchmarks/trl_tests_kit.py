@@ -31,6 +31,12 @@ _ARCHITECTURES = {
     "tiny-Qwen2ForCausalLM-2.5": ("Qwen2", "ForCausalLM", {}),
     "tiny-Qwen3ForCausalLM": ("Qwen3", "ForCausalLM", {"head_dim": 32}),
     "tiny-LlamaForCausalLM-3.2": ("Llama", "ForCausalLM", {}),
+    "tiny-Gemma2ForCausalLM": ("Gemma2", "ForCausalLM", {"head_dim": 32}),
+    "tiny-Cohere2ForCausalLM": ("Cohere2", "ForCausalLM", {"head_dim": 32}),
+    "tiny-Qwen3MoeForCausalLM": (
+        *("Qwen3Moe", "ForCausalLM"),
+        {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    ),
     "tiny-Qwen2ForSequenceClassification-2.5": ("Qwen2", "ForSequenceClassification", {"num_labels": 1}),
     "tiny-Qwen3ForSequenceClassification": ("Qwen3", "ForSequenceClassification", {"num_labels": 1, "head_dim": 32}),
     "tiny-LlamaForSequenceClassification-3.2": ("Llama", "ForSequenceClassification", {"num_labels": 1}),

@@ -63,7 +63,9 @@ class Face:
         """
         checkpoint = self._checkpoint() if self._trained else None
         if checkpoint is None and self._object is not None:
-            return self._object
+            if self._peft_config is None:
+                return self._object
+            self._save_object()  # peft would change the script's own
         if self._loaded is None or self._loaded[0] != checkpoint:
             settings = self.translated(None).sections["model"]
             self._loaded = checkpoint, load_policy(self._base, checkpoint, settings, self._peft_config)

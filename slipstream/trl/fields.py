@@ -162,7 +162,12 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _idle("vllm_mode", "GR", "colocation would make generation and training take turns", "server, always"),
         _worked("vllm_model_impl", "GR", "`vllm.args`", '`["--model-impl", "transformers"]`'),
         _idle("vllm_enable_sleep_mode", "GR", "generation and training run at once"),
-        _only("vllm_structured_outputs_regex", "GR", "not yet", "the log-probs of a cut distribution need care", None),
+        _worked(
+            "vllm_structured_outputs_regex",
+            "GR",
+            "`rollout.generation_kwargs`",
+            "with `rollout.top_k`, 64 if the script has none",
+        ),
         _worked(
             "vllm_server_base_url",
             "GRA",

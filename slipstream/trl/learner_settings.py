@@ -55,7 +55,7 @@ def learner_settings(config: _Config, notes: list[str]) -> dict[str, Any]:
         _refuse_both(config)
         return {}
     settings = _chosen(config, notes)
-    settings |= _bounds(config, settings["algorithm"])
+    settings |= _bounds(config, settings["algorithm"], notes)
     settings |= _reference(config)
     if settings["objective"] in READERS["delta"]["objective"]:
         delta = config.field("delta")
@@ -105,15 +105,19 @@ def _own(config: _Config, loss: str) -> dict[str, Any]:
     return {name: value for name, value in config.given.items() if name.startswith(f"{loss}_") and value is not None}
 
 
-def _bounds(config: _Config, algorithm: str) -> dict[str, Any]:
+def _bounds(config: _Config, algorithm: str, notes: list[str]) -> dict[str, Any]:
     low, high = number(config, "epsilon"), number(config, "epsilon_high")
     high = low if high is None else high
     if algorithm == "cispo":
-        if high <= 1:
+        if high <= 0:
             raise ConfigError(
-                f"{type(config).__name__}(loss_type='cispo', epsilon_high={high:g}) is not supported: epsilon_high is "
-                f"the greatest ratio there, and one of at most 1 cuts off every token that the policy has not moved "
-                f"away from; write epsilon_high=5.0"
+                f"{type(config).__name__}(loss_type='cispo', epsilon_high={high:g}): epsilon_high is the greatest "
+                f"ratio there, and must be above 0; write epsilon_high=5.0"
+            )
+        if high <= 1:
+            notes.append(
+                f"loss_type='cispo' with epsilon_high={high:g}: as in TRL that is the greatest ratio itself, so each "
+                f"token of the policy that samples counts {high:g}; the usual is epsilon_high=5.0"
             )
         return {"clip_high": high - 1}
     return {} if algorithm in _OWN_OBJECTIVE else {"clip_low": low, "clip_high": high}

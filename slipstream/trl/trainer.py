@@ -127,6 +127,11 @@ class _Trainer(Face):
         self._quantised = quantisation_settings(quantization_config, kind) if quantization_config is not None else {}
         if train_dataset is None and environment_factory is None:
             raise ConfigError(f"{kind}: a `train_dataset` is required where no environment makes the prompts; give one")
+        if train_dataset is None and (args.field("max_steps") or 0) <= 0:
+            raise ConfigError(
+                f"{kind}: without a `train_dataset`, how long to train is said by max_steps; give it to "
+                f"{self.config.__name__}, such as max_steps=100"
+            )
         self._rows: int | None = _rows_of(train_dataset)
         self.translated(None)
         self.train_dataset = train_dataset

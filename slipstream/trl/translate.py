@@ -260,6 +260,10 @@ def _episodes(config: _Config, sections: Sections, notes: list[str], context: in
         sections["rollout"]["top_k"] = max(top_k, 0)  # TRL and vLLM write -1 for all tokens, Slipstream 0
     given = {name: config.field(name) for name in ("top_p", "min_p")}
     cut = [f"{name}={value}" for name, value in given.items() if value not in (None, 1 if name == "top_p" else 0)]
+    if regex := config.field("vllm_structured_outputs_regex"):
+        cut.append("vllm_structured_outputs_regex")
+        kwargs = sections["rollout"].get("generation_kwargs") or {}
+        sections["rollout"]["generation_kwargs"] = {**kwargs, "structured_outputs": {"regex": regex}}
     if cut and (top_k is None or top_k <= 0):
         sections["rollout"]["top_k"] = _TOP_K
         notes.append(

@@ -358,7 +358,7 @@ def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
         (GRPOConfig(loss_type="ppo"), "loss_type='ppo'.*write loss_type='grpo' or loss_type='bnpo'"),
         (GRPOConfig(loss_type=None), "loss_type=None.*write loss_type='grpo'"),
         (GRPOConfig(scale_rewards="std"), "scale_rewards='std'.*write scale_rewards='group'"),
-        (GRPOConfig(loss_type="cispo"), r"loss_type='cispo', epsilon_high=0\.2.*write epsilon_high=5\.0"),
+        (GRPOConfig(loss_type="cispo", epsilon_high=0), r"loss_type='cispo', epsilon_high=0.*write epsilon_high=5\.0"),
         (GRPOConfig(loss_type="sapo", importance_sampling_level="sequence"), "'sequence'.*'sapo'.*leave it out"),
         (GRPOConfig(sync_ref_model=True), "sync_ref_model=True.*set beta"),
         (GRPOConfig(vllm_importance_sampling_clip_max=0.5), "clip_max=0.5.*give 1 or more"),
@@ -1219,3 +1219,25 @@ def test_steps_of_several_updates_are_as_many_fewer() -> None:
     assert any("num_iterations=2: a step here makes that many updates" in note for note in made.notes)
     check_fields(config, made.sections)
     assert "num_iterations" not in translate(RLOOConfig(), "org/model", None).sections["learner"]
+
+
+def test_cispo_with_trl_s_default_bound_is_what_trl_makes_of_it() -> None:
+    made = translate(GRPOConfig(loss_type="cispo"), "org/model", None)
+    assert made.sections["learner"]["clip_high"] == pytest.approx(-0.8)
+    assert any("counts 0.2" in note for note in made.notes)
+    check_fields(GRPOConfig(loss_type="cispo"), made.sections)
+    with pytest.raises(ConfigError, match=r"clip_high = -0\.5: must be above 0"):
+        check_fields(GRPOConfig(epsilon_high=-0.5), translate(GRPOConfig(epsilon_high=-0.5), "m/m", None).sections)
+
+
+def test_a_structured_output_is_learnt_as_it_was_sampled() -> None:
+    config = GRPOConfig(vllm_structured_outputs_regex="[0-9]+", generation_kwargs={"min_tokens": 2})
+    rollout = translate(config, "org/model", None).sections["rollout"]
+    assert rollout["generation_kwargs"] == {"min_tokens": 2, "structured_outputs": {"regex": "[0-9]+"}}
+    assert rollout["top_k"] == 64
+    check_fields(config, translate(config, "org/model", None).sections)
+
+
+def test_an_environment_without_a_data_set_needs_max_steps() -> None:
+    with pytest.raises(ConfigError, match=r"GRPOTrainer: without a `train_dataset`.* max_steps=100"):
+        GRPOTrainer("org/model", args=GRPOConfig(), environment_factory=Model)

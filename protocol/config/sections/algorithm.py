@@ -79,9 +79,9 @@ class ObjectiveSection(Section):
     )
     clip_high: float = setting(
         0.28,
-        gt=0,
+        gt=-1,
         le=1000,
-        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high",
+        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high; above 0, but with cispo",
         why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
     )
     delta: float | Literal["none"] = setting(
@@ -219,6 +219,13 @@ class ObjectiveSection(Section):
             return all(values.get(part, variant) == variant for part, variant in parts.items())
 
         return {name: value for name, value in preset.items() if has_its_part(name)}
+
+    @field_validator("clip_high")
+    @classmethod
+    def _clip_lets_the_ratio_grow(cls, value: float, info: ValidationInfo) -> float:
+        if value <= 0 and info.data.get("objective") != "cispo":
+            raise ValueError("must be above 0")
+        return value
 
     @field_validator("delta", mode="before")
     @classmethod

@@ -81,7 +81,7 @@ class ObjectiveSection(Section):
         0.28,
         gt=-1,
         le=1000,
-        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high; above 0, but with cispo",
+        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high; above 0, but for cispo",
         why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
     )
     delta: float | Literal["none"] = setting(

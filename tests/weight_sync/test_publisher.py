@@ -47,6 +47,7 @@ class World:
     queue_url: str = ""
     queue: QueueClient | None = None
     session: int | None = None
+    run_id: str = ""
     fakes: list[FakeVllm] = field(default_factory=lambda: [FakeVllm(), FakeVllm()])
     urls: list[str] = field(default_factory=list)
     transports: FakeTransports = field(default_factory=FakeTransports)
@@ -93,7 +94,7 @@ class World:
 
     def publisher(self, **timeouts: float) -> Publisher:
         publisher = Publisher(self.config(**timeouts), self.queue_url, self.transports)
-        publisher.session = self.session
+        publisher.session, publisher.run_id = self.session, self.run_id
         return publisher
 
     def servers(self) -> dict[str, Server]:
@@ -694,7 +695,7 @@ def test_i7_an_engine_that_hangs_in_its_publication_is_down_while_that_still_wai
 
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
-    world.transports = FakeTransports(stages=False)
+    world.transports, world.run_id = FakeTransports(stages=False), "run-1"
     world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
@@ -705,7 +706,7 @@ def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_unti
 
 
 def test_i6_leaving_in_the_middle_of_a_load_in_place_takes_the_server_out_of_service(world: World) -> None:
-    world.transports = FakeTransports(stages=False)
+    world.transports, world.run_id = FakeTransports(stages=False), "run-1"
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)

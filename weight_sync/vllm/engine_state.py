@@ -54,6 +54,9 @@ LOOK_EVERY_S = 0.5
 ANSWER_WITHIN_S = 15.0
 QUESTIONS = 8
 
+# Seconds without a step after which an engine that has requests counts as stalled.
+STALLED_AFTER_S = 10.0
+
 
 class RouteError(Exception):
     """A refusal, answered with `status` and `message`."""
@@ -134,6 +137,31 @@ def end_the_process() -> None:
     os._exit(EXIT_CODE)
 
 
+class Progress:
+    """Finds out whether an engine that has requests steps."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[Any, float]] = {}
+        self._looked_at = 0.0
+
+    def why_stalled(self, states: list[dict[str, Any]], now: float) -> str | None:
+        """Look at the engines' states once more. Returns why nothing is generated; None where it may be.
+
+        Looks that are further apart than `STALLED_AFTER_S` show nothing: the engine may have stepped between them.
+        """
+        if now - self._looked_at >= STALLED_AFTER_S:
+            self._at = {}
+        self._looked_at = now
+        for engine, state in enumerate(states):
+            place = None if state["paused"] or not (state["running"] or state["waiting"]) else state["place"]
+            if place is None or self._at.get(engine, (None, now))[0] != place:
+                self._at[engine] = (place, now)
+            elif now - self._at[engine][1] >= STALLED_AFTER_S:
+                what = "has made no step" if state["running"] else "lets requests wait and runs none"
+                return f"its engine {what} for {STALLED_AFTER_S:g} s"
+        return None
+
+
 @dataclass
 class EngineStatus:
     """Facts that the API process keeps about its engine.
@@ -145,6 +173,7 @@ class EngineStatus:
         user_pause: Whether a person paused it.
         adapter: Label of the adapter that serves, None while the base's weights do.
         scale_out: Whether it generates from token ids.
+        progress: Whether the engine steps.
         swapped: Set at the end of the running swap, None without one.
         owner: The run that it belongs to.
         lease_owner: Holder of the pause of a publication, None without one.
@@ -162,6 +191,7 @@ class EngineStatus:
     user_pause: bool = False
     adapter: str | None = None
     scale_out: bool = False
+    progress: Progress = field(default_factory=Progress)
     swapped: asyncio.Event | None = None
     owner: Owner = field(default_factory=Owner)
     lease_owner: str | None = None

@@ -20,7 +20,7 @@ from starlette.routing import Route
 from tests.kit.worker import until
 from weight_sync.server.answers import ServerFacts
 from weight_sync.vllm import control_rules, engine_state
-from weight_sync.vllm.engine_state import EngineStatus, status_of
+from weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
 from weight_sync.vllm.middleware import Slipstream
 
 READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
@@ -43,6 +43,9 @@ class Engine:
         self.label = "default"
         self.paused = False
         self.asleep = 0
+        self.sleeping = False
+        self.running = self.waiting = 0
+        self.place: list[Any] = []
         self.hangs = False
         self.staging = [READY, READY]
         self.swapped: dict[str, Any] = {"pause_s": 0.01, "exchange_s": 0.001, "error": None, "whole": True}
@@ -62,7 +65,8 @@ class Engine:
         if self.hangs:
             await asyncio.Event().wait()
         if method == "slipstream_state":
-            return [{"boot": "e1", "label": self.label, "paused": self.paused}]
+            told = {"boot": "e1", "label": self.label, "paused": self.paused, "asleep": self.sleeping}
+            return [{**told, "running": self.running, "waiting": self.waiting, "place": [*self.place]}]
         if method == "slipstream_workers":
             assert arguments[0] == "slipstream_staging"
             return [{"answers": self.staging, "error": None}]
@@ -154,6 +158,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
             "reason": None,
             "owner": "",
             "owner_silent_s": 0.0,
+            "stuck": None,
         }
 
 
@@ -266,6 +271,41 @@ def test_vllm_tells_the_end_of_its_engine_once(monkeypatch: pytest.MonkeyPatch) 
                 of_vllm.exception("%s %d", error.__name__, number)
     of_vllm.warning("without an error")
     assert told == ["EngineDeadError 0", "ValueError 0", "ValueError 1", "ValueError 2", "without an error"]
+
+
+async def test_i6_a_pause_that_nobody_holds_and_a_sleeping_engine_are_told() -> None:
+    async with serving() as server:
+
+        async def stuck() -> str | None:
+            told: str | None = (await server.get("/slipstream/state")).json()["stuck"]
+            return told
+
+        server.engine.paused = True
+        assert "neither a publication nor a person holds the pause" in str(await stuck())
+        await server.post("/resume")
+        assert await stuck() is None
+        for headers in ({}, OURS):
+            await server.post("/pause", headers=headers)
+            assert await stuck() is None, "it has an owner"
+            await server.post("/resume", headers=headers)
+        server.engine.sleeping = True
+        assert await stuck() == "it sleeps: start it again"
+
+
+def test_i6_an_engine_that_has_requests_and_makes_no_step_is_stalled() -> None:
+    def engine(running: int, waiting: int, place: int, paused: bool = False) -> dict[str, Any]:
+        return {"running": running, "waiting": waiting, "place": [place], "paused": paused}
+
+    waits, runs, idle = engine(0, 3, 1), engine(2, 0, 1), engine(0, 0, 0)
+    for stalled, text in ((waits, "lets requests wait and runs none"), (runs, "has made no step")):
+        progress = Progress()
+        looks = [progress.why_stalled([idle, stalled], now) for now in (100, 102, 109, 110, 111)]
+        assert looks == [None, None, None, *[f"its engine {text} for 10 s"] * 2]
+        assert progress.why_stalled([idle, {**stalled, "place": [2]}], 113) is None
+        assert progress.why_stalled([idle, {**stalled, "place": [2]}], 130) is None, "nobody looked in between"
+    for other in (idle, engine(0, 3, 1, paused=True)):
+        progress = Progress()
+        assert [progress.why_stalled([other], now) for now in (100, 105, 112, 120)] == [None] * 4
 
 
 async def test_the_slowest_worker_is_what_staging_is() -> None:

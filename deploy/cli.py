@@ -15,7 +15,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.commands import look, queue, report
+from deploy.clusters.roles import check_release
+from deploy.commands import cluster, look, queue, report
 from deploy.commands.arguments import (
     AsJson,
     ending_at_once,
@@ -27,7 +28,7 @@ from deploy.commands.arguments import (
 )
 from deploy.commands.look import QueueUrl, RunFilePath
 from deploy.run.process_keeper import RunFailed
-from deploy.run.supervisor import SIGNALS, supervise
+from deploy.run.supervisor import SIGNALS
 from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
 from protocol import access
@@ -222,14 +223,21 @@ def vllm(
 
 
 @app.command(
-    **reading("run", "model", "task", "deploy", "worker.count", "vllm.servers", "vllm.count", others=True),
+    **reading("run", "model", "task", "deploy", "cluster", "worker.count", "vllm.servers", "vllm.count", others=True),
 )
-def up(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
-    """Run everything on this machine until the learner is done."""
+def up(
+    context: typer.Context,
+    run_file: RunFilePath,
+    resume: Resume = False,
+    on: Annotated[
+        str, typer.Option("--on", metavar="ENGINE", help=f"where: {', '.join(cluster.ENGINES)} (docs/scale.md)")
+    ] = "local",
+) -> None:
+    """Run everything until the learner is done, here or, with --on, on a cluster."""
     try:
         config = load(run_file, context.args, needs=EVERYTHING)
         check_secret(config)
-        supervise(config, resume)
+        cluster.run_on(on, config, str(Path(run_file).absolute()), context.args, resume)
     except (KeyboardInterrupt, SystemExit):
         # All processes have ended; a second signal would only interrupt the exit.
         for number in SIGNALS:
@@ -269,6 +277,7 @@ def plan(
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.command()(report.report)
+app.add_typer(cluster.app, name="render", help="Write what places a run on a cluster, for people who own that.")
 app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 
 
@@ -353,6 +362,7 @@ def main() -> None:
     # transformers warns if torch is not imported, and most commands do not need torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     try:
+        check_release(os.environ)
         check_arguments(sys.argv[1:])
         app(prog_name="slipstream")
     except (ConfigError, QueueError, RunFailed) as error:

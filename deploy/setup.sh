@@ -1,12 +1,14 @@
 # Sourced by the scripts beside it: `slipstream_setup [core]` makes a virtual environment in .venv, once, with Slipstream
 # and vLLM; `core` leaves out what only the learner and vLLM need.
-# SLIPSTREAM_EXTRAS adds extras; SLIPSTREAM_TORCH_INDEX names the index of PyTorch's CPU wheels where it is needed.
+# SLIPSTREAM_DEVICE (gpu, cpu or core) decides in place of nvidia-smi. SLIPSTREAM_EXTRAS adds extras;
+# SLIPSTREAM_TORCH_INDEX names the index of PyTorch's CPU wheels where it is needed.
 
 slipstream_setup() {
   local root python=${PYTHON:-python3} extras=cpu stamp
   root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
   if command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1; then extras=gpu; fi
-  if [ "${1:-}" = core ]; then extras=; fi
+  if [ -n "${SLIPSTREAM_DEVICE:-}" ]; then extras=$SLIPSTREAM_DEVICE; fi
+  if [ "${1:-}" = core ] || [ "$extras" = core ]; then extras=; fi
   extras+=${SLIPSTREAM_EXTRAS:+${extras:+,}$SLIPSTREAM_EXTRAS}
 
   if [ ! -x "$root/.venv/bin/python" ]; then

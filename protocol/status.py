@@ -327,6 +327,20 @@ class Limit(msgspec.Struct, frozen=True):
     text: str
 
 
+class Scaling(msgspec.Struct, frozen=True):
+    """What one more of each would bring, and how many a scaler should keep.
+
+    Attributes:
+        one_more: Gain of steps a second, as a share, from one more `server`, `worker` or learner `rank`.
+        servers_wanted, workers_wanted: Numbers that a scaler should keep: one more than there are where that brings at
+            least half of its share of the speed, one fewer where that costs less than a quarter of it.
+    """
+
+    one_more: dict[str, float]
+    servers_wanted: int
+    workers_wanted: int
+
+
 class Notice(msgspec.Struct):
     """A text that tells a person what to fix, given once.
 
@@ -398,6 +412,7 @@ class Status(msgspec.Struct):
     gave_up: str | None = None
     diagnosis: list[Cause] = []
     limit: Limit | None = None
+    scaling: Scaling | None = None
     evaluations: list[Evaluation] = []
     connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
 

@@ -111,7 +111,7 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     model_check.check_model(config)
     model_check.check_resumed(config, resume)
     check_adapter(config, resume)
-    if not config.vllm.servers and on_cpu():
+    if config.vllm.launched and on_cpu():
         cpu_build.check_served(config, architecture_of(config.model) or {})
         kv_cache.check_cache_fits(config)
     findings += task_check.check_task(config, task)

@@ -149,6 +149,9 @@ def _metrics(status: Status) -> Table:
     table = Table(box=None, pad_edge=False, show_header=False)
     if status.limit is not None:
         table.add_row("limit", _text(status.limit.text))
+    if status.scaling is not None:
+        gains = (f"{what} {gain:+.0%}" for what, gain in status.scaling.one_more.items())
+        table.add_row("one more", f"{', '.join(gains)} steps a second")
     table.add_row(
         "groups",
         f"{groups.outstanding} of at most {groups.limit} = "

@@ -102,7 +102,7 @@ def plan(
         workers=config.worker.count,
         steps=steps,
         prediction=found,
-        limit=_limit(config, rates, found),
+        limit=limit_of(limit_inputs(config, rates, found), config),
         changes=changes,
         advice=_advice(changes[0]),
         notes=[*notes, SHARED if shares else OWN],
@@ -130,27 +130,24 @@ def _advice(best: Change) -> str:
     return "None of these changes by itself brings more steps a second."
 
 
-def _limit(config: RunConfig, rates: Rates, found: Prediction) -> Limit:
-    """Name what limits the run by the rule that its queue goes by once it is under way."""
+def limit_inputs(config: RunConfig, rates: Rates, found: Prediction) -> LimitInputs:
+    """Return the facts that a queue would know of such a run, once it is under way."""
     tools_s = fmean(times.tools_s for times in rates.episodes)
     judge_s = fmean(times.judge_s for times in rates.episodes)
     running = max(1.0, found.running)
     twice = min(2 * running, config.vllm.max_num_seqs)
     sampling_s = fmean(times.tokens for times in rates.episodes) * rates.curve.token_s(running)
     publications_per_s = found.steps_per_s / config.weight_sync.every
-    return limit_of(
-        LimitInputs(
-            learner_wait=found.learner_wait,
-            ticket_wait=found.worker_wait,
-            open_wait=found.worker_full,
-            in_tools=tools_s / (sampling_s + tools_s + judge_s),
-            in_judgement=judge_s / (sampling_s + tools_s + judge_s),
-            publishing=min(1.0, publications_per_s * fmean(times.total_s for times in rates.publications)),
-            slots=config.worker.count * config.worker.episodes,
-            requests=server_count(config) * config.vllm.max_num_seqs,
-            more=rates.curve.tokens_per_s(twice) / rates.curve.tokens_per_s(running) - 1,
-        ),
-        config,
+    return LimitInputs(
+        learner_wait=found.learner_wait,
+        ticket_wait=found.worker_wait,
+        open_wait=found.worker_full,
+        in_tools=tools_s / (sampling_s + tools_s + judge_s),
+        in_judgement=judge_s / (sampling_s + tools_s + judge_s),
+        publishing=min(1.0, publications_per_s * fmean(times.total_s for times in rates.publications)),
+        slots=config.worker.count * config.worker.episodes,
+        requests=server_count(config) * config.vllm.max_num_seqs,
+        more=rates.curve.tokens_per_s(twice) / rates.curve.tokens_per_s(running) - 1,
     )
 
 

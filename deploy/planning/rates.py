@@ -181,7 +181,7 @@ def _is_step(line: Line) -> bool:
 
 
 def server_count(config: RunConfig) -> int:
-    return len(config.vllm.servers) or config.vllm.count
+    return max(1, len(config.vllm.servers) or config.vllm.count)
 
 
 def _measured(steps: Sequence[Line], statuses: Sequence[Status]) -> Measured:

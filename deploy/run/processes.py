@@ -62,7 +62,7 @@ class Program:
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
     """Return the program of the checks, which need a process of their own: they run the user's task file."""
     command = [*SLIPSTREAM, "preflight", str(run_file), *_resume(resume)]
-    return Program("preflight", "preflight", command, _environment(config, "preflight"), terminal="stderr")
+    return Program("preflight", "preflight", command, environment_of_role(config, "preflight"), terminal="stderr")
 
 
 def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: DevicePlan | None = None) -> list[Program]:
@@ -90,7 +90,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
         command = [*SLIPSTREAM, role, str(run_file), *arguments]
-        return Program(name, role, command, _environment(config, role) | threads, cores, health, terminal)
+        return Program(name, role, command, environment_of_role(config, role) | threads, cores, health, terminal)
 
     learner = program("learner", "learner", *_resume(resume), terminal="stdout")
     seats = devices.servers if devices else ()
@@ -103,7 +103,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
             for index, (name, url) in enumerate(servers.items())
         ),
         *(program(name, "worker", "--name", name) for name in (f"worker-{i}" for i in range(config.worker.count))),
-        _with(learner, {**own, **nccl_environment(config), "SLIPSTREAM_COMMAND": _typed()}),
+        _with(learner, {**own, **nccl_environment(config), "SLIPSTREAM_COMMAND": typed()}),
     ]
 
 
@@ -113,12 +113,12 @@ def _with(program: Program, env: Mapping[str, str]) -> Program:
 
 def _placement(config: RunConfig) -> Placement | None:
     """Divide the cores on a CPU machine. None with GPUs, with servers elsewhere, and on platforms without affinity."""
-    if config.vllm.servers or not on_cpu() or not hasattr(os, "sched_setaffinity"):
+    if not config.vllm.launched or not on_cpu() or not hasattr(os, "sched_setaffinity"):
         return None
     return place_devices(sorted(os.sched_getaffinity(0)), config.vllm.count)
 
 
-def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
+def environment_of_role(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     """Return the variables of a role: its token, the queue's password of its database, and the PATH of this Python's
     environment.
 
@@ -136,7 +136,7 @@ def _environment(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     return found | ({access.TOKEN_VARIABLE: token, access.TOKEN_FILE_VARIABLE: ""} if token else {})
 
 
-def _typed() -> str:
+def typed() -> str:
     """Return the command that was typed, for the line that says how to go on."""
     program, *arguments = sys.argv
     if Path(program).parent.name == "deploy" or Path(program).name == "slipstream":
@@ -224,7 +224,7 @@ class Children:
 
     def __init__(self, grace_s: float) -> None:
         self.living: list[Child] = []
-        self._grace_s = grace_s
+        self.grace_s = grace_s
         self.guard = ProcessGuard(grace_s)
 
     def __enter__(self) -> Self:
@@ -259,9 +259,12 @@ class Children:
                 start_new_session=True,
             )
         self.guard.add(process.pid)
-        child = Child(program, process, log, log_start)
+        child = self._child(program, process, log, log_start)
         self.living.append(child)
         return child
+
+    def _child(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int) -> Child:
+        return Child(program, process, log, log_start)
 
     def reap(self) -> None:
         """Look which children have ended and wake their waiters. Call it on SIGCHLD."""
@@ -273,7 +276,7 @@ class Children:
         """End the children and all processes that they started, even those of a child that has ended itself."""
         for child in children:
             child.signal(signal.SIGTERM)
-        if not await _gone(children, self._grace_s if grace_s is None else grace_s):
+        if not await _gone(children, self.grace_s if grace_s is None else grace_s):
             for child in children:
                 child.signal(signal.SIGKILL)
             await _gone(children, KILLED_WITHIN_S)

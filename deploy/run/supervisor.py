@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.run import run_directory
+from deploy.run.engine import Engine, ThisMachine
 from deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
-from deploy.run.processes import Children, describe_end, preflight_program, run_programs
+from deploy.run.processes import Children, describe_end, preflight_program
 from deploy.run.run_directory import (
     check_unused,
     clear,
@@ -30,20 +31,19 @@ from deploy.run.run_directory import (
     write_resolved,
 )
 from deploy.run.terminal import Terminal
-from deploy.servers import devices
-from deploy.servers.vllm_server import on_cpu, with_cache_size
 from protocol import access, checkpoints
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 
 
-def supervise(config: RunConfig, resume: bool = False) -> None:
+def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = None) -> None:
     """Run everything until the learner has made its last step. Every process has ended when this returns or raises.
 
     Args:
         config: The run file.
         resume: Whether to go on from the newest checkpoint; a run that has made its last step is left as it is.
+        engine: Where its processes are placed; None: on this machine.
 
     Raises:
         ConfigError: A setting is wrong; nothing was started.
@@ -51,6 +51,7 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
         KeyboardInterrupt: Ctrl-C.
         SystemExit: With 143 or 129, on SIGTERM or SIGHUP.
     """
+    place = ThisMachine() if engine is None else engine
 
     async def work(children: Children, terminal: Terminal) -> None:
         check_unused(config)
@@ -59,33 +60,33 @@ def supervise(config: RunConfig, resume: bool = False) -> None:
         if resume and (made := finished(counted)) is not None:
             terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
             return
-        planned, counted = devices.settle(counted, on_cpu(), terminal.say)
+        counted = await place.settle(counted, terminal.say)
         with held_alone(config):
             if not resume and (aside := clear(config)):
                 terminal.say(f"an earlier start made no step; its files are in {aside}")
             if resume:
                 settings.enter_context(kept_if_no_step_is_made(config))
-            run_file = write_resolved(with_cache_size(counted)).absolute()
-            url = config.queue.local_url
+            run_file = write_resolved(counted).absolute()
+            url = place.queue_url(counted)
             terminal.say(f"run directory {run_file.parent}, page at {url}/, status at {url}{access.STATUS}")
             if rows is not None and config.learner.epochs is not None:
                 terminal.say(run_directory.describe_steps(config, rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
             keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
-            await keeper.keep(run_programs(counted, run_file, resume, planned))
+            await keeper.keep(place.programs(counted, run_file, resume))
 
     with contextlib.ExitStack() as settings:  # until all have ended: the learner may make a step as it stops
-        under_signals(work, config.deploy.grace_s)
+        under_signals(work, place.children(config.deploy.grace_s))
 
 
-def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float) -> None:
+def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, None]], children: Children) -> None:
     """Run `work`, and end all children when it ends or at a signal.
 
-    Raises what `work` raises, and for signals what `supervise` raises. `grace_s`: seconds from SIGTERM to SIGKILL.
+    Raises what `work` raises, and for signals what `supervise` raises.
     """
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("a run can be supervised from the main thread only, since it handles signals; start it there")
-    number = asyncio.run(_under_signals(work, grace_s))
+    number = asyncio.run(_under_signals(work, children))
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     if number is not None:
@@ -93,7 +94,7 @@ def under_signals(work: Callable[[Children, Terminal], Coroutine[None, None, Non
 
 
 async def _under_signals(
-    work: Callable[[Children, Terminal], Coroutine[None, None, None]], grace_s: float
+    work: Callable[[Children, Terminal], Coroutine[None, None, None]], children: Children
 ) -> signal.Signals | None:
     """Return the signal that ended the work, None if it ended by itself."""
     signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
@@ -102,9 +103,8 @@ async def _under_signals(
         # A second signal changes nothing: every process gets its time to end.
         if not signalled.done():
             signalled.set_result(number)
-            terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {grace_s:g} s is killed")
+            terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {children.grace_s:g} s is killed")
 
-    children = Children(grace_s)
     with Terminal() as terminal, _handlers(note, children.reap, terminal.resize), children:
         working = asyncio.create_task(work(children, terminal))
         telling = asyncio.create_task(terminal.keep_telling())

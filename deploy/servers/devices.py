@@ -31,7 +31,7 @@ _NO_PEERS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 
 
 def _planned(found: list[Gpu], config: RunConfig, part: Part) -> DevicePlan | None:
-    if part == "run" and config.vllm.servers:
+    if part == "run" and not config.vllm.launched:
         part = "learner"
     return device_plan.plan(found, config, model_shape(config.model), part) if found else None
 
@@ -49,7 +49,7 @@ def settled(config: RunConfig, planned: DevicePlan | None, cpu: bool) -> RunConf
         return with_settings(config, {**update, **planned.chosen})
     if planned is not None:
         return with_settings(config, planned.chosen) if planned.chosen else config
-    if config.weight_sync.transport == "auto" and not config.vllm.servers:
+    if config.weight_sync.transport == "auto" and config.vllm.launched:
         transport = choice(cpu, shares_gpu=False, quantised=config.served_quantised)
         return with_settings(config, {("weight_sync", "transport"): transport})
     return config
@@ -86,14 +86,14 @@ def settle(
 def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Settle the run file for a learner that a person has started by itself; one of the supervisor has been settled.
 
-    How much of its GPU servers leave it is known only if `vllm.servers` says that they run elsewhere.
+    How much of its GPU servers leave it is known only if the launcher starts none.
 
     Raises:
         ConfigError: The GPUs are too few or too small.
     """
     found = [] if SHARE in os.environ else probes.visible_gpus()
     config, chosen = _of_checkpoint(found, config)
-    planned = _planned(found, config, "learner") if config.vllm.servers else None
+    planned = _planned(found, config, "learner") if not config.vllm.launched else None
     chosen |= planned.chosen if planned is not None else {}
     _say_chosen(chosen, say)
     return with_settings(config, chosen)

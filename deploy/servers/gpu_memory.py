@@ -268,7 +268,7 @@ def _arriving(shape: ModelShape, config: RunConfig, transport: str, published: i
 def _leaving(config: RunConfig, beside: int) -> int:
     """Return the bytes of a rank's buffers for what it sends to each server: by ipc two, to those `beside` it."""
     bucket = config.weight_sync.bucket_bytes
-    servers = len(config.vllm.servers) or config.vllm.count
+    servers = max(1, len(config.vllm.servers) or config.vllm.count)
     return BUCKETS * beside * bucket if beside else servers * bucket // config.learner.ranks
 
 

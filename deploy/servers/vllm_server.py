@@ -179,7 +179,7 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
 
 def with_cache_size(config: RunConfig) -> RunConfig:
     """Set the memory for keys and values on a CPU, unless the user has set it."""
-    return kv_cache.sized(config) if on_cpu() and not config.vllm.servers else config
+    return kv_cache.sized(config) if on_cpu() and config.vllm.launched else config
 
 
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
@@ -197,8 +197,7 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
 
 def run(config: RunConfig, index: int) -> None:
     """Replace this process by the server, so that signals and exit code are vLLM's."""
-    launched = 0 if config.vllm.servers else config.vllm.count
-    if index >= launched:
+    if index >= (launched := config.vllm.launched):
         raise ConfigError(
             f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
         )

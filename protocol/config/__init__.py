@@ -9,6 +9,7 @@ from protocol.config.schema import RunConfig
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
+    ClusterSection,
     DeploySection,
     EvalSection,
     HubSection,
@@ -30,6 +31,7 @@ from protocol.config.text import to_toml
 __all__ = [
     "LOOPBACK",
     "ChatSection",
+    "ClusterSection",
     "ConfigError",
     "DeploySection",
     "EvalSection",

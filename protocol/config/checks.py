@@ -303,7 +303,8 @@ def _settings(parts: list[_Part]) -> str:
 def find_quorum_warnings(weight_sync: WeightSyncSection, vllm: VllmSection) -> list[Finding]:
     """Find a quorum above the number of servers, which is only right if more servers join."""
     there = len(vllm.servers) if vllm.servers else vllm.count
-    if weight_sync.quorum <= there:
+    # With vllm.count = 0 all join by themselves, as those of a cluster do.
+    if weight_sync.quorum <= max(1, there):
         return []
     named = f"the {there} of vllm.servers" if vllm.servers else f"vllm.count = {there}"
     text = (

@@ -15,6 +15,7 @@ from protocol.config import adapter_checks, checks
 from protocol.config.sections import (
     LOOPBACK,
     ChatSection,
+    ClusterSection,
     DeploySection,
     EvalSection,
     HubSection,
@@ -75,6 +76,7 @@ class RunConfig(Section):
     weight_sync: WeightSyncSection = WeightSyncSection()
     vllm: VllmSection = VllmSection()
     deploy: DeploySection = DeploySection()
+    cluster: ClusterSection = ClusterSection()
 
     @property
     def run_dir(self) -> Path:

@@ -7,12 +7,23 @@ from collections.abc import Sequence
 import msgspec
 
 from protocol.messages import Server, ServerState
-from protocol.status import Evaluation, GroupCounts, Limit, Notice, ServerStatus, Stall, Status, Wait, WorkerStatus
+from protocol.status import (
+    Evaluation,
+    GroupCounts,
+    Limit,
+    Notice,
+    Scaling,
+    ServerStatus,
+    Stall,
+    Status,
+    Wait,
+    WorkerStatus,
+)
 from rollout_queue.broker.broker import Broker
 from rollout_queue.ledger.evaluations import MAX_OPEN
 from rollout_queue.ledger.records import TicketState
 from rollout_queue.observe import diagnosis, stall
-from rollout_queue.observe.limits import limit_of, slowest_tool
+from rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of, slowest_tool
 from rollout_queue.observe.stall import alarm_after_s
 from rollout_queue.observe.waits import LEARNER, group_alike
 from rollout_queue.store.base import MAX_SILENCE_S
@@ -43,6 +54,7 @@ def assemble(broker: Broker) -> Status:
     run, groups, evaluations = ledger.run, _groups(broker), broker.evaluation_views()
     workers = seen.workers.statuses(now, seen.waits.what)
     servers = [_server(broker, server) for server in broker.fleet.servers]
+    inputs = _limit_inputs(broker, workers, servers)
     notices = seen.notices.list(now)
     causes = diagnosis.diagnose(seen.symptoms, notices, workers, broker.config, broker.history.changes)
     return Status(
@@ -75,7 +87,8 @@ def assemble(broker: Broker) -> Status:
         notices=notices,
         gave_up=broker.early_failures.gave_up,
         diagnosis=seen.cause_times.timed(causes, now),
-        limit=_limit(broker, workers, servers),
+        limit=None if inputs is None else _limit(broker, inputs, servers),
+        scaling=None if inputs is None else _scaling(broker, inputs, workers, servers),
         evaluations=evaluations[-_MAX_EVALUATIONS:],
         connections=seen.connections.status(now),
     )
@@ -120,16 +133,35 @@ def _groups(broker: Broker) -> GroupCounts:
     )
 
 
-def _limit(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequence[Server]) -> Limit | None:
-    slots = sum(worker.capacity for worker in workers if not worker.is_gone)
-    inputs = broker.observations.limits.inputs(slots, broker.config.vllm.max_num_seqs * len(servers), broker.now)
-    if inputs is None or broker.ledger.run.finished:
+def _limit_inputs(broker: Broker, workers: Sequence[WorkerStatus], servers: Sequence[Server]) -> LimitInputs | None:
+    if broker.ledger.run.finished:
         return None
+    slots = sum(worker.capacity for worker in workers if not worker.is_gone)
+    return broker.observations.limits.inputs(slots, broker.config.vllm.max_num_seqs * len(servers), broker.now)
+
+
+def _limit(broker: Broker, inputs: LimitInputs, servers: Sequence[Server]) -> Limit:
     if servers and all(server.state in _AWAY for server in servers):
         states = ", ".join(f"{server.name} is {server.state}" for server in servers[:_MAX_NAMED])
         return Limit("servers", f"No vLLM server serves, so no episode goes on: {states}.")
     slowest = slowest_tool(broker.observations.symptoms.newest.tools)
     return limit_of(msgspec.structs.replace(inputs, slowest_tool=slowest), broker.config)
+
+
+def _scaling(
+    broker: Broker, inputs: LimitInputs, workers: Sequence[WorkerStatus], servers: Sequence[Server]
+) -> Scaling | None:
+    """Say what one more would bring; None while no server or no worker is there to go by."""
+    there = [server for server in servers if server.state not in (ServerState.DOWN, ServerState.DRAINING)]
+    serving = sum(server.state is ServerState.SERVING for server in there)
+    count = sum(not worker.is_gone for worker in workers)
+    if not serving or not count or not inputs.slots:
+        return None
+    requests = broker.config.vllm.max_num_seqs * serving
+    serves = msgspec.structs.replace(inputs, requests=requests)
+    found = scaling_of(serves, broker.config, serving, count, broker.config.learner.ranks)
+    # What was measured does not hold once those that are on their way serve.
+    return found if serving == len(there) else msgspec.structs.replace(found, servers_wanted=len(there))
 
 
 def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequence[Evaluation]) -> list[Wait]:

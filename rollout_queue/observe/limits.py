@@ -8,11 +8,13 @@ with both busy, if that is above 0. With either of them at twice its speed the s
 where l or g is halved. What the others would bring follows from the time for which both wait at all, min(1 - l, 1 - g):
 only the staleness bound, a publication, or episodes in tools and judgement can keep both. Where that is long, the
 number of groups under way is given, and a part's share of the time that one takes decides (Little's law). The part that
-brings most limits. `tests/deploy/planning/test_limits.py` compares it with simulations of each part at twice its speed.
+brings most limits. What one more server, worker or rank brings follows in the same way, from the speed that it adds.
+`tests/deploy/planning/test_limits.py` compares both with simulations.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 
@@ -20,7 +22,7 @@ import msgspec
 
 from protocol.config import RunConfig
 from protocol.messages import LearnerReport
-from protocol.status import Limit, LimitingPart
+from protocol.status import Limit, LimitingPart, Scaling
 from rollout_queue.observe.notices import printable
 from rollout_queue.observe.windows import ToolCounts
 
@@ -41,6 +43,9 @@ _HELD_BACK = 0.2
 # What servers sample more with twice the requests: from which share on slots are named, and the share where none was
 # measured. It is that of a server of which half of a token's time grows with the requests.
 _MIN_MORE, _ASSUMED_MORE = 0.1, 1 / 3
+
+# One more is wanted if it brings this part of its share of the speed; one fewer, if that costs less than the second.
+_WORTH_IT, _NOT_WORTH_IT = 0.5, 0.25
 
 _WINDOW_S, _MIN_WINDOW_S, _BUCKET_S = 300.0, 20.0, 10.0
 
@@ -109,6 +114,30 @@ def limit_of(inputs: LimitInputs, config: RunConfig) -> Limit:
     return Limit(part, f"{head} the run: {waits}{tail}.")
 
 
+def scaling_of(inputs: LimitInputs, config: RunConfig, servers: int, workers: int, ranks: int) -> Scaling:
+    """Estimate what one more server, worker or learner rank brings, and say how many to keep.
+
+    Args:
+        servers, workers, ranks: How many there are, each at least 1.
+    """
+    one_more = {
+        "server": _gain(inputs, config, _with_servers(inputs, servers, 1)),
+        "worker": _gain(inputs, config, _with_workers(inputs, servers, workers, 1)),
+        # As if ranks cost one another nothing.
+        "rank": _gain(inputs, config, _Speeds(learner=(ranks + 1) / ranks)),
+    }
+    fewer_servers = fewer_workers = 0.0
+    if servers > 1:
+        fewer_servers = _gain(inputs, config, _with_servers(inputs, servers, -1))
+    if workers > 1:
+        fewer_workers = _gain(inputs, config, _with_workers(inputs, servers, workers, -1))
+    return Scaling(
+        one_more,
+        _wanted(servers, one_more["server"], fewer_servers),
+        min(_wanted(workers, one_more["worker"], fewer_workers), config.queue.max_workers),
+    )
+
+
 def slowest_tool(tools: Mapping[str, ToolCounts]) -> str | None:
     """Name the tool that takes most of the time of all calls, with its share; None if no call was timed."""
     total = sum(counts.seconds for counts in tools.values())
@@ -152,6 +181,61 @@ def _gains(inputs: LimitInputs, config: RunConfig) -> dict[LimitingPart, float]:
         periods["servers"] = max(periods["servers"], 1 - sampling / 2)
         periods["tools"], periods["judge"] = 1 - tools / 2, 1 - judge / 2
     return {part: 1 / max(0.1, took) - 1 for part, took in periods.items()}
+
+
+class _Speeds(msgspec.Struct, frozen=True):
+    """Speeds of a changed run, as multiples of the present ones."""
+
+    learner: float = 1.0
+    sampling: float = 1.0
+    outside: float = 1.0  # of tools and the judge
+
+
+def _with_servers(inputs: LimitInputs, servers: int, more: int) -> _Speeds:
+    requests = inputs.requests / servers
+    sampled = [_sampled(inputs, count, inputs.slots, requests) for count in (servers + more, servers)]
+    return _Speeds(sampling=sampled[0] / sampled[1])
+
+
+def _with_workers(inputs: LimitInputs, servers: int, workers: int, more: int) -> _Speeds:
+    factor = (workers + more) / workers
+    if more > 0 and 1 - inputs.ticket_wait - inputs.open_wait < _TAKEN and inputs.open_wait < _CROWDED:
+        return _Speeds()  # more slots would wait, too
+    requests = inputs.requests / servers
+    sampled = [_sampled(inputs, servers, slots, requests) for slots in (inputs.slots * factor, inputs.slots)]
+    return _Speeds(sampling=sampled[0] / sampled[1], outside=factor)
+
+
+def _sampled(inputs: LimitInputs, servers: int, slots: float, requests: float) -> float:
+    """Return what servers sample a second, in any unit, with `slots` divided among them, each running `requests` at
+    most. It grows with the requests of a server to that power which gives `inputs.more` for twice as many."""
+    running: float = max(1.0, min(slots / servers, requests))
+    power = min(1.0, math.log2(1 + inputs.more))
+    sampled: float = servers * running**power
+    return sampled
+
+
+def _gain(inputs: LimitInputs, config: RunConfig, speeds: _Speeds) -> float:
+    """Estimate the gain of steps a second, negative for a loss."""
+    learner, slots = 1 - inputs.learner_wait, 1 - inputs.ticket_wait
+    overlap, neither = max(0.0, learner + slots - 1), max(0.0, 1 - learner - slots)
+    outside = min(1.0, inputs.in_tools + inputs.in_judgement)
+    busy_factor = (1 - outside) / speeds.sampling + outside / speeds.outside
+    learner_then, slots_then = learner / speeds.learner, slots * busy_factor
+    # While they take longer, as much of their time as now passes with the learner busy.
+    overlap_then = min(overlap * max(1.0, busy_factor), learner_then, slots_then)
+    last = max(0.0, neither - inputs.publishing)
+    took = learner_then + slots_then - overlap_then + neither - last * (1 - min(1.0, busy_factor))
+    bound, _ = _bound(config)
+    if bound and min(inputs.learner_wait, inputs.ticket_wait) >= _HELD_BACK:
+        took = min(took, busy_factor) if busy_factor < 1 else took
+    return 1 / max(0.1, took) - 1
+
+
+def _wanted(count: int, one_more: float, one_fewer: float) -> int:
+    if one_more >= _WORTH_IT / count:
+        return count + 1
+    return count - 1 if count > 1 and -one_fewer < _NOT_WORTH_IT / count else count
 
 
 def _bound(config: RunConfig) -> tuple[float, str]:

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from protocol.messages import ServerState
-from protocol.status import Status, WorkerActivity, episodes_at, evaluation_metrics
+from protocol.status import LimitingPart, Status, WorkerActivity, episodes_at, evaluation_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -151,6 +151,7 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_worker_full_share", "share of slots idle as enough is open, of the fullest worker", full)
     per_second = {name: getattr(rates, name) for name in rates.__struct_fields__}
     yield _gauge("slipstream_rate_per_second", "events per second, over the last minute", per_second, "of")
+    yield from _scaling(status)
     yield _gauge("slipstream_stalled", "1 while the stall alarm is raised", int(status.stall.stalled))
     yield _gauge("slipstream_gave_up", "1 once the run is given up: see the status", int(status.gave_up is not None))
     yield _gauge("slipstream_notices", "notices to people, the newest 64: see the status", len(status.notices))
@@ -164,6 +165,17 @@ def _gauges(status: Status) -> Iterator[Metric]:
     yield _gauge("slipstream_server_lag", "versions that a server is behind the learner", lags, "server")
     states = {str(state): sum(server.state is state for server in status.servers) for state in ServerState}
     yield _gauge("slipstream_servers", "vLLM servers, by state", states, "state")
+
+
+def _scaling(status: Status) -> Iterator[Metric]:
+    scaling, limit = status.scaling, status.limit
+    limits = {} if limit is None else {part: float(limit.part == part) for part in get_args(LimitingPart)}
+    yield _gauge("slipstream_limit", "1 for the part that limits the run, 0 for the others", limits, "part")
+    gains = {} if scaling is None else scaling.one_more
+    yield _gauge("slipstream_one_more_gain", "share of steps a second that one more would bring", gains, "of")
+    servers, workers = (None, None) if scaling is None else (scaling.servers_wanted, scaling.workers_wanted)
+    yield _gauge("slipstream_servers_wanted", "vLLM servers that a scaler should keep", servers)
+    yield _gauge("slipstream_workers_wanted", "workers that a scaler should keep", workers)
 
 
 def _connections(status: Status) -> Iterator[Metric]:

@@ -19,6 +19,7 @@ import pytest
 import typer
 
 from deploy import cli
+from deploy.commands import cluster
 from protocol import access
 from protocol.client import QueueClient
 from protocol.config import RunConfig, load
@@ -231,7 +232,7 @@ def test_ctrl_c_while_packages_are_imported_prints_no_traceback(run_file: Path, 
 
 def test_up_supervises_the_run_of_its_arguments(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[Any, bool]] = []
-    monkeypatch.setattr(cli, "supervise", lambda config, resume: seen.append((config, resume)))
+    monkeypatch.setattr(cluster, "supervise", lambda config, resume: seen.append((config, resume)))
     monkeypatch.setattr(sys, "argv", ["slipstream", "up", str(run_file), "--learner.steps", "7", "--resume"])
     with pytest.raises(SystemExit) as end:
         cli.main()
@@ -266,6 +267,7 @@ def test_each_command_is_one_line_of_the_help(
         "replay",
         "token",
         "queue",
+        "render",
         "servers",
     ]
 

@@ -83,6 +83,11 @@ class TestOnACPU:
         more = "https://two.example/simple https://three.example/simple https://torch.example/cpu"
         assert calls(checkout)[2] == (f"uv ROOT[cpu] https://own.example/simple|{more}|unsafe-best-match|/near,/nearer")
 
+    @pytest.mark.parametrize(("device", "installed"), [("gpu", "[gpu]"), ("core", ""), ("cpu", "[cpu]")])
+    def test_the_device_can_be_named(self, checkout: Path, device: str, installed: str) -> None:
+        assert set_up(checkout, SLIPSTREAM_DEVICE=device).returncode == 0
+        assert calls(checkout)[2] == f"uv ROOT{installed} |||"
+
     def test_a_variable_of_uvs_own_stays(self, checkout: Path) -> None:
         (checkout / "pip-config").write_text("global.find-links='/pips'\n")
         assert set_up(checkout, UV_FIND_LINKS="/uvs").returncode == 0

@@ -1,6 +1,7 @@
 """The settings of a run, section by section: typed, bounded, each with its meaning and the reason for its default."""
 
 from protocol.config.sections.base import LOOPBACK, Section
+from protocol.config.sections.cluster import ClusterSection
 from protocol.config.sections.learner import LearnerSection, LoraSection
 from protocol.config.sections.processes import QueueSection, WorkerSection
 from protocol.config.sections.rollout import EvalSection, ImagesSection, RolloutSection
@@ -10,6 +11,7 @@ from protocol.config.sections.servers import DeploySection, VllmSection, WeightS
 __all__ = [
     "LOOPBACK",
     "ChatSection",
+    "ClusterSection",
     "DeploySection",
     "EvalSection",
     "HubSection",

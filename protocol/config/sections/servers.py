@@ -128,7 +128,9 @@ class VllmSection(Section):
     servers: list[str] = setting(
         [], description="URLs of running servers; empty: the launcher starts `count`", why="one machine needs no list"
     )
-    count: int = setting(1, ge=1, le=64, description="servers that the launcher starts", why="one GPU")
+    count: int = setting(
+        1, ge=0, le=64, description="servers that the launcher starts; 0: all join by themselves", why="one GPU"
+    )
     host: Host = setting(
         "127.0.0.1",
         description="address that the launched servers listen on",
@@ -170,6 +172,11 @@ class VllmSection(Section):
     @classmethod
     def _urls(cls, value: list[str]) -> list[str]:
         return [checked_url(url) for url in value]
+
+    @property
+    def launched(self) -> int:
+        """Servers that the launcher starts; the others run elsewhere, or join by themselves."""
+        return 0 if self.servers else self.count
 
     @property
     def urls(self) -> list[str]:

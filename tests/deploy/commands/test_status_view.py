@@ -18,6 +18,7 @@ from protocol.status import (
     Limit,
     Notice,
     Rates,
+    Scaling,
     ServerStatus,
     Staleness,
     Stall,
@@ -74,6 +75,7 @@ def a_status() -> Status:
         worker_wait_share=0.5,
         drops={"overage": 3},
         limit=Limit("learner", "The learner limits the run: the learner waits 12%."),
+        scaling=Scaling({"server": 0.0, "worker": 0.021, "rank": 0.4}, 1, 1),
         rejections={"nan_logprobs": 2},
         evaluations=[
             Evaluation(30, 30, 1, rows=32, done=31, failed=1, ended="complete", reward=0.625, seconds=9.0),
@@ -95,6 +97,7 @@ def shown(status: Status, width: int = 100) -> str:
     [
         "run quickstart  step 41/60  version 41, served 40  reward 0.875",
         "limit        The learner limits the run: the learner waits 12%.",
+        "one more     server +0%, worker +2%, rank +40% steps a second",
         "35 of at most 36 = 12 at workers + 7 ready + 16 with the learner",
         "work ahead   2.19 optimiser steps, aims at 2.25",
         "2.5 MB of 2147 MB",

@@ -6,14 +6,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
-from deploy.planning.advice import plan
+from deploy.planning.advice import limit_inputs, plan, with_counts
 from deploy.planning.rates import EpisodeTimes, PublicationTimes, Rates
 from deploy.planning.serving import Curve
 from deploy.planning.simulation import Simulation
 from protocol.config import RunConfig
-from rollout_queue.observe.limits import LimitInputs, limit_of
+from rollout_queue.observe.limits import LimitInputs, limit_of, scaling_of
 from tests.kit.config import config
 
 STEPS = 40
@@ -81,6 +82,36 @@ def test_the_rule_names_what_brings_most_at_twice_its_speed(part: str, config: R
     limit = plan(config, of, STEPS).limit
     assert limit.part == part, (limit.text, gains)
     assert gains[part] > 0.8 * max(gains.values()), gains
+
+
+@pytest.mark.parametrize(
+    ("config", "of"),
+    [
+        (run(4), rates()),
+        (run(4), rates(step_s=2.0)),
+        (run(4, slots=16, requests=64), rates()),
+        (run(4, slots=64, requests=32), rates()),
+        (run(2, slots=64, requests=64), rates(tools_s=4.0)),
+        (run(1), rates(step_s=0.5)),
+        (run(0), rates(step_s=0.7)),
+    ],
+)
+@pytest.mark.parametrize(("servers", "workers"), [(1, 1), (2, 2), (4, 3)])
+def test_one_more_server_and_worker_bring_what_a_simulation_says(
+    config: RunConfig, of: Rates, servers: int, workers: int
+) -> None:
+    config = with_counts(config, servers, workers)
+    found = Simulation(config, of).run(STEPS)
+    running = max(1.0, found.running)
+    twice = of.curve.tokens_per_s(running) / of.curve.tokens_per_s(running / 2) - 1
+    inputs = msgspec.structs.replace(limit_inputs(config, of, found), more=twice)
+    scaling = scaling_of(inputs, config, servers, workers, ranks=1)
+    for part, more in {
+        "server": with_counts(config, servers=servers + 1),
+        "worker": with_counts(config, workers=workers + 1),
+    }.items():
+        gain = Simulation(more, of).run(STEPS).steps_per_s / found.steps_per_s - 1
+        assert scaling.one_more[part] == pytest.approx(gain, abs=0.25), part
 
 
 def test_a_bound_of_0_limits_before_servers_do() -> None:

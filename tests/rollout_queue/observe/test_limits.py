@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from protocol.messages import LearnerReport, WorkerReport
-from rollout_queue.observe.limits import LimitInputs, LimitWindow, SlotTimes, limit_of, slowest_tool
+from rollout_queue.observe.limits import LimitInputs, LimitWindow, SlotTimes, limit_of, scaling_of, slowest_tool
 from rollout_queue.observe.windows import ToolCounts
 from rollout_queue.observe.workers import WorkerReports
 from tests.kit.config import config
@@ -40,6 +40,47 @@ def test_the_part_that_others_wait_for_limits(
     limit = limit_of(inputs(**given), config({"queue": queue}))
     assert limit.part == part
     assert said in limit.text
+
+
+@pytest.mark.parametrize(
+    ("given", "counts", "wanted"),
+    [
+        # Servers that are all busy, with slots enough: one more.
+        ({"learner_wait": 0.8}, (2, 4), (3, 4)),
+        # Slots four times as many as the servers run at once: fewer workers.
+        ({"learner_wait": 0.8, "slots": 512}, (2, 4), (3, 3)),
+        # The learner limits, and the slots wait: fewer of both.
+        ({"learner_wait": 0.02, "ticket_wait": 0.6}, (4, 4), (3, 3)),
+        # As many as the learner needs.
+        ({"learner_wait": 0.05, "ticket_wait": 0.05}, (4, 2), (4, 2)),
+        # Tools take the time: workers, and no servers.
+        ({"learner_wait": 0.9, "in_tools": 0.95}, (2, 4), (1, 5)),
+        # Groups under way are few: servers make each quicker, and more workers would wait, too.
+        ({"learner_wait": 0.5, "ticket_wait": 0.5}, (1, 1), (2, 1)),
+        # The last one stays.
+        ({"learner_wait": 0.0, "ticket_wait": 0.9}, (1, 1), (1, 1)),
+    ],
+)
+def test_one_more_is_wanted_where_it_brings_its_share(
+    given: dict[str, Any], counts: tuple[int, int], wanted: tuple[int, int]
+) -> None:
+    found = scaling_of(inputs(**given), config(), *counts, ranks=1)
+    assert (found.servers_wanted, found.workers_wanted) == wanted, found.one_more
+
+
+def test_no_more_workers_are_wanted_than_the_queue_takes() -> None:
+    few = config({"queue": {"max_workers": 4}})
+    assert scaling_of(inputs(learner_wait=0.9, in_tools=0.95), few, 2, 4, ranks=1).workers_wanted == 4
+
+
+def test_what_was_added_is_not_taken_away_again() -> None:
+    """Of servers that limit, the time that the learner waits falls as theirs grows."""
+    for servers in range(1, 20):
+        limits = inputs(learner_wait=0.8, slots=4096, requests=128 * servers)
+        if scaling_of(limits, config(), servers, 8, ranks=1).servers_wanted > servers:
+            gain = scaling_of(limits, config(), servers, 8, ranks=1).one_more["server"]
+            after = inputs(learner_wait=max(0.0, 1 - 0.2 * (1 + gain)), slots=4096, requests=128 * (servers + 1))
+            assert scaling_of(after, config(), servers + 1, 8, ranks=1).servers_wanted > servers
 
 
 def test_the_tool_that_takes_most_of_the_time_is_named() -> None:

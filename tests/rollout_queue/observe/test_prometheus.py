@@ -11,12 +11,23 @@ from pathlib import Path
 from timeit import repeat
 
 import aiohttp
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from protocol import codec
 from protocol.client import QueueClient
-from protocol.messages import BeginSession, Group, LearnerReport, LeaseAck, LeaseRequest, TicketRequest, WorkerReport
+from protocol.messages import (
+    BeginSession,
+    Group,
+    LearnerReport,
+    LeaseAck,
+    LeaseRequest,
+    Server,
+    TicketRequest,
+    WorkerReport,
+)
 from rollout_queue import store
+from rollout_queue.observe.limits import SlotTimes
 from rollout_queue.observe.prometheus import Histograms
 from tests.kit import config, group
 from tests.kit.queue import Served, serve_version, serving
@@ -92,6 +103,26 @@ async def test_metrics_of_a_step_are_valid_and_say_what_happened(tmp_path: Path)
     assert found["slipstream_store_bytes{part=all}"] > found["slipstream_store_bytes{part=log}"] > 0
     assert found["process_resident_memory_bytes"] > 2**20
     assert found["process_open_fds"] > 3
+
+
+async def test_what_limits_and_what_one_more_would_bring_is_on_the_page() -> None:
+    async with serving(config({"vllm": {"max_num_seqs": 4}})) as queue, QueueClient(queue.url) as client:
+        assert "slipstream_one_more_gain{of=server}" not in samples(await page(queue))
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0)
+        limits, now = queue.broker.observations.limits, queue.time.now
+        for number in range(1, 6):
+            limits.stepped(LearnerReport(number, 0.5, 0.9, 1.0, 10, 0.0, 0))
+        await client.heartbeat(WorkerReport("w", [], capacity=32))
+        limits.slots(SlotTimes(slot_s=32.0, episode_s=32.0), now)
+        found = samples(await page(queue))
+        assert found["slipstream_limit{part=servers}"] == 1
+        assert found["slipstream_limit{part=learner}"] == 0
+        assert found["slipstream_one_more_gain{of=server}"] == pytest.approx(1.0)
+        assert (found["slipstream_servers_wanted"], found["slipstream_workers_wanted"]) == (2, 1)
+        # While one is on its way, no other is asked for.
+        await client.put_server(Server("vllm-1", "http://127.0.0.1:8101"))
+        assert samples(await page(queue))["slipstream_servers_wanted"] == 2
 
 
 async def test_the_page_does_not_grow_with_the_workers() -> None:

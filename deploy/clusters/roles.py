@@ -1,0 +1,164 @@
+"""What the processes of a run need on a cluster, and their commands there.
+
+Queue and learner stand on one node, the head. Servers join the run and workers find the queue by its URL, so that both
+may stand anywhere, be restarted elsewhere, and leave by draining. No token is on a command line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from deploy.run.processes import SLIPSTREAM, ProcessKind, Program, environment_of_role, typed
+from deploy.servers.devices import nccl_environment
+from deploy.servers.gpu_memory import Parallelism
+from deploy.servers.vllm_server import on_cpu
+from protocol import access
+from protocol.config import ConfigError, RunConfig
+from protocol.config.fingerprint import release
+
+Part = Literal["head", "server", "worker"]
+
+# Variable with the release that the rest of the run has; the command line refuses to start as another.
+RELEASE = "SLIPSTREAM_RELEASE"
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one part of a run needs on its node. `memory_gb`: 0 for the cluster's default."""
+
+    gpus: int
+    cpus: int
+    memory_gb: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a run: one head, and servers and workers in any number."""
+
+    head: Resources
+    server: Resources
+    worker: Resources
+    servers: int
+    workers: int
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Parts:
+        """Read the parts from the run file, with "auto" resolved."""
+        cluster, vllm = config.cluster, config.vllm
+        head = cluster.head_gpus if cluster.head_gpus != "auto" else 0 if on_cpu() else config.learner.ranks
+        gpus = cluster.server_gpus
+        server = gpus if gpus != "auto" else 0 if on_cpu() else Parallelism.of(vllm.args).gpus
+        return cls(
+            Resources(head, cluster.head_cpus, cluster.head_memory_gb),
+            Resources(server, cluster.server_cpus, cluster.server_memory_gb),
+            Resources(0, cluster.worker_cpus, cluster.worker_memory_gb),
+            vllm.launched,
+            config.worker.count,
+        )
+
+    def needs(self) -> list[tuple[Part, Resources, int]]:
+        """Return each part that the run has, what one of it needs, and how many there are."""
+        every: list[tuple[Part, Resources, int]] = [
+            ("head", self.head, 1),
+            ("server", self.server, self.servers),
+            ("worker", self.worker, self.workers),
+        ]
+        return [part for part in every if part[2]]
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a cluster, as its scheduler knows it. `memory_gb`: 0 if the scheduler does not count it."""
+
+    name: str
+    gpus: int
+    cpus: int
+    memory_gb: float = 0
+
+
+def check_fits(part: Part, wanted: Resources, nodes: Sequence[Node], where: str) -> None:
+    """Raise `ConfigError` if no node has what one of `part` needs. `where`: names the nodes, as "partition main"."""
+    for setting, needed, most, unit in (
+        (f"cluster.{part}_gpus", wanted.gpus, max((node.gpus for node in nodes), default=0), "GPUs"),
+        (f"cluster.{part}_cpus", wanted.cpus, max((node.cpus for node in nodes), default=0), "CPU cores"),
+        (
+            f"cluster.{part}_memory_gb",
+            wanted.memory_gb,
+            max((node.memory_gb for node in nodes), default=0) or wanted.memory_gb,
+            "GB of memory",
+        ),
+    ):
+        if needed > most:
+            raise ConfigError(
+                f"{setting} = {needed}: no node of {where} has more than {most:g} {unit}; lower it"
+                + (", or name another partition" if where.startswith("partition") else "")
+            )
+
+
+def check_release(environment: Mapping[str, str]) -> None:
+    """Raise `ConfigError` if this machine, or image, has another release than the rest of its run."""
+    wanted = environment.get(RELEASE)
+    if wanted and wanted != release():
+        raise ConfigError(
+            f"{RELEASE} = {wanted}: the run has that release, and {release()} is installed here; install the run's "
+            f"here, or use an image of it (cluster.image)"
+        )
+
+
+def check_token(config: RunConfig) -> None:
+    """Raise `ConfigError` if the run has no secret: its listeners are reached from other machines."""
+    if not config.token:
+        raise ConfigError(
+            f"a run on a cluster listens beyond one machine, which needs a token: set {access.TOKEN_VARIABLE}, as from "
+            f"openssl rand -hex 16"
+        )
+
+
+def on_nodes(config: RunConfig, head: str) -> RunConfig:
+    """Return the run file that all processes read, with the head's address in it. Servers join by themselves."""
+    queue = config.queue.model_copy(update={"host": "0.0.0.0", "url": f"http://{head}:{config.queue.port}"})
+    update: dict[str, object] = {"queue": queue}
+    if config.vllm.launched:
+        update["vllm"] = config.vllm.model_copy(update={"count": 0})
+    update["weight_sync"] = config.weight_sync.model_copy(update={"host": head})
+    return config.model_copy(update=update)
+
+
+def server_arguments(queue_url: str, port: int | str, name: str) -> list[str]:
+    """Return the words of a server's command after the run file: it joins the run at `port` of its node."""
+    settings = ["--vllm.count", "1", "--vllm.host", "0.0.0.0", "--vllm.port", str(port)]
+    return ["--join", queue_url, "--name", name, *settings]
+
+
+def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> list[Program]:
+    """Return the processes of a run whose run file is that of `on_nodes`, in the order in which they are started.
+
+    Args:
+        config: The run file.
+        run_file: Where all processes read it.
+        resume: Whether the learner goes on from its newest checkpoint.
+        servers: Servers to start; each has a port of its own, since several may share a node.
+    """
+    url = config.queue.address
+
+    def program(name: str, role: ProcessKind, *arguments: str) -> Program:
+        env = {**environment_of_role(config, role), RELEASE: release()}
+        return Program(name, role, [*SLIPSTREAM, role, str(run_file), *arguments], env)
+
+    learner = program("learner", "learner", "--queue", url, *(["--resume"] if resume else []))
+    env = {**learner.env, **nccl_environment(config), "SLIPSTREAM_COMMAND": typed()}
+    return [
+        replace(program("queue", "queue"), health=url + access.HEALTH),
+        *(
+            program(f"vllm-{i}", "vllm", *server_arguments(url, config.vllm.port + i, f"vllm-{i}"))
+            for i in range(servers)
+        ),
+        *(
+            program(f"worker-{i}", "worker", "--name", f"worker-{i}", "--queue", url)
+            for i in range(config.worker.count)
+        ),
+        replace(learner, env=env, terminal="stdout"),
+    ]

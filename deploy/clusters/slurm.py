@@ -1,0 +1,467 @@
+"""Runs a run in one SLURM job: a heterogeneous one, of the head, the servers and the workers.
+
+`slipstream up run.toml --on slurm` submits the job and follows it. In the job the same command supervises: queue and
+learner are its children on the first node, servers and workers are steps (`srun`) on theirs. Two minutes before the
+time limit SLURM sends SIGTERM, the learner writes a checkpoint, and the job waits in the queue again. Tokens are in
+files of the run directory that only their owner may read.
+
+Run directory, task, model and this Python's environment are on a file system that all nodes see.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from deploy.clusters.roles import (
+    RELEASE,
+    Node,
+    Part,
+    Parts,
+    Resources,
+    check_fits,
+    check_token,
+    on_nodes,
+    programs,
+    server_arguments,
+)
+from deploy.run import run_directory
+from deploy.run.process_keeper import RunFailed
+from deploy.run.processes import SLIPSTREAM, Child, Children, Program
+from protocol import access
+from protocol.config import ConfigError, RunConfig
+from protocol.config.fingerprint import release
+from rollout_queue.store import open_for_reading
+
+# Seconds before the time limit at which SLURM sends SIGTERM, for the learner's last checkpoint.
+NOTICE_S = 120
+
+# Time-out of one of SLURM's commands.
+COMMAND_S = 60.0
+
+FOLLOW_EVERY_S = 2.0
+
+# Seconds beyond deploy.grace_s until a job that was told to stop is cancelled.
+MARGIN_S = 30.0
+
+# States of a job that has ended, as squeue and scontrol spell them.
+WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING", "STAGE_OUT")
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+QUEUE_URL = "queue.url"
+
+TOKENS = "tokens"
+
+
+def in_job() -> bool:
+    """Tell whether this process is the batch script of a job that `script` made."""
+    return "SLURM_JOB_ID" in os.environ and os.environ.get("SLIPSTREAM_IN_JOB") == os.environ["SLURM_JOB_ID"]
+
+
+def to_resume(config: RunConfig, resume: bool) -> bool:
+    """Tell whether the run goes on: because it was asked to, or since SLURM starts its job again."""
+    if resume or int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
+        return resume
+    return run_directory.has_checkpoint(config) or open_for_reading(config).run_state().version > 0
+
+
+# Scripts.
+
+
+def script(config: RunConfig, run_file: str, settings: Sequence[str], resume: bool) -> str:
+    """Return the batch script of a run.
+
+    Args:
+        config: The run file.
+        run_file: Its path.
+        settings: Settings of the command line, as `--worker.count 4`.
+        resume: Whether the run goes on from its newest checkpoint.
+    """
+    parts = Parts.of(config).needs()
+    words = [*SLIPSTREAM, "up", run_file, "--on", "slurm", *settings, *(["--resume"] if resume else [])]
+    log = _folder(config) / "logs" / "slurm-%j.log"
+    lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}", log, NOTICE_S)]
+    for place, (part, needed, count) in enumerate(parts):
+        lines += ["#SBATCH hetjob"] if place else []
+        lines += _asked(config, part, needed, count)
+    lines += [*_environment(config, "secret"), 'export SLIPSTREAM_IN_JOB="$SLURM_JOB_ID"']
+    return "\n".join([*lines, f"exec {shlex.join(words)}\n"])
+
+
+def array(config: RunConfig, part: Part, count: int) -> str:
+    """Return the script of an array of `count` workers, or servers, that join the run and leave by draining.
+
+    Each reads the queue's URL as it starts, from the run directory.
+    """
+    parts, folder = Parts.of(config), _folder(config)
+    needed = parts.worker if part == "worker" else parts.server
+    log = folder / "logs" / f"slurm-{part}-%A-%a.log"
+    lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}-{part}s", log, 60)]
+    lines += [f"#SBATCH --array=0-{count - 1}", *_asked(config, part, needed, 1)]
+    url, name = f'"$(cat {shlex.quote(str(folder / QUEUE_URL))})"', '"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"'
+    command = shlex.join([*SLIPSTREAM, "worker" if part == "worker" else "vllm", str(folder / "run.toml")])
+    if part == "worker":
+        words = f"{command} --queue {url} --name worker-{name}"
+    else:
+        port = f"$(({config.vllm.port + 64} + SLURM_ARRAY_TASK_ID))"
+        words = f"{command} {' '.join(server_arguments(url, port, f'vllm-{name}'))}"
+    return "\n".join([*lines, *_environment(config, "worker" if part == "worker" else "secret"), f"exec {words}\n"])
+
+
+def _folder(config: RunConfig) -> Path:
+    return config.run_dir.absolute()
+
+
+def _options(config: RunConfig, name: str, log: Path, notice_s: int) -> list[str]:
+    cluster = config.cluster
+    return [
+        f"#SBATCH --job-name={name}",
+        f'#SBATCH --output="{log}"',
+        f'#SBATCH --chdir="{Path.cwd()}"',
+        "#SBATCH --open-mode=append",
+        f"#SBATCH --signal=B:TERM@{notice_s}",
+        f"#SBATCH --{'' if cluster.requeue else 'no-'}requeue",
+    ]
+
+
+def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list[str]:
+    cluster = config.cluster
+    partition = (cluster.worker_partition if part == "worker" else None) or cluster.partition
+    options = [f"--ntasks={count}", f"--cpus-per-task={needed.cpus}"]
+    options += [f"--gpus-per-task={needed.gpus}"] if needed.gpus else []
+    options += [f"--mem-per-cpu={math.ceil(needed.memory_gb * 1024 / needed.cpus)}M"] if needed.memory_gb else []
+    options += [f"--partition={partition}"] if partition else []
+    options += [f"--time={cluster.time_limit}"] if cluster.time_limit else []
+    return [f"#SBATCH {' '.join([*options, *cluster.sbatch])}"]
+
+
+def _environment(config: RunConfig, token: str) -> list[str]:
+    file = shlex.quote(str(_folder(config) / TOKENS / token))
+    return ["", f"export {access.TOKEN_FILE_VARIABLE}={file}", f"export {RELEASE}={release()}"]
+
+
+# Checks, which come before anything is placed.
+
+
+def check(config: RunConfig) -> None:
+    """Check that the cluster is there and has nodes for each part.
+
+    Raises:
+        ConfigError: With the value and the remedy.
+    """
+    check_token(config)
+    if shutil.which("sbatch") is None:
+        raise ConfigError("--on slurm: there is no sbatch on PATH; run it on a login node of the cluster")
+    try:
+        found = _slurm("sinfo", "--noheader", "--Node", "--format=%R|%N|%c|%m|%G|%T")
+    except RunFailed as error:
+        raise ConfigError(f"--on slurm: the cluster does not answer: {error}; ask its operators") from None
+    partitions: dict[str, list[Node]] = {}
+    for line in found.splitlines():
+        named, name, cpus, megabytes, gres, state = line.split("|")
+        if not state.startswith(("down", "drain", "fail", "inval")):
+            node = Node(name, _gpus(gres), int(cpus), int(megabytes) / 1024)
+            partitions.setdefault(named, []).append(node)
+        partitions.setdefault(named, [])
+    default = _default_partition()
+    for part, needed, _ in Parts.of(config).needs():
+        setting = "worker_partition" if part == "worker" and config.cluster.worker_partition else "partition"
+        partition: str | None = getattr(config.cluster, setting) or default
+        if partition is None:
+            raise ConfigError(f"cluster.partition is not set, and the cluster has no default: {_named(partitions)}")
+        if partition not in partitions:
+            raise ConfigError(f"cluster.{setting} = {partition}: there is no such partition; {_named(partitions)}")
+        if not partitions[partition]:
+            raise ConfigError(f"cluster.{setting} = {partition}: none of its nodes is up; name another partition")
+        check_fits(part, needed, partitions[partition], f"partition {partition}")
+
+
+def _named(partitions: Mapping[str, object]) -> str:
+    return f"the partitions are: {', '.join(sorted(partitions)) or 'none'}"
+
+
+def _default_partition() -> str | None:
+    names = _slurm("sinfo", "--noheader", "--format=%P").split()
+    return next((name.removesuffix("*") for name in names if name.endswith("*")), None)
+
+
+def _gpus(gres: str) -> int:
+    """Read the number of GPUs of a node, as in gpu:a100:8(S:0-1),nvme:1."""
+    return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
+
+
+def _slurm(*command: str) -> str:
+    """Return the output of one of SLURM's commands. Raises `RunFailed` with its own words."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, env=_without_token())
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise RunFailed(f"{command[0]}: {error}") from None
+    if done.returncode:
+        words = " ".join(done.stderr.split()) or f"ended with code {done.returncode}"
+        raise RunFailed(words if words.startswith(command[0]) else f"{command[0]}: {words}")
+    return done.stdout
+
+
+def _without_token() -> dict[str, str]:
+    return access.environment_without_token(os.environ)
+
+
+# The job, seen from outside.
+
+
+def write_tokens(config: RunConfig) -> None:
+    """Write the run's secret and the workers' token into files that only their owner may read."""
+    folder = _folder(config) / TOKENS
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for name, token in {"secret": config.token, "worker": config.token_for("worker")}.items():
+        descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, 0o600)
+            file.write(f"{token}\n")
+
+
+def submit_and_follow(config: RunConfig, run_file: str, settings: Sequence[str], resume: bool) -> None:
+    """Submit the job of a run, show its log, and wait until it has ended. Ctrl-C and SIGTERM stop it.
+
+    Raises:
+        ConfigError: SLURM refuses the job; nothing was placed.
+        RunFailed: The run failed; its code.
+        KeyboardInterrupt: Ctrl-C. SystemExit: SIGTERM.
+    """
+    check(config)
+    run_directory.check_run_directory(config, resume)
+    run_directory.check_unused(config)
+    write_tokens(config)
+    (_folder(config) / "logs").mkdir(exist_ok=True)
+    job = submit(script(config, run_file, settings, resume))
+    _Job(job, _folder(config) / "logs" / f"slurm-{job}.log", config.deploy.grace_s).follow()
+
+
+def submit(text: str) -> str:
+    """Submit a batch script and return the job's number. Raises `ConfigError` if SLURM refuses it."""
+    try:
+        done = subprocess.run(
+            ["sbatch", "--parsable"],
+            input=text,
+            capture_output=True,
+            text=True,
+            timeout=COMMAND_S,
+            env=_without_token(),
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"--on slurm: sbatch: {error}") from None
+    if done.returncode:
+        raise ConfigError(f"--on slurm: SLURM refuses the job: {' '.join(done.stderr.split())}")
+    return done.stdout.split(";")[0].strip()
+
+
+class _Job:
+    """A job as the command follows it: it prints the log, and each change of state."""
+
+    def __init__(self, number: str, log: Path, grace_s: float) -> None:
+        self._number = number
+        self._log = log
+        self._grace_s = grace_s
+        self._read = 0
+        self._state = ""
+
+    def follow(self) -> None:
+        """Return when the job has completed. Raises as `submit_and_follow`."""
+        print(f"submitted job {self._number}, log in {self._log}", flush=True)
+        wanted = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+        try:
+            while (state := self._look()).startswith(WAITS_OR_RUNS):
+                if (signalled := signal.sigtimedwait(wanted, FOLLOW_EVERY_S)) is not None:
+                    self._stop(signal.Signals(signalled.si_signo))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if not state.startswith("COMPLETED"):
+            code = self._code()
+            raise RunFailed(f"job {self._number} ended as {state.lower()} with code {code}; its log: {self._log}", code)
+
+    def _look(self) -> str:
+        self._show_log()
+        fields = _job(self._number)
+        state, reason = fields.get("JobState", "GONE"), fields.get("Reason", "None")
+        shown = state if reason == "None" else f"{state} ({reason})"
+        if shown != self._state and state in ("PENDING", "RUNNING"):
+            print(f"job {self._number}: {shown}", file=sys.stderr, flush=True)
+        self._state = shown
+        return state
+
+    def _code(self) -> int:
+        code, _, number = _job(self._number).get("ExitCode", "1:0").partition(":")
+        return int(code) or (128 + int(number) if int(number or 0) else 1)
+
+    def _show_log(self) -> None:
+        with contextlib.suppress(FileNotFoundError), self._log.open("rb") as log:
+            log.seek(self._read)
+            new = log.read()
+            self._read += len(new)
+            sys.stdout.write(new.decode(errors="replace"))
+            sys.stdout.flush()
+
+    def _stop(self, number: signal.Signals) -> None:
+        """Stop the job as Ctrl-C would stop the run, and cancel what is left of it."""
+        print(f"stopping job {self._number}", file=sys.stderr, flush=True)
+        with contextlib.suppress(RunFailed):
+            if self._look() == "RUNNING":
+                # SIGTERM is what SLURM itself sends at the time limit, after which the job is queued again.
+                _slurm("scancel", "--batch", "--signal=INT", self._number)
+                self._wait_while(("RUNNING",), self._grace_s + MARGIN_S)
+            _slurm("scancel", self._number)
+        self._wait_while(WAITS_OR_RUNS, MARGIN_S)
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(128 + number)
+
+    def _wait_while(self, states: tuple[str, ...], seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while self._look().startswith(states) and time.monotonic() < deadline:
+            time.sleep(0.5)
+
+
+def _job(number: str) -> dict[str, str]:
+    """Return what SLURM says of a job, {} once it has forgotten it."""
+    try:
+        text = _slurm("scontrol", "--oneliner", "show", "job", number)
+    except RunFailed as error:
+        if "Invalid job id" in str(error):
+            return {}
+        raise
+    return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
+
+
+# The job, seen from inside.
+
+
+class SlurmJob:
+    """The engine within a job: servers and workers are steps on the nodes that the job has."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._servers = 0
+        self._parts: list[tuple[Part, Resources, int]] = []
+        self._folder = Path()
+
+    def children(self, grace_s: float) -> Children:
+        return SlurmSteps(grace_s, self)
+
+    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+        self._servers, self._parts, self._folder = config.vllm.launched, Parts.of(config).needs(), _folder(config)
+        head = await asyncio.to_thread(_address, self._environment["SLURMD_NODENAME"])
+        settled = on_nodes(config, head)
+        (self._folder / QUEUE_URL).write_text(f"{settled.queue.address}\n", encoding="utf-8")
+        return settled
+
+    def queue_url(self, config: RunConfig) -> str:
+        return config.queue.address
+
+    def programs(self, config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
+        return programs(config, run_file, resume, self._servers)
+
+    def as_step(self, program: Program) -> Program:
+        """Return the program as a step of the job, on the node that its place in the run file gives it.
+
+        A restarted server thereby keeps its address.
+        """
+        part: Part = "server" if program.role == "vllm" else "worker"
+        group = next(place for place, (each, _, _) in enumerate(self._parts) if each == part)
+        _, needed, _ = self._parts[group]
+        nodes = self._nodes(group)
+        options = [
+            *("srun", f"--het-group={group}", "--ntasks=1", "--nodes=1", "--exact"),
+            *(f"--nodelist={nodes[int(program.name.rpartition('-')[2])]}", f"--job-name={program.name}"),
+            *("--kill-on-bad-exit=0", f"--cpus-per-task={needed.cpus}"),
+            *([f"--gpus-per-task={needed.gpus}"] if needed.gpus else []),
+        ]
+        file = self._folder / TOKENS / ("worker" if part == "worker" else "secret")
+        token = {access.TOKEN_VARIABLE: "", access.TOKEN_FILE_VARIABLE: str(file)}
+        return replace(program, command=[*options, *program.command], env={**program.env, **token})
+
+    def job_of(self, program: Program) -> str:
+        """Return the number of the component that a step belongs to."""
+        part = "server" if program.role == "vllm" else "worker"
+        group = next(place for place, (each, _, _) in enumerate(self._parts) if each == part)
+        return self._environment[f"SLURM_JOB_ID_HET_GROUP_{group}"]
+
+    def _nodes(self, group: int) -> list[str]:
+        """Return the node of each task of a component."""
+        names = _slurm("scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])
+        tasks = self._environment[f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}"]
+        return [node for node, count in zip(names.split(), counts(tasks), strict=True) for _ in range(count)]
+
+
+def counts(text: str) -> list[int]:
+    """Read SLURM's tasks per node, as in 2(x3),1."""
+    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
+    return [int(count) for count, times in found for _ in range(int(times or 1))]
+
+
+def _address(node: str) -> str:
+    """Return the address by which SLURM itself reaches a node."""
+    text = _slurm("scontrol", "--oneliner", "show", "node", node)
+    found = re.search(r"NodeAddr=(\S+)", text)
+    return found[1] if found else node
+
+
+class SlurmSteps(Children):
+    """Starts queue and learner here, servers and workers as steps."""
+
+    def __init__(self, grace_s: float, job: SlurmJob) -> None:
+        super().__init__(grace_s)
+        self._job = job
+
+    def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
+        if program.role not in ("vllm", "worker"):
+            return super().start(program, log_dir, stdout)
+        return super().start(self._job.as_step(program), log_dir, stdout)
+
+    def _child(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int) -> Child:
+        if program.role not in ("vllm", "worker"):
+            return super()._child(program, process, log, log_start)
+        return _Step(program, process, log, log_start, self._job.job_of(program))
+
+
+class _Step(Child):
+    """A step of the job, with its `srun` as the process here."""
+
+    def __init__(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int, job: str) -> None:
+        super().__init__(program, process, log, log_start)
+        self._job = job
+
+    def signal(self, number: int) -> bool:
+        # srun answers SIGTERM by killing its step; the step itself is to get it, so that it drains.
+        if number != signal.SIGTERM:
+            return super().signal(signal.SIGTERM if number == signal.SIGKILL else number)
+        subprocess.Popen(
+            ["sh", "-c", _SIGNAL_STEP, "sh", self._job, self.name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            env=_without_token(),
+        )
+        return super().signal(0)
+
+
+_SIGNAL_STEP = """squeue --noheader --steps --jobs="$1" --format="%i %j" |
+while read -r step name; do [ "$name" = "$2" ] && scancel --signal=TERM "$step"; done"""
+
+
+def requeue() -> None:
+    """Let the job wait for its turn again. SLURM ends what is left of it."""
+    _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])

@@ -1,0 +1,147 @@
+"""Settings of a run on the machines of a cluster: what each of its processes needs there."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import field_validator
+
+from protocol.config.sections.base import Count, CountOrZero, Section, setting
+
+Gpus = int | Literal["auto"]
+_TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
+
+
+class ClusterSection(Section):
+    head_gpus: Gpus = setting(
+        "auto",
+        description="GPUs of the head, the node of queue and learner; auto: one for each of learner.ranks, none with "
+        "vLLM's CPU build",
+        why="a rank trains on one GPU",
+    )
+    head_cpus: Count = setting(8, description="CPU cores of the head", why="a learner's data loading and the queue")
+    head_memory_gb: int = setting(
+        0, ge=0, le=10**6, description="gigabytes of memory of the head; 0: the default there", why="ours is a guess"
+    )
+    server_gpus: Gpus = setting(
+        "auto",
+        description="GPUs of each of vllm.count servers; auto: what vllm.args asks for, none with vLLM's CPU build",
+        why="--tensor-parallel-size and the like say it already",
+    )
+    server_cpus: Count = setting(8, description="CPU cores of each server", why="vLLM's processes and its tokenizer")
+    server_memory_gb: int = setting(
+        0,
+        ge=0,
+        le=10**6,
+        description="gigabytes of memory of each server; 0: the default there",
+        why="sites differ",
+    )
+    worker_cpus: Count = setting(2, description="CPU cores of each of worker.count workers", why="episodes mostly wait")
+    worker_memory_gb: int = setting(
+        0,
+        ge=0,
+        le=10**6,
+        description="gigabytes of memory of each worker; 0: the default there",
+        why="sites differ",
+    )
+    partition: str | None = setting(
+        None, description="slurm: partition of head and servers", why="the cluster has a default"
+    )
+    worker_partition: str | None = setting(
+        None, description="slurm: partition of the workers; default: that of the others", why="workers need no GPU"
+    )
+    time_limit: str | None = setting(
+        None,
+        description="slurm: time limit of the job, as 24:00:00 or 2-00:00:00; two minutes before it the learner writes "
+        "a checkpoint",
+        why="the partition has one",
+    )
+    requeue: bool = setting(
+        True,
+        description="slurm: whether a job at its time limit waits again for its turn, to go on from the checkpoint",
+        why="a run is longer than a job may be",
+    )
+    sbatch: list[str] = setting(
+        [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
+    )
+
+    image: str | None = setting(
+        None,
+        description="kubernetes: image of all pods, as registry/name:tag, with task and model in /work "
+        "(deploy/Containerfile)",
+        why="yours holds your task",
+    )
+    namespace: str = setting("default", description="kubernetes: namespace of the run", why="the cluster's own default")
+    learner_nodes: Count = setting(
+        1, description="kubernetes: pods, each on a node of its own GPUs, that share learner.ranks", why="one is enough"
+    )
+    node_selector: list[str] = setting(
+        [], description="kubernetes: labels of the nodes of all pods, as pool=gpu", why="any node with the GPUs will do"
+    )
+    worker_node_selector: list[str] = setting(
+        [], description="kubernetes: labels of the workers' nodes; default: as the others'", why="workers need no GPU"
+    )
+    storage_gb: Count = setting(
+        100, description="kubernetes: gigabytes of the volume of run directory and checkpoints", why="a few checkpoints"
+    )
+    storage_class: str | None = setting(
+        None, description="kubernetes: storage class of that volume", why="the cluster has a default"
+    )
+    max_servers: CountOrZero = setting(
+        0,
+        description="kubernetes: servers up to which a KEDA scaler may go, from vllm.count; 0: no scaler",
+        why="KEDA has to be installed",
+    )
+    max_workers: CountOrZero = setting(
+        0,
+        description="kubernetes: workers up to which a KEDA scaler may go, from worker.count; 0: no scaler",
+        why="KEDA has to be installed",
+    )
+    kueue: str | None = setting(
+        None, description="kubernetes: Kueue's local queue in which the learner waits for its nodes", why="few have it"
+    )
+
+    @field_validator("head_gpus", "server_gpus")
+    @classmethod
+    def _gpus(cls, value: Gpus) -> Gpus:
+        if value != "auto" and not 0 <= value <= 1024:
+            raise ValueError("must be 'auto' or a whole number from 0 to 1024")
+        return value
+
+    @field_validator("time_limit")
+    @classmethod
+    def _time(cls, value: str | None) -> str | None:
+        if value is not None and not _TIME.fullmatch(value):
+            raise ValueError("must be a time such as 24:00:00 or 2-00:00:00")
+        return value
+
+    @field_validator("sbatch")
+    @classmethod
+    def _options(cls, value: list[str]) -> list[str]:
+        for option in value:
+            if not re.fullmatch(r"--[a-z-]+(=[^\n]*)?", option):
+                raise ValueError(f"{option!r} is no option of sbatch: write it as --account=physics")
+        return value
+
+    @field_validator("node_selector", "worker_node_selector")
+    @classmethod
+    def _labels(cls, value: list[str]) -> list[str]:
+        for label in value:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*", label):
+                raise ValueError(f"{label!r} is no label of a node: write it as pool=gpu")
+        return value
+
+    @field_validator("namespace", "storage_class", "kueue")
+    @classmethod
+    def _dns_names(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[a-z0-9]([a-z0-9.-]{0,61}[a-z0-9])?", value):
+            raise ValueError("must be a name of at most 63 small letters, digits and dashes")
+        return value
+
+    @field_validator("partition", "worker_partition")
+    @classmethod
+    def _names(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", value):
+            raise ValueError("must be a name of letters, digits, dots and dashes")
+        return value

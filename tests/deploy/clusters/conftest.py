@@ -1,0 +1,91 @@
+"""A real SLURM for the tests of this folder, and a run whose vLLM and learner are stand-ins."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.kit import slurm
+from tests.kit.slurm import SlurmCluster
+
+ROOT = Path(__file__).parents[3]
+SECRET = "0123456789abcdef0123456789abcdef"
+
+FAKE_VLLM = """
+import runpy, sys
+sys.argv = ["fake_vllm", "--port", sys.argv[sys.argv.index("--port") + 1]]
+runpy.run_module("tests.kit.fake_vllm", run_name="__main__")
+"""
+
+# It is done once a server and all workers have come and nothing holds it back; at SIGTERM it writes a checkpoint.
+LEARNER = """
+import asyncio, os, signal, sys, time
+from protocol.client import QueueClient
+
+def run(config, queue_url, resume):
+    def stop(number, frame):
+        folder = config.run_dir / "checkpoints" / "step-000003"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "state.json").write_text('{"step": 3, "version": 3}')
+        print("step 3: checkpoint written at the signal", flush=True)
+        sys.exit(128 + number)
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
+
+    async def everyone():
+        async with QueueClient(queue_url, config.token_for("learner")) as queue:
+            while True:
+                status = await queue.status()
+                if len(status.workers) >= config.worker.count and status.servers:
+                    return [*status.servers, *status.workers]
+                await asyncio.sleep(0.1)
+    everyone = asyncio.run(everyone())
+    names = sorted(getattr(each, "name", None) or each.worker_id for each in everyone)
+    print(f"all have come: {', '.join(names)}; resume {resume}", flush=True)
+    while os.path.exists(os.environ["HOLD"]):
+        time.sleep(0.1)
+"""
+
+
+@pytest.fixture(scope="session")
+def slurm_cluster() -> Iterator[SlurmCluster]:
+    if not slurm.is_installed():
+        pytest.skip("SLURM is not installed: apt-get install slurm-wlm munge")
+    cluster = SlurmCluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def slurm_here(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[SlurmCluster]:
+    """SLURM's commands of this process ask the cluster; jobs that a test leaves are cancelled."""
+    for name, value in slurm_cluster.environment.items():
+        monkeypatch.setenv(name, value)
+    yield slurm_cluster
+    slurm_cluster.clear()
+
+
+@pytest.fixture
+def hold(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """While this file is there, the stand-in of the learner goes on. Sets a token, and the stand-ins' place."""
+    stubs = tmp_path / "stubs"
+    for path, source in {
+        "vllm/__init__.py": "",
+        "vllm/entrypoints/__init__.py": "",
+        "vllm/entrypoints/openai/__init__.py": "",
+        "vllm/entrypoints/openai/api_server.py": FAKE_VLLM,
+        "learner/__init__.py": "from pkgutil import extend_path\n__path__ = extend_path(__path__, __name__)",
+        "learner/run.py": LEARNER,
+    }.items():
+        file = stubs / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(source, encoding="utf-8")
+    held = tmp_path / "hold"
+    held.touch()
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(stubs), str(ROOT)]))
+    monkeypatch.setenv("HOLD", str(held))
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", SECRET)
+    return held

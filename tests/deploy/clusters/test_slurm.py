@@ -1,0 +1,195 @@
+"""`slipstream up --on slurm` under a real SLURM; vLLM and the learner are stand-ins."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deploy.clusters import slurm
+from deploy.run.process_keeper import RunFailed
+from protocol.config import ConfigError, load
+from tests.deploy.conftest import run_directory, save_ledger
+from tests.deploy.stage import until
+from tests.kit.slurm import SlurmCluster
+
+pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
+
+SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
+
+
+def slipstream(*words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-P", "-m", "deploy.cli", *words]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def output(*words: str) -> tuple[int, str]:
+    process = slipstream(*words)
+    said, _ = process.communicate(timeout=200)
+    return process.returncode, said
+
+
+def read_until(process: subprocess.Popen[str], text: str) -> str:
+    assert process.stdout is not None
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)
+
+
+def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
+    with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "2", *SMALL) as up:
+        told = read_until(up, "all have come")
+        assert "all have come: vllm-0, worker-0, worker-1; resume False" in told
+        steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j").split()
+        assert {"vllm-0", "worker-0", "worker-1"} < {*steps}
+        hold.unlink()
+        assert up.wait(timeout=100) == 0
+
+
+def test_more_workers_come_as_an_array_and_go(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
+    with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "0", *SMALL) as up:
+        read_until(up, "all have come: vllm-0")
+        code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL)
+        assert code == 0, script
+        array = slurm.submit(script)
+        names = {f"worker-{array}-0", f"worker-{array}-1"}
+        until(lambda: names <= workers(run_file))
+        slurm_here.run("scancel", "--batch", "--signal=TERM", f"{array}_0")
+        until(lambda: names & workers(run_file) == {f"worker-{array}-1"})
+        hold.unlink()
+        assert up.wait(timeout=100) == 0
+
+
+def workers(run_file: Path) -> set[str]:
+    code, said = output("status", str(run_directory(run_file) / "run.toml"), "--json")
+    return {word for word in said.replace('"', " ").split() if word.startswith("worker-")} if code == 0 else set()
+
+
+def test_before_the_time_limit_a_checkpoint_is_written_and_the_job_goes_on_with_it(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path
+) -> None:
+    """The signal is SLURM's own, sent early here; what follows it is what follows at the limit."""
+    with slipstream("up", str(run_file), "--on", "slurm", "--deploy.grace_s", "10", *SMALL) as up:
+        told = read_until(up, "all have come")
+        job = told.split("submitted job ")[1].split(",")[0]
+        slurm_here.run("scancel", "--batch", "--signal=TERM", job)
+        told = read_until(up, "all have come")
+        assert "step 3: checkpoint written at the signal" in told
+        assert "resume True" in told
+        hold.unlink()
+        assert up.wait(timeout=100) == 0
+
+
+def test_ctrl_c_stops_the_job_and_it_is_not_queued_again(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
+    with slipstream("up", str(run_file), "--on", "slurm", *SMALL) as up:
+        read_until(up, "all have come")
+        up.send_signal(signal.SIGINT)
+        assert up.wait(timeout=100) == 130
+    assert slurm_here.run("squeue", "--noheader") == ""
+    assert not [word for word in every_command_line() if "fake_vllm" in word]
+
+
+def every_command_line() -> list[str]:
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            found.append((folder / "cmdline").read_text())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["--cluster.partition", "nope"],
+            "cluster.partition = nope: there is no such partition; the partitions are: main, spot",
+        ),
+        (
+            ["--cluster.worker_partition", "nope"],
+            "cluster.worker_partition = nope: there is no such partition; the partitions are: main, spot",
+        ),
+        (
+            ["--cluster.server_gpus", "3"],
+            "cluster.server_gpus = 3: no node of partition main has more than 2 GPUs; lower it, or name another "
+            "partition",
+        ),
+        (
+            ["--cluster.head_cpus", "9"],
+            "cluster.head_cpus = 9: no node of partition main has more than 8 CPU cores; lower it, or name another "
+            "partition",
+        ),
+        (
+            ["--cluster.worker_memory_gb", "100"],
+            "cluster.worker_memory_gb = 100: no node of partition main has more than 15.625 GB of memory; lower it, or "
+            "name another partition",
+        ),
+        (
+            ["--cluster.sbatch", '["--reservation=nope"]'],
+            "--on slurm: SLURM refuses the job: sbatch: error: Batch job submission failed: Requested reservation is "
+            "invalid",
+        ),
+    ],
+)
+def test_what_slurm_does_not_have_is_one_line_and_nothing_is_placed(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path, settings: list[str], told: str
+) -> None:
+    assert output("up", str(run_file), "--on", "slurm", *settings) == (2, f"slipstream: {told}\n")
+    assert slurm_here.run("squeue", "--noheader") == ""
+
+
+def test_without_slurm_or_its_controller_one_line_says_so(
+    run_file: Path, hold: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    config = load(run_file)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="--on slurm: there is no sbatch on PATH"):
+        slurm.check(config)
+    (tmp_path / "sbatch").touch(mode=0o755)
+    sinfo = tmp_path / "sinfo"
+    sinfo.write_text("#!/bin/sh\necho 'slurm_load_partitions: Unable to contact slurm controller' >&2; exit 1\n")
+    sinfo.chmod(0o755)
+    with pytest.raises(ConfigError, match="does not answer: sinfo: slurm_load_partitions: Unable to contact"):
+        slurm.check(config)
+
+
+def test_another_release_on_a_node_is_one_line(run_file: Path, hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLIPSTREAM_RELEASE", "0.0.1")
+    code, said = output("worker", str(run_file))
+    assert code == 2
+    assert said.startswith("slipstream: SLIPSTREAM_RELEASE = 0.0.1: the run has that release, and ")
+    assert said.count("\n") == 1
+
+
+def test_a_job_that_slurm_starts_again_goes_on_only_if_a_step_was_made(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(run_file)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert not slurm.to_resume(config, resume=False)
+    run_directory(run_file).mkdir(parents=True)
+    save_ledger(run_file)
+    assert slurm.to_resume(config, resume=False)
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert not slurm.to_resume(config, resume=False)
+    assert slurm.to_resume(config, resume=True)
+
+
+def test_numbers_of_slurm_are_read() -> None:
+    assert slurm.counts("2(x3),1") == [2, 2, 2, 1]
+    assert [slurm._gpus(text) for text in ("gpu:a100:8(S:0-1),nvme:1", "gpu:2", "(null)")] == [8, 2, 0]
+
+
+def test_a_job_that_fails_has_its_code(slurm_here: SlurmCluster, tmp_path: Path) -> None:
+    job = slurm.submit(f"#!/bin/bash\n#SBATCH --output={tmp_path}/log\necho words\nexit 5\n")
+    with pytest.raises(RunFailed, match=f"job {job} ended as failed with code 5; its log: {tmp_path}/log") as failed:
+        slurm._Job(job, tmp_path / "log", 1.0).follow()
+    assert failed.value.code == 5
+    assert os.listdir(tmp_path) == ["log"]

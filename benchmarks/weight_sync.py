@@ -72,7 +72,7 @@ class Watched(ServerControl):
     """Records the times of swaps and stages."""
 
     def __init__(self, url: str) -> None:
-        super().__init__(url, 120)
+        super().__init__(url, 120, run_id=lambda: "benchmark")
         self.swaps: list[Swap] = []
         self.stages: list[dict[str, float]] = []
 

@@ -127,6 +127,7 @@ def _config(size: Size, model: Path, compared: bool) -> RunConfig:
     arguments += ["--block-size", "32"]
     if compared:
         arguments += ["--worker-extension-cls", "benchmarks.weight_sync_baseline.Worker"]
+        arguments += ["--middleware", "tests.kit.collective_rpc.CollectiveRpc"]
     return load(
         ROOT / "examples" / "multiply" / "run.toml",
         [

@@ -167,7 +167,13 @@ def worker(
         *("rollout.temperature", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
     ),
 )
-def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = None, resume: Resume = False) -> None:
+def learner(
+    context: typer.Context,
+    run_file: RunFilePath,
+    queue: QueueUrl = None,
+    resume: Resume = False,
+    take_over: Annotated[bool, typer.Option("--take-over", help="with --resume: end one that lives")] = False,
+) -> None:
     """Run the learner; it publishes its weights to the vLLM servers."""
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Importing torch takes seconds; report a wrong setting before that.
@@ -182,7 +188,7 @@ def learner(context: typer.Context, run_file: RunFilePath, queue: QueueUrl = Non
     config = devices.settle_learner(config, typer.echo)
     devices.forbid_peers(config)
     try:
-        run(config, queue, resume)
+        run(config, queue, resume, take_over)
     except (LearnerFailed, PublishError) as error:
         raise RunFailed(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""`python -m learner run.toml [--resume] [--section.key value]`, also under `accelerate launch -m learner`.
+"""`python -m learner run.toml [--resume [--take-over]] [--section.key value]`, also by `accelerate launch -m learner`.
 
 `python -m learner --rank` is another rank, which rank 0 starts on its own machine and which ends with it.
 """
@@ -11,7 +11,7 @@ import signal
 import sys
 import threading
 
-USAGE = "usage: python -m learner run.toml [--resume] [--section.key value ...]"
+USAGE = "usage: python -m learner run.toml [--resume [--take-over]] [--section.key value ...]"
 
 
 def main(arguments: list[str]) -> int:
@@ -29,15 +29,15 @@ def main(arguments: list[str]) -> int:
     from protocol.config import ConfigError, load
     from weight_sync.publisher import PublishError
 
-    resume = "--resume" in arguments
-    rest = [argument for argument in arguments if argument != "--resume"]
+    resume, take_over = "--resume" in arguments, "--take-over" in arguments
+    rest = [argument for argument in arguments if argument not in ("--resume", "--take-over")]
     if not rest or rest[0].startswith("-"):
         print(USAGE, file=sys.stderr)
         return 2
     try:
         config = load(rest[0], rest[1:], needs=["model", "chat", "callbacks"])
         access.hide_token()  # Callbacks, and programs that they start, must not read the token.
-        run(config, resume=resume)
+        run(config, resume=resume, take_over=take_over)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2

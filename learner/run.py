@@ -42,8 +42,11 @@ from weight_sync.ranks.leader import FollowingRanks
 from weight_sync.weights import snapshot
 
 
-def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -> None:
+def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, take_over: bool = False) -> None:
     """Train `config.learner.steps` steps.
+
+    Args:
+        take_over: Whether a resume may end another learner of this run that lives.
 
     Raises:
         ConfigError: Before anything is changed.
@@ -83,6 +86,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False) -
                 resuming.check_adapter(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
+                start.check_alone(position, take_over)
                 checkpoint = start.starting_point(config, resume, position, progress.warn)
                 if checkpoint is not None and start.is_over(config, checkpoint, position):
                     progress.say(places.nothing_to_do(config.run.name, checkpoint.info.step, config.learner.steps))

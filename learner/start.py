@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import shlex
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, get_args
 
+import psutil
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
 from learner.checkpoints import resuming
@@ -20,12 +22,14 @@ from learner.training import optimiser
 from protocol import checkpoints as places
 from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
 from protocol.config.sections.base import toml_value
-from protocol.messages import BeginSession, RunPosition
+from protocol.messages import BeginSession, LearnerProcess, RunPosition
 
 # Set by a program that starts a learner: the command that the person typed.
 COMMAND_VARIABLE = "SLIPSTREAM_COMMAND"
 # Set by a script: the argument of its train() that resumes the run.
 RESUME_VARIABLE = "SLIPSTREAM_RESUME"
+# A learner asks the queue for groups at least every 30 s.
+SILENT_S = 45.0
 
 
 def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
@@ -143,7 +147,41 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
     version = max(done.version, newest_version(config.run_dir / "metrics.jsonl")) if resume else 0
     expected = fingerprint.of(config, tokenizer(config.model))
     others = changed(config, checkpoint.info) if checkpoint else []
-    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others)
+    process = this_process()
+    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others, process)
+
+
+def this_process() -> LearnerProcess:
+    """Describe this process to the queue."""
+    return LearnerProcess(socket.gethostname(), os.getpid(), psutil.Process().create_time())
+
+
+def check_alone(position: RunPosition, take_over: bool) -> None:
+    """Check that no other learner of this run lives, which a new session would end.
+
+    On this machine the process is looked up; on another one it lives if the queue has heard from it of late.
+
+    Raises:
+        ConfigError: One does, with its host and process id.
+    """
+    other, here = position.learner, this_process()
+    if other is None or take_over or position.finished:
+        return
+    if other.host != here.host:
+        alive = other.seen_s_ago is not None and other.seen_s_ago < SILENT_S
+    elif other.pid == here.pid:
+        return  # this process, or one before a restart of its container
+    else:
+        try:
+            alive = abs(psutil.Process(other.pid).create_time() - other.started) < 1.0
+        except psutil.Error:
+            alive = False
+    if alive:
+        heard = "" if other.seen_s_ago is None else f", heard from {other.seen_s_ago:.0f} s ago"
+        raise ConfigError(
+            f"--resume: the learner of this run lives: process {other.pid} on {other.host}{heard}. A second one would "
+            f"end it and its run; stop it first, or take the run from it with --resume --take-over"
+        )
 
 
 def tokenizer(model: ModelSection) -> Any:

@@ -528,11 +528,23 @@ class LeaseRenewed(msgspec.Struct):
     revoked: dict[str, str] = {}
 
 
+class LearnerProcess(msgspec.Struct, frozen=True):
+    """The process of a learner session. `started`: seconds since the epoch, which tells it from a later one of this id.
+
+    `seen_s_ago`: seconds since the queue heard from it, None if not since the queue's start.
+    """
+
+    host: str
+    pid: Natural
+    started: float = 0.0
+    seen_s_ago: float | None = None
+
+
 class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     """Begins a learner session at step 0, or from a checkpoint of `step` and policy `version`.
 
     `fingerprint`: the fingerprint that workers must have. `vocabulary`: the model's token ids are below it. `changed`:
-    settings that are others than before a resume, for people.
+    settings that are others than before a resume, for people. `process`: who begins it.
     """
 
     step: Natural
@@ -542,6 +554,7 @@ class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     fingerprint: Fingerprint | None = None
     vocabulary: int | None = None
     changed: list[str] = []
+    process: LearnerProcess | None = None
 
 
 class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):
@@ -578,6 +591,7 @@ class RunPosition(msgspec.Struct):
         served_version: Lowest version that serves; None if no server serves.
         sessions: Sessions that the surviving time line consists of, oldest first, as far as the queue knows them.
         run: Unique id of the run, the same in all its sessions.
+        learner: The process of the newest session, None if it is not known.
     """
 
     version: int
@@ -589,6 +603,7 @@ class RunPosition(msgspec.Struct):
     finished: bool
     sessions: list[SessionStart] = []
     run: str = ""
+    learner: LearnerProcess | None = None
 
 
 class FinishRun(msgspec.Struct):

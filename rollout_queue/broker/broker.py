@@ -295,7 +295,7 @@ class Broker:
         return ago is not None and ago <= self.config.queue.lease_timeout_s
 
     def position(self) -> RunPosition:
-        run = self.ledger.run
+        run, seen_s_ago = self.ledger.run, self.observations.learner_seen_s_ago(self.now)
         return RunPosition(
             version=run.version,
             step=run.step,
@@ -306,6 +306,7 @@ class Broker:
             finished=run.finished,
             sessions=list(run.sessions),
             run=run.id,
+            learner=run.learner and msgspec.structs.replace(run.learner, seen_s_ago=seen_s_ago),
         )
 
     def evaluation_views(self) -> list[Evaluation]:

@@ -197,6 +197,7 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
             vocabulary=message.vocabulary,
             sessions=(*survive[-_MAX_SESSIONS:], SessionStart(step, version)),
             given_up=given_up if message.resume else (0, 0),
+            learner=message.process,
         ),
     )
 

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import msgspec
 
-from protocol.messages import Fingerprint, Group, Server, SessionStart, TicketKind, VersionSpan
+from protocol.messages import Fingerprint, Group, LearnerProcess, Server, SessionStart, TicketKind, VersionSpan
 from protocol.status import Evaluation
 
 # Ranges of one server in one group, far above any real number. What is beyond is taken as one range.
@@ -209,6 +209,7 @@ class RunState(msgspec.Struct, frozen=True):
         given_up: Versions `[first, end)` of steps that the last resume gave up and that are more than
             queue.max_staleness steps ahead of the weights it resumed with.
         id: Unique id of the run, kept from the queue's first start on.
+        learner: The process of the newest session, None if it is not known.
     """
 
     version: int = 0
@@ -229,6 +230,7 @@ class RunState(msgspec.Struct, frozen=True):
     sessions: tuple[SessionStart, ...] = ()
     given_up: tuple[int, int] = (0, 0)
     id: str = ""
+    learner: LearnerProcess | None = None
 
     @property
     def all_steps_made(self) -> bool:

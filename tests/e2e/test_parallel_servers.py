@@ -36,6 +36,7 @@ pytestmark = pytest.mark.e2e
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-3
 KIT = ["--worker-extension-cls", "tests.kit.vllm_worker.KitWorker"]
+KIT += ["--middleware", "tests.kit.collective_rpc.CollectiveRpc"]
 FLAGS = {
     "tensor": ["-tp", "2"],
     "pipeline": ["-pp", "2"],

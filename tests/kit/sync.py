@@ -147,7 +147,7 @@ async def against(fake: FakeVllm, timeout_s: float = 1.0, stages: bool = True) -
         stages: Whether the transport has the order of the gloo transport.
     """
     transports = FakeTransports(stages)
-    async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+    async with serving(fake) as url, ServerControl(url, timeout_s, run_id=lambda: "run-1") as control:
         yield Rig(fake, transports, control, ServerSync(control, transports, tolerance=1e-3))
 
 

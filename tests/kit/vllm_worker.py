@@ -1,6 +1,6 @@
 """A vLLM worker for tests: `--worker-extension-cls tests.kit.vllm_worker.KitWorker`.
 
-vLLM's route `/collective_rpc` calls what it adds: damage to the model, and counts of bytes.
+`tests.kit.collective_rpc` calls what it adds: damage to the model, and counts of bytes.
 """
 
 from __future__ import annotations

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from transformers import Qwen3Config
 
 from learner import run, start
 from learner.checkpoints.checkpoint import Checkpoint, CheckpointInfo
-from protocol.config import LearnerSection, RunConfig, fingerprint
-from protocol.messages import RunPosition
+from protocol.config import ConfigError, LearnerSection, RunConfig, fingerprint
+from protocol.messages import LearnerProcess, RunPosition
 from rollout_worker.chat.build import build_chat_format
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, save_model_folder
@@ -59,6 +63,45 @@ def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_th
     model = {"path": str(tmp_path), **({"dtype": given} if given else {})}
     with pytest.raises(Started, match=taken):
         run.run(config(model=model))
+
+
+@pytest.mark.parametrize(
+    ("host", "seen_s_ago", "alive"),
+    [
+        ("", 300.0, True),  # it loads its model, or is in a long step
+        ("", None, True),  # the queue was started again
+        ("a dead process", 1.0, False),  # killed a second ago
+        ("another process of its number", 1.0, False),
+        ("this process", 1.0, False),
+        ("elsewhere", 31.0, True),
+        ("elsewhere", 50.0, False),
+        ("elsewhere", None, False),
+    ],
+)
+def test_a_resume_beside_a_learner_that_lives_is_refused_with_its_host_and_process_id(
+    host: str, seen_s_ago: float | None, alive: bool
+) -> None:
+    here, beside = socket.gethostname(), subprocess.Popen(["sleep", "60"])
+    try:
+        pid, started = beside.pid, psutil.Process(beside.pid).create_time()
+        if host == "this process":
+            pid = os.getpid()
+        elif host == "a dead process":
+            beside.kill()
+            beside.wait()
+        elif host == "another process of its number":
+            started -= 100
+        other = LearnerProcess("far-away" if host == "elsewhere" else here, pid, started, seen_s_ago)
+        position = RunPosition(3, 3, 9, 1, None, None, False, learner=other)
+        if alive:
+            with pytest.raises(ConfigError, match=rf"process {pid} on {other.host}.*--take-over"):
+                start.check_alone(position, take_over=False)
+        else:
+            start.check_alone(position, take_over=False)
+        start.check_alone(position, take_over=True)
+    finally:
+        beside.kill()
+        beside.wait()
 
 
 def test_the_algorithm_is_named_with_what_is_set_beside_it() -> None:

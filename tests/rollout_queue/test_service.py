@@ -21,6 +21,7 @@ from protocol.messages import (
     BeginSession,
     ErrorBody,
     Group,
+    LearnerProcess,
     LearnerReport,
     LeaseAck,
     LeaseReply,
@@ -318,8 +319,14 @@ async def test_a_new_session_takes_over_and_fences_the_old_one() -> None:
         await lease(client)
         waiting = asyncio.create_task(lease(client, wait_s=30.0, lease_id="other"))
         await asyncio.sleep(0.05)
-        policy = await client.begin_session(BeginSession(0, 0, 100, resume=True))
+        process = LearnerProcess("far-away", 7, 1.0)
+        policy = await client.begin_session(BeginSession(0, 0, 100, resume=True, process=process))
         assert (policy.session, policy.version) == (2, 1)
+        told = (await client.position()).learner
+        assert told is not None
+        assert (told.host, told.pid, told.started) == ("far-away", 7, 1.0)
+        assert told.seen_s_ago is not None
+        assert 0 <= told.seen_s_ago < 30
         calls: list[Any] = [
             waiting,
             lease(client),

@@ -47,6 +47,7 @@ class World:
     queue_url: str = ""
     queue: QueueClient | None = None
     session: int | None = None
+    run_id: str = ""
     fakes: list[FakeVllm] = field(default_factory=lambda: [FakeVllm(), FakeVllm()])
     urls: list[str] = field(default_factory=list)
     transports: FakeTransports = field(default_factory=FakeTransports)
@@ -93,7 +94,7 @@ class World:
 
     def publisher(self, **timeouts: float) -> Publisher:
         publisher = Publisher(self.config(**timeouts), self.queue_url, self.transports)
-        publisher.session = self.session
+        publisher.session, publisher.run_id = self.session, self.run_id
         return publisher
 
     def servers(self) -> dict[str, Server]:
@@ -371,6 +372,39 @@ def test_a_server_that_is_up_to_date_leaves_service_while_a_person_pauses_it_and
         world.fakes[1].engine.resume()
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
         assert [transport.versions for transport in world.transports.made] == [[1]] * 2, "proven once is enough"
+
+
+@pytest.mark.parametrize("how", ["a pause of nobody", "an engine without steps"])
+def test_i6_a_server_that_cannot_generate_leaves_service_at_once_and_comes_back_when_it_steps(
+    world: World, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine, fake = world.fakes[1].engine, world.fakes[1]
+    caplog.set_level("INFO")
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        if how == "a pause of nobody":
+            engine.pause("none")
+        else:
+            engine.stuck = "its engine has made no step for 10 s"
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        cause = engine.stuck or "nobody holds its pause"
+        assert world.servers()["vllm-1"].reason == cause
+        publishing.publish(2, weights(2.0), probe())
+        until(lambda: world.states()[0] == (ServerState.SERVING, 2))
+        assert engine.weight_version == "1", "nothing is published to what cannot generate"
+        # It says that it can again; that counts once it has generated a token.
+        fake.faults.append(Fault("status", times=None, route="/inference/v1/generate"))
+        engine.resume()
+        engine.stuck = None
+        fake.calls.clear()
+        until(lambda: fake.calls.count("/inference/v1/generate") >= 2)
+        assert world.states()[1][0] is ServerState.STALE
+        fake.faults.clear()
+        until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
+    said = [line for line in caplog.messages if line.startswith("vllm-1")]
+    assert len([line for line in said if f"is stale: {cause}" in line]) == 1
+    assert any("serves again, after 0 s, with version 2" in line for line in said)
 
 
 def test_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:
@@ -694,7 +728,7 @@ def test_i7_an_engine_that_hangs_in_its_publication_is_down_while_that_still_wai
 
 
 def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_until_it_is_whole(world: World) -> None:
-    world.transports = FakeTransports(stages=False)
+    world.transports, world.run_id = FakeTransports(stages=False), "run-1"
     world.fakes[1].faults.append(Fault("status", route="/finish_weight_update"))
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
@@ -705,7 +739,7 @@ def test_i6_a_server_that_fails_half_way_in_place_is_quarantined_and_paused_unti
 
 
 def test_i6_leaving_in_the_middle_of_a_load_in_place_takes_the_server_out_of_service(world: World) -> None:
-    world.transports = FakeTransports(stages=False)
+    world.transports, world.run_id = FakeTransports(stages=False), "run-1"
     with world.publisher(timeout_s=60) as publishing:
         publishing.publish(1, weights(), probe())
         until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)

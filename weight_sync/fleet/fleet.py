@@ -169,7 +169,7 @@ class Fleet:
     @property
     def paused_by_user(self) -> bool:
         """Whether a person has paused one of the servers."""
-        return any(member.user_pause.active for member in self.members.values())
+        return any(member.standstill.by_person for member in self.members.values())
 
     # The methods of `FleetView`, which members call.
 

@@ -23,7 +23,7 @@ from protocol.messages import Proof, Server, ServerState
 from weight_sync.fleet.decisions import Standing, retry_pause_s
 from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
 from weight_sync.fleet.publications import Publications, ServerMetrics
-from weight_sync.fleet.queue_status import Put, QueueReporter, UserPause, transport_to
+from weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
 from weight_sync.fleet.server_publication import LOOK_EVERY_S, PUBLISH_ERRORS, PublicationAttempt, ServerSync
 from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.server.answers import EngineState
@@ -80,7 +80,7 @@ class Member:
         self.waits_for: str | None = None
         self.start_text: str | None = None
         self.failures = 0
-        self.user_pause = UserPause(self.reporter)
+        self.standstill = Standstill(self.reporter)
         self.answers = False
         self.behind_since: float | None = None
         self._sync = sync
@@ -98,7 +98,7 @@ class Member:
         self._silent_since: float | None = None
         self._next_try = 0.0
         self._wake = asyncio.Event()
-        self.attempt = PublicationAttempt(sync.control, self._note_answer, timeout_s)
+        self.attempt = PublicationAttempt(sync.control, self._note_answer, self._note_state, timeout_s)
 
     @property
     def server(self) -> Server:
@@ -152,9 +152,9 @@ class Member:
             self._no_room = False
             state = await (self.reporter.settled() if self.server.state is _S.DRAINING else self._look())
             newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
-            if state is not None and newest is not None and not await self._is_paused_by_user(state):
-                if self.version == newest.version and self.user_pause.is_only_obstacle(state, newest.label):
-                    await self.user_pause.end(newest.version)
+            if state is not None and newest is not None and not await self._stands_still(state):
+                if self.version == newest.version and self.standstill.is_only_obstacle(state, newest.label):
+                    await self.standstill.end(newest.version)
                 elif due and not self.up_to_date:
                     await self._bring(state)
             if (task := asyncio.current_task()) is not None and task.cancelling():
@@ -244,10 +244,16 @@ class Member:
         elif time.monotonic() - self._silent_since >= DOWN_AFTER_S or at_once:
             await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
 
-    async def _is_paused_by_user(self, state: EngineState) -> bool:
-        if await self.user_pause.look(state):
-            self.waits_for = "a person's POST /resume"
-        return self.user_pause.active
+    async def _stands_still(self, state: EngineState) -> bool:
+        """Return whether the server generates nothing, or has not shown yet that it does again. Tells the queue."""
+        if (cause := self.standstill.look(state)) is not None:
+            self.waits_for = "a person's POST /resume" if self.standstill.by_person else cause
+            await self.standstill.tell()
+            return True
+        if self.standstill.must_step:
+            self.waits_for = "a token that it generates, after it could not"
+            self.standstill.must_step = not await self._sync.generates()
+        return self.standstill.must_step
 
     async def _bring(self, state: EngineState) -> None:
         """Publish the newest version to the server, and tell the queue the outcome."""
@@ -289,10 +295,16 @@ class Member:
         else:
             await self._note_silence(why, asked)
 
+    async def _note_state(self, state: EngineState) -> None:
+        """Take the server out of service if it generates nothing during a publication, which may take long."""
+        if self.standstill.look(state) is not None and self.server.state is _S.SERVING:
+            await self.standstill.tell()
+
     async def _note_proven(self, snapshot: Snapshot, metrics: ServerMetrics) -> None:
         # A version that took long is old by now: serving it would hold up admission until the newest is there.
         known = self.server.state in (_S.SERVING, _S.DRAINING)
-        if known or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s):
+        stands = self.standstill.cause is not None or self.standstill.must_step
+        if not stands and (known or not self._fleet.would_be_stale(self, snapshot.version, metrics.took_s)):
             if not known and self.server.state is not _S.SYNCING:
                 await self.reporter.tell(_S.SYNCING)
             proof = Proof(snapshot.version, metrics.probe_max_abs_diff, metrics.transfer_s, metrics.pause_s)
@@ -322,6 +334,7 @@ class Member:
     def _forget_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
         self.behind_since, self._labels = None, set()
+        self.standstill.forget()
 
     async def _pause(self) -> None:
         """Wait until there is something to publish, or the next look is due."""
@@ -332,5 +345,6 @@ class Member:
                 await self._wake.wait()
 
     def _can_try(self) -> bool:
-        barred = self._eligibility.reason is not None or self.user_pause.active or self._no_room
+        stands = self.standstill.cause is not None or self.standstill.must_step
+        barred = self._eligibility.reason is not None or stands or self._no_room
         return self.answers and not barred and not self.up_to_date and self._snapshots.newest is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -40,12 +41,14 @@ class QueueReporter:
         updates: Grows before and after each call, so it is odd during one. A registry that was read across a call is
             older than `server`.
         transport: How weights travel to the server, None while it has not said so.
+        left_at: When it left service (`time.monotonic`), None while it serves and before it first did.
     """
 
     def __init__(self, server: Server, put: Put) -> None:
         self.server = server
         self.updates = 0
         self.transport: str | None = None
+        self.left_at: float | None = None
         self._settled_at: float | None = None
         self._put = put
 
@@ -76,6 +79,11 @@ class QueueReporter:
             )
         finally:
             self.updates += 1
+        if known.state is _S.SERVING and state not in (_S.SERVING, _S.DRAINING):
+            self.left_at = time.monotonic()
+        if state is _S.SERVING and self.left_at is not None:
+            out_s, self.left_at = time.monotonic() - self.left_at, None
+            logger.info("%s at %s serves again, after %.0f s, with version %s", known.name, known.url, out_s, version)
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
         """Call `tell` and ignore a refusal: the registry has changed, and is read again soon."""
@@ -136,39 +144,52 @@ class QueueReporter:
             logger.error("%s is left paused and could not be quarantined: %s", server.name, error or "no answer")
 
 
-class UserPause:
-    """A pause that a person asked for: until the person ends it nothing is published or sampled.
+class Standstill:
+    """A server whose engine answers and that generates nothing: a person paused it, or it cannot.
 
-    The server leaves service even if it is up to date, so that waiting work moves to others. After the pause it serves
-    again without a publication: it still holds what was proven on it.
+    It leaves service even if it is up to date, so that waiting work moves to others, and nothing is published to it.
+    After that it serves again without a publication, as it still holds what was proven on it.
 
     Attributes:
-        active: Whether the server was paused by a person at the last look.
+        cause: Why nothing was generated at the last look, for people; None where it may be.
+        by_person: Whether a person paused it.
+        must_step: Whether it has to generate a token before it serves again: it could not, and nobody has ended that.
     """
 
     def __init__(self, reporter: QueueReporter) -> None:
-        self.active = False
+        self.cause: str | None = None
+        self.by_person = False
+        self.must_step = False
         self._reporter = reporter
+        self._told: str | None = None
 
-    async def look(self, state: EngineState) -> bool:
-        """Return whether a person has paused the engine. Tells the queue if so: no publication could be proven."""
-        self.active = state.paused and state.pause_owner == "person"
-        if self.active:
-            if self._reporter.server.state in (_S.JOINING, _S.DOWN):
-                await self._reporter.try_to_tell(_S.SYNCING)
-            if self._reporter.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
-                await self._reporter.try_to_tell(_S.STALE, None, f"{PAUSED_BY_PERSON}: waits for POST /resume")
-        return self.active
+    def look(self, state: EngineState) -> str | None:
+        """Take over a server's answer. Returns the cause."""
+        self.by_person = state.paused and state.pause_owner == "person"
+        self.cause = f"{PAUSED_BY_PERSON}: waits for POST /resume" if self.by_person else state.stuck
+        self.must_step = self.must_step or (self.cause is not None and not self.by_person)
+        return self.cause
+
+    async def tell(self) -> None:
+        """Tell the queue of the cause: no publication could be proven."""
+        if self._reporter.server.state in (_S.JOINING, _S.DOWN):
+            await self._reporter.try_to_tell(_S.SYNCING)
+        if self._reporter.server.state in (_S.SYNCING, _S.SERVING, _S.STALE):
+            self._told = self.cause
+            await self._reporter.try_to_tell(_S.STALE, None, self.cause)
 
     def is_only_obstacle(self, state: EngineState, label: str) -> bool:
-        """Return whether a pause alone keeps the server out of service, and it holds the weights of `label`."""
+        """Return whether a standstill alone keeps the server out of service, and it holds the weights of `label`."""
         server = self._reporter.server
-        was_paused = server.state is _S.STALE and (server.reason or "").startswith(PAUSED_BY_PERSON)
-        return was_paused and state.label == label and state.whole
+        stood = server.state is _S.STALE and self._told is not None and server.reason == self._told
+        return stood and state.label == label and state.whole
 
     async def end(self, version: int) -> None:
-        """Put the server back into service with `version`, proven before the pause, which changes no weights (I5)."""
+        """Put the server back into service with `version`, proven before, as nothing changed its weights (I5)."""
         with suppress(QueueRefused):
             await self._reporter.tell(_S.SYNCING)
             await self._reporter.tell(_S.SERVING, version)
-            logger.info("%s serves again: its pause was ended", self._reporter.server.name)
+
+    def forget(self) -> None:
+        """Begin anew with another process of the server."""
+        self.cause, self.by_person, self.must_step, self._told = None, False, False, None

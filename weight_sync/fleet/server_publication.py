@@ -95,6 +95,18 @@ class ServerSync:
             await self.disconnect()
             raise
 
+    async def generates(self) -> bool:
+        """Return whether the server generates a token, on the path that episodes take."""
+        adapter = self._proven if self._transport is None else None  # else it is a label
+        # A task of its own: in Python 3.11 an error in a task group leaves its task with a request to be cancelled.
+        asking = asyncio.ensure_future(self.control.score_by_request([0, 1], adapter))
+        try:
+            await asyncio.wait_for(asking, LOOK_TIMEOUT_S)
+        except (ControlError, TimeoutError) as error:
+            # A refusal of this request says nothing of others.
+            return isinstance(error, ControlError) and error.status is not None and error.status < 500
+        return True
+
     async def disconnect(self) -> None:
         """Close the transport, if there is one."""
         transport, self._transport, self._proven = self._transport, None, None
@@ -165,18 +177,24 @@ class PublicationAttempt:
     """
 
     def __init__(
-        self, control: ServerControl, on_answer: Callable[[str | None, float], Awaitable[None]], timeout_s: float
+        self,
+        control: ServerControl,
+        on_answer: Callable[[str | None, float], Awaitable[None]],
+        on_state: Callable[[EngineState], Awaitable[None]],
+        timeout_s: float,
     ) -> None:
         """Prepare to run publications.
 
         Args:
             on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was
                 asked (`time.monotonic`).
+            on_state: Called with each of its answers.
             timeout_s: Bound on one publication, in seconds.
         """
         self.given_up = False
         self._control = control
         self._on_answer = on_answer
+        self._on_state = on_state
         self._timeout_s = timeout_s
         self._publishing: asyncio.Task[Outcome] | None = None
 
@@ -235,5 +253,6 @@ class PublicationAttempt:
         except (ControlError, TimeoutError) as error:
             return str(error) or f"{self._control.url}: no answer within {LOOK_TIMEOUT_S:g} s"
         if state.alive or state.pause_owner == "publication":
+            await self._on_state(state)
             return None
         return f"{self._control.url}: {state.reason or NO_ANSWER}"

@@ -114,6 +114,7 @@ class EngineState:
         reason: Why it will not generate again, None while it may.
         owner: Id of the run whose learner controls it, "" without one.
         owner_silent_s: Seconds since that learner called.
+        stuck: Why it generates nothing now though nobody who may has paused it, None where it may generate.
     """
 
     boot: str
@@ -127,6 +128,7 @@ class EngineState:
     reason: str | None = None
     owner: str = ""
     owner_silent_s: float = 0.0
+    stuck: str | None = None
 
 
 @dataclass(frozen=True)

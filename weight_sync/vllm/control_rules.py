@@ -1,13 +1,15 @@
 """Rules for vLLM's own control routes, so that a pause always ends and nobody generates from half-loaded weights (I6).
 
 The pause of an in-place transport is a lease, which ends by itself if its owner does not renew it: by resuming if the
-live model is whole; else this server answers 503 and ends.
+live model is whole; else this server answers 503 and ends. Only the learner of the run that owns the server gets one
+(`engine_state.check_owner`), and a person's `/resume` ends the lease of any other.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any
@@ -15,15 +17,13 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import EngineStatus, RouteError, status_of
+from weight_sync.vllm.engine_state import LEASE_HEADER, EngineStatus, RouteError, status_of
 
 logger = logging.getLogger(__name__)
 
-OWNER_HEADER = b"slipstream-owner"
-
 # Lease from `/pause` to the first renewal.
 FIRST_LEASE_S = 15.0
-MAX_LEASE_S = 600.0
+MAX_LEASE_S = 60.0
 RESUME_TIMEOUT_S = 10.0
 
 # How long a resume waits for a running swap.
@@ -43,11 +43,21 @@ async def renew_pause(engine: EngineClient, body: dict[str, Any]) -> dict[str, A
 
 
 def grant_pause(engine: EngineClient, owner: str) -> None:
-    """Give `owner` the lease of a pause that it is about to begin. Raises `RouteError` if another holds one."""
+    """Give `owner` the lease of a pause that it is about to begin.
+
+    Raises:
+        RouteError: Another holds one in the same run. That of an earlier run ends.
+    """
     status = status_of(engine)
-    if status.lease_owner not in (None, owner):
+    if status.lease_owner not in (None, owner) and _is_of_owner(status):
         raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
+    status.lease_run = status.owner.run
     _set(engine, status, owner, FIRST_LEASE_S)
+
+
+def _is_of_owner(status: EngineStatus) -> bool:
+    """Return whether the lease was given to the run that owns the server now."""
+    return status.lease_run == status.owner.live(time.monotonic()) != ""
 
 
 def release_pause(status: EngineStatus) -> None:
@@ -98,7 +108,7 @@ async def _status_of(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -
 
 
 def _owner(scope: Scope) -> str | None:
-    owner = dict(scope["headers"]).get(OWNER_HEADER)
+    owner = dict(scope["headers"]).get(LEASE_HEADER)
     return owner.decode("latin-1") if owner else None
 
 
@@ -110,14 +120,22 @@ async def pause(
     if owner is not None:
         grant_pause(engine, owner)
         await app(scope, receive, send)
-    elif await _status_of(app, scope, receive, send) == 200:
-        status.user_pause = True
+        return
+    # Known as a person's before the engine stands still, which may take until its requests have ended.
+    before, status.user_pause = status.user_pause, True
+    answered = 0
+    try:
+        answered = await _status_of(app, scope, receive, send)
+    finally:
+        if answered != 200:
+            status.user_pause = before
 
 
 async def resume(
     engine: EngineClient, status: EngineStatus, app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Resume, unless somebody else holds the pause or the model is half loaded."""
+    """Resume, unless the run's own learner holds the pause or the model is half loaded. For a person, whoever else
+    holds it."""
     owner = _owner(scope)
     if not await end_of_swap(status):
         raise RouteError(
@@ -127,7 +145,7 @@ async def resume(
         )
     if owner is None:
         status.user_pause = False
-        if status.lease_ends is not None:
+        if status.lease_ends is not None and _is_of_owner(status):
             raise RouteError(
                 409,
                 f"{status.lease_owner!r} is loading weights: generation goes on by itself when it has ended, and "
@@ -137,10 +155,9 @@ async def resume(
         raise RouteError(409, f"{status.lease_owner!r} holds the pause of this server")
     if not status.whole:
         raise RouteError(409, "the model is half loaded: publish to this server again, or start it again")
-    if owner is not None:
-        release_pause(status)
-        if status.user_pause:
-            raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
+    release_pause(status)
+    if owner is not None and status.user_pause:
+        raise RouteError(423, "a person paused this server: POST /resume, without an owner, ends it")
     await app(scope, receive, send)
 
 

@@ -3,7 +3,7 @@ health.
 
 A server belongs to one run at a time (I5): from its first control call on, as long as its learner calls, which is every
 two seconds. A run that says goodbye, or is silent for `SILENT_S`, leaves it to the next that calls. Calls without the
-header `slipstream-run` are a person's and own nothing.
+header `slipstream-run` are a person's and own nothing: no pause under a lease either.
 
 The engine is asked now and then, so that one that hangs in a collective does not stay behind a server that still
 answers. Silence is counted in questions, not in seconds: a process that was stopped and continued has missed one.
@@ -37,6 +37,10 @@ Handler = Callable[[Any, dict[str, Any]], Awaitable[dict[str, Any]]]
 
 SILENT_S = 30.0
 STATE = "/slipstream/state"
+LEASE = "/slipstream/lease"
+
+# Asks for a pause under a lease, and names its holder.
+LEASE_HEADER = b"slipstream-owner"
 
 # From the first refusal to the end of the process, so that callers are told why.
 TELL_S = 3.0
@@ -49,6 +53,9 @@ LOOK_EVERY_S = 0.5
 # An engine answers between two steps, and the longest prefill is one step.
 ANSWER_WITHIN_S = 15.0
 QUESTIONS = 8
+
+# Seconds without a step after which an engine that has requests counts as stalled.
+STALLED_AFTER_S = 10.0
 
 
 class RouteError(Exception):
@@ -97,14 +104,21 @@ def check_owner(owner: Owner, scope: Scope, now: float | None = None) -> None:
     """Check that the request comes from the server's owner, before anything else is done with it.
 
     Raises:
-        RouteError: 409 for a control call of another run than the owner; 400 for a run id that is none. A request for
-            the state passes, as its answer names the owner.
+        RouteError: 409 for a control call of another run than the owner; 400 for a run id that is none; 403 for a
+            lease without a run. A request for the state passes, as its answer names the owner.
     """
     path = guard.route_of(scope)
     if path.startswith(chunks.CHUNKS_PREFIX) or path == guard.HEALTH or guard.roles_for(path) != ("learner",):
         return  # callers without control over the server use these routes, and must not come to own it
-    run = dict(scope["headers"]).get(RUN_HEADER.encode(), b"").decode("latin-1")
+    headers = dict(scope["headers"])
+    run = headers.get(RUN_HEADER.encode(), b"").decode("latin-1")
     if not run:
+        if path == LEASE or LEASE_HEADER in headers:
+            raise RouteError(
+                403,
+                f"a pause under a lease is for the learner of a run, whose id stands in the header {RUN_HEADER}; to "
+                f"pause by hand leave out the header {LEASE_HEADER.decode()}",
+            )
         return
     if not re.fullmatch(RUN_ID, run):
         raise RouteError(400, f"{RUN_HEADER}: {run[:80]!r} is not the id of a run")
@@ -123,6 +137,31 @@ def end_the_process() -> None:
     os._exit(EXIT_CODE)
 
 
+class Progress:
+    """Finds out whether an engine that has requests steps."""
+
+    def __init__(self) -> None:
+        self._at: dict[int, tuple[Any, float]] = {}
+        self._looked_at = 0.0
+
+    def why_stalled(self, states: list[dict[str, Any]], now: float) -> str | None:
+        """Look at the engines' states once more. Returns why nothing is generated; None where it may be.
+
+        Looks that are further apart than `STALLED_AFTER_S` show nothing: the engine may have stepped between them.
+        """
+        if now - self._looked_at >= STALLED_AFTER_S:
+            self._at = {}
+        self._looked_at = now
+        for engine, state in enumerate(states):
+            place = None if state["paused"] or not (state["running"] or state["waiting"]) else state["place"]
+            if place is None or self._at.get(engine, (None, now))[0] != place:
+                self._at[engine] = (place, now)
+            elif now - self._at[engine][1] >= STALLED_AFTER_S:
+                what = "has made no step" if state["running"] else "lets requests wait and runs none"
+                return f"its engine {what} for {STALLED_AFTER_S:g} s"
+        return None
+
+
 @dataclass
 class EngineStatus:
     """Facts that the API process keeps about its engine.
@@ -134,9 +173,11 @@ class EngineStatus:
         user_pause: Whether a person paused it.
         adapter: Label of the adapter that serves, None while the base's weights do.
         scale_out: Whether it generates from token ids.
+        progress: Whether the engine steps.
         swapped: Set at the end of the running swap, None without one.
         owner: The run that it belongs to.
         lease_owner: Holder of the pause of a publication, None without one.
+        lease_run: Id of the run to whose learner that lease was given.
         lease_ends: Timer that ends that pause.
         ending: The task that resumes after a lease that was not renewed.
         heartbeat: The task that watches the engine.
@@ -150,9 +191,11 @@ class EngineStatus:
     user_pause: bool = False
     adapter: str | None = None
     scale_out: bool = False
+    progress: Progress = field(default_factory=Progress)
     swapped: asyncio.Event | None = None
     owner: Owner = field(default_factory=Owner)
     lease_owner: str | None = None
+    lease_run: str = ""
     lease_ends: asyncio.TimerHandle | None = None
     ending: asyncio.Task[None] | None = None
     heartbeat: asyncio.Task[None] | None = None

@@ -1,6 +1,8 @@
-"""Asks for a token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8).
+"""Asks for a token on every route of vLLM's server: `--middleware weight_sync.vllm.guard.RequireToken` (I8), and says
+which of vLLM's routes a run needs.
 
-vLLM's own `--api-key` leaves its weight-transfer routes open to anyone who can reach the port.
+vLLM's own `--api-key` leaves its weight-transfer routes open to anyone who can reach the port. These need its
+development mode, which opens others besides: `/sleep`, `/collective_rpc`, and whatever the next release adds.
 """
 
 from __future__ import annotations
@@ -19,6 +21,23 @@ _FOR_ALL_ROLES = ("/metrics", "/version", "/ping", "/load")
 _SAMPLING = ("/inference/", "/v1/")
 # Routes under /v1/ that change the weights to sample from.
 _CHANGING = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+# The routes of vLLM that are open beside a run. All others are closed, without or with a token.
+OPEN_ROUTES = frozenset(
+    {
+        *(HEALTH, *_FOR_ALL_ROLES, "/tokenize", "/detokenize"),
+        *("/inference/v1/generate", "/inference/v1/abort_requests"),
+        *("/v1/models", "/v1/completions", "/v1/chat/completions"),
+        *("/pause", "/resume", "/is_paused", "/weight_info", "/get_world_size", "/server_info"),
+        *("/init_weight_transfer_engine", "/shutdown_weight_transfer_engine", "/start_weight_update"),
+        *("/update_weights", "/finish_weight_update", "/update_weight_version"),
+        *("/start_profile", "/stop_profile"),
+    }
+)
+CLOSED = (
+    "is closed on a server of a run, as it could change or stop the model behind the learner's back; to hold "
+    "generation: POST /pause?mode=keep, and POST /resume"
+)
 
 
 def roles_for(path: str) -> tuple[access.Role, ...]:

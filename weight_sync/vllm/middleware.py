@@ -1,7 +1,7 @@
 """Adds Slipstream's routes and rules to vLLM's API process: `--middleware weight_sync.vllm.middleware.Slipstream`.
 
-It answers `/slipstream/*`, keeps the pause of a publication as a lease, and fails every request at once when the engine
-must not generate any more.
+It answers `/slipstream/*`, keeps the pause of a publication as a lease, closes the routes of vLLM that a run does not
+need, and fails every request at once when the engine must not generate any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weight_sync.transports.http import chunks
-from weight_sync.vllm import engine_state
+from weight_sync.vllm import engine_state, guard
 from weight_sync.vllm.chunk_route import serve_chunks
 from weight_sync.vllm.control_rules import RULES
 from weight_sync.vllm.engine.contract import EngineClient
@@ -62,8 +62,11 @@ class Slipstream:
             _log_cause_of_end(scope)
             return
         engine = _engine_of(scope)
-        if scope["type"] != "http" or engine is None:
+        if engine is None:
             await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})  # a run needs none of vLLM's
             return
         status = status_of(engine)
         if status.heartbeat is None:
@@ -74,10 +77,13 @@ class Slipstream:
         except RouteError as error:
             await problem(error.status, error.message)(scope, receive, send)
             return
+        path = guard.route_of(scope)
         if scope["path"].startswith(chunks.CHUNKS_PREFIX):
             await serve_chunks(scope, send)
         elif scope["path"].startswith(PREFIX):
             await _answer(engine, scope, receive, send)
+        elif path not in guard.OPEN_ROUTES:
+            await problem(403, f"{scope['method']} {path[:200]} {guard.CLOSED}")(scope, receive, send)
         else:
             await self._pass_on(engine, status, scope, receive, send)
 
@@ -87,7 +93,7 @@ class Slipstream:
         if status.broken is not None:
             await _refuse(status, scope, receive, send)
             return
-        rule = RULES.get((scope["method"], scope["path"]))
+        rule = RULES.get((scope["method"], guard.route_of(scope)))
         try:
             if rule is not None:
                 await rule(engine, status, self._app, scope, receive, send)

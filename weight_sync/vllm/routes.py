@@ -135,6 +135,7 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
     status = status_of(engine)
     refused = status.broken or reason_not_to_serve(engine)
     states = await _settled_states(engine, status) if refused is None else None
+    stuck = why_stuck(states, status, time.monotonic()) if states is not None else None
     parallel = engine.vllm_config.parallel_config
     transfer = engine.vllm_config.weight_transfer_config
     owner, now = status.owner, time.monotonic()
@@ -151,16 +152,36 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         "reason": refused or (None if states else NO_ANSWER),
         "owner": owner.live(now),
         "owner_silent_s": owner.silent_s(now),
+        "stuck": stuck,
     }
 
 
 async def _settled_states(engine: EngineClient, status: EngineStatus) -> list[dict[str, Any]] | None:
-    """Return each engine's state. Engines swap one after the other, which does not count as a difference."""
+    """Return each engine's state. Engines swap one after the other, which does not count as a difference, and pause and
+    resume a moment before or after that is known here."""
     states = await ask_states(engine)
+    if states is not None and _is_unowned(states, status):
+        states = await ask_states(engine)
     if states is not None and len({each["label"] for each in states}) > 1:
         await control_rules.end_of_swap(status)
         states = await ask_states(engine)
     return states
+
+
+def why_stuck(states: list[dict[str, Any]], status: EngineStatus, now: float) -> str | None:
+    """Return why nothing is generated though nobody who may has asked for that; None where it may be."""
+    stalled = status.progress.why_stalled(states, now)
+    if any(state["asleep"] for state in states):
+        return "it sleeps: start it again"
+    if _is_unowned(states, status):
+        return "it is paused, and neither a publication nor a person holds the pause: POST /resume ends it"
+    return stalled
+
+
+def _is_unowned(states: list[dict[str, Any]], status: EngineStatus) -> bool:
+    """Return whether an engine is paused by none of a person, a lease and a swap."""
+    held = status.pause_owner != "none" or status.swapped is not None or not status.whole
+    return any(state["paused"] for state in states) and not held
 
 
 async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:

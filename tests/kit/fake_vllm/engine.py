@@ -59,6 +59,7 @@ class FakeEngine:
     whole: bool = True
     alive: bool = True
     pause_owner: str = "none"
+    stuck: str | None = None
     staged: dict[str, Any] = field(default_factory=lambda: {"stage": "ready", "error": None, "seconds": {}})
 
     def __post_init__(self) -> None:
@@ -94,6 +95,7 @@ class FakeEngine:
             "workers": 1,
             "transport": "gloo",
             "reason": silent if self.whole else "the model is half loaded",
+            "stuck": self.stuck or ("nobody holds its pause" if self.paused and self.pause_owner == "none" else None),
         }
 
     def swap(self, label: str) -> None:

@@ -20,7 +20,7 @@ from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.engine_state import RouteError
-from weight_sync.vllm.guard import roles_for
+from weight_sync.vllm.guard import CLOSED, OPEN_ROUTES, roles_for
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -116,6 +116,8 @@ class FakeVllm:
             engine_state.check_owner(self.owner, {"path": request.path, "headers": _raw(request)})
         except RouteError as error:
             return _refusal(error.status, error.message, "Conflict")
+        if not request.path.startswith(("/slipstream/", "/_")) and request.path not in OPEN_ROUTES:
+            return _refusal(403, f"{request.method} {request.path} {CLOSED}", "Forbidden")
         fault = self.faults.take(request.path)
         if fault is not None:
             request[FAULT] = fault

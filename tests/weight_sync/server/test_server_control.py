@@ -22,7 +22,7 @@ async def test_an_error_names_server_route_and_cause() -> None:
 async def test_a_call_without_an_answer_ends_in_time() -> None:
     fake = FakeVllm()
     fake.faults.append(Fault("hang", route="/pause"))
-    async with serving(fake) as url, ServerControl(url, 0.1) as control:
+    async with serving(fake) as url, ServerControl(url, 0.1, run_id=lambda: "run-1") as control:
         with pytest.raises(ControlError, match=rf"{url}/pause.*: no answer within 0\.1 s"):
             await control.pause(clear_cache=False)
 

@@ -230,7 +230,7 @@ class OneCall(FakeTransport):
         await server.start_update()
         await server.update(snapshot.manifest.as_dict())
         body = {"label": snapshot.label, "clear_cache": pause.clear_cache}
-        async with aiohttp.ClientSession() as session, session.post(f"{server.url}/swap", json=body) as reply:
+        async with aiohttp.ClientSession() as session, session.post(f"{server.url}/_swap", json=body) as reply:
             pause.seconds += (await reply.json())["pause_s"]
 
 
@@ -245,7 +245,7 @@ async def test_a_swap_in_one_call_inside_the_server_fits_the_face() -> None:
         fake.engine.resume()
         return web.json_response({"pause_s": 0.125})
 
-    fake.app.add_routes([web.post("/swap", swap)])
+    fake.app.add_routes([web.post("/_swap", swap)])
     async with serving(fake) as url, ServerControl(url, 1) as control:
         server = ServerSync(control, lambda: OneCall(nothing), tolerance=1e-3)
         for version in (1, 2):

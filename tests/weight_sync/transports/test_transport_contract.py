@@ -66,7 +66,7 @@ async def rig(name: str, timeout_s: float = 20) -> AsyncIterator[Rig]:
         patch.setattr(communicator, "own_gpu", receiver.gpu)
         patch.setattr(ipc, "export_storage", receiver.memory.export)
         patch.setattr(ipc, "open_storage", receiver.memory.opened)
-        async with serving(fake) as url, ServerControl(url, timeout_s) as control:
+        async with serving(fake) as url, ServerControl(url, timeout_s, run_id=lambda: "run-1") as control:
             yield Rig(fake, control, receiver, section)
             receiver.close()
 

@@ -173,7 +173,8 @@ async def test_one_engine_that_is_paused_or_started_again_is_seen(monkeypatch: p
     client.cores[1].pause_state = PauseState.PAUSED_NEW
     assert (await routes.state(client, {}))["paused"]
     answers = iter([{"boot": "e0"}, {"boot": "e1"}])
-    monkeypatch.setattr(engine_core, "state", lambda core: {**next(answers), "label": "r:1", "paused": False})
+    other = engine_core.state(client.cores[0])
+    monkeypatch.setattr(engine_core, "state", lambda core: {**other, **next(answers)})
     assert (await routes.state(client, {}))["boot"].endswith("-e0-e1")
 
 

@@ -20,11 +20,11 @@ from starlette.routing import Route
 from tests.kit.worker import until
 from weight_sync.server.answers import ServerFacts
 from weight_sync.vllm import control_rules, engine_state
-from weight_sync.vllm.engine_state import EngineStatus, status_of
+from weight_sync.vllm.engine_state import EngineStatus, Progress, status_of
 from weight_sync.vllm.middleware import Slipstream
 
 READY = {"stage": "ready", "error": None, "seconds": {"receiving": 1.0}}
-OURS = {"slipstream-owner": "publication"}
+OURS = {"slipstream-owner": "publication", "slipstream-run": "a-1"}
 
 
 class Engine:
@@ -42,6 +42,10 @@ class Engine:
         self.engine_core = self
         self.label = "default"
         self.paused = False
+        self.asleep = 0
+        self.sleeping = False
+        self.running = self.waiting = 0
+        self.place: list[Any] = []
         self.hangs = False
         self.staging = [READY, READY]
         self.swapped: dict[str, Any] = {"pause_s": 0.01, "exchange_s": 0.001, "error": None, "whole": True}
@@ -61,7 +65,8 @@ class Engine:
         if self.hangs:
             await asyncio.Event().wait()
         if method == "slipstream_state":
-            return [{"boot": "e1", "label": self.label, "paused": self.paused}]
+            told = {"boot": "e1", "label": self.label, "paused": self.paused, "asleep": self.sleeping}
+            return [{**told, "running": self.running, "waiting": self.waiting, "place": [*self.place]}]
         if method == "slipstream_workers":
             assert arguments[0] == "slipstream_staging"
             return [{"answers": self.staging, "error": None}]
@@ -78,6 +83,7 @@ class Engine:
 class Server(httpx.AsyncClient):
     engine: Engine
     condition: EngineStatus
+    root: list[str]
     generating: asyncio.Event
 
 
@@ -101,6 +107,11 @@ async def serving() -> AsyncIterator[Server]:
     async def done(request: Request) -> Response:
         return JSONResponse({"message": "done"})
 
+    async def sleep(request: Request) -> Response:
+        engine.asleep += 1
+        return JSONResponse({})
+
+    closed = ["/sleep", "/wake_up", "/collective_rpc", "/abort_requests", "/v1/load_lora_adapter", "/new"]
     control = ["/start_weight_update", "/finish_weight_update", "/update_weight_version"]
     app = Starlette(
         routes=[
@@ -109,6 +120,7 @@ async def serving() -> AsyncIterator[Server]:
             Route("/inference/v1/generate", generate, methods=["POST"]),
             Route("/health", done),
             *(Route(path, done, methods=["POST"]) for path in control),
+            *(Route(path, sleep, methods=["POST"]) for path in closed),
         ]
     )
     app.state.engine_client = engine
@@ -116,8 +128,13 @@ async def serving() -> AsyncIterator[Server]:
     app.add_middleware(Slipstream)
     condition = status_of(engine)
     condition.end = lambda: engine.ended.append("ended")
-    async with Server(transport=httpx.ASGITransport(app), base_url="http://server") as server:
-        server.engine, server.condition, server.generating = engine, condition, generating
+    root: list[str] = []
+
+    async def below_root(scope: Any, receive: Any, send: Any) -> None:
+        await app({**scope, "root_path": "".join(root)}, receive, send)
+
+    async with Server(transport=httpx.ASGITransport(below_root), base_url="http://server") as server:
+        server.engine, server.condition, server.generating, server.root = engine, condition, generating, root
         yield server
     for task in (condition.heartbeat, condition.ending):
         if task is not None:
@@ -141,6 +158,7 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
             "reason": None,
             "owner": "",
             "owner_silent_s": 0.0,
+            "stuck": None,
         }
 
 
@@ -255,6 +273,41 @@ def test_vllm_tells_the_end_of_its_engine_once(monkeypatch: pytest.MonkeyPatch) 
     assert told == ["EngineDeadError 0", "ValueError 0", "ValueError 1", "ValueError 2", "without an error"]
 
 
+async def test_i6_a_pause_that_nobody_holds_and_a_sleeping_engine_are_told() -> None:
+    async with serving() as server:
+
+        async def stuck() -> str | None:
+            told: str | None = (await server.get("/slipstream/state")).json()["stuck"]
+            return told
+
+        server.engine.paused = True
+        assert "neither a publication nor a person holds the pause" in str(await stuck())
+        await server.post("/resume")
+        assert await stuck() is None
+        for headers in ({}, OURS):
+            await server.post("/pause", headers=headers)
+            assert await stuck() is None, "it has an owner"
+            await server.post("/resume", headers=headers)
+        server.engine.sleeping = True
+        assert await stuck() == "it sleeps: start it again"
+
+
+def test_i6_an_engine_that_has_requests_and_makes_no_step_is_stalled() -> None:
+    def engine(running: int, waiting: int, place: int, paused: bool = False) -> dict[str, Any]:
+        return {"running": running, "waiting": waiting, "place": [place], "paused": paused}
+
+    waits, runs, idle = engine(0, 3, 1), engine(2, 0, 1), engine(0, 0, 0)
+    for stalled, text in ((waits, "lets requests wait and runs none"), (runs, "has made no step")):
+        progress = Progress()
+        looks = [progress.why_stalled([idle, stalled], now) for now in (100, 102, 109, 110, 111)]
+        assert looks == [None, None, None, *[f"its engine {text} for 10 s"] * 2]
+        assert progress.why_stalled([idle, {**stalled, "place": [2]}], 113) is None
+        assert progress.why_stalled([idle, {**stalled, "place": [2]}], 130) is None, "nobody looked in between"
+    for other in (idle, engine(0, 3, 1, paused=True)):
+        progress = Progress()
+        assert [progress.why_stalled([other], now) for now in (100, 105, 112, 120)] == [None] * 4
+
+
 async def test_the_slowest_worker_is_what_staging_is() -> None:
     async with serving() as server:
         building = {"stage": "building", "error": None, "seconds": {"receiving": 2.0}}
@@ -343,12 +396,60 @@ async def test_i6_a_lease_that_is_renewed_holds() -> None:
     async with serving() as server:
         await server.post("/pause", headers=OURS)
         for _ in range(3):
-            reply = await server.post("/slipstream/lease", json={"owner": "publication", "seconds": 1.0})
+            reply = await server.post("/slipstream/lease", json={"owner": "publication", "seconds": 1.0}, headers=OURS)
             assert reply.status_code == 200
             await asyncio.sleep(0.4)
         assert server.engine.paused
         await until(lambda: not server.engine.paused)
-        assert (await server.post("/slipstream/lease", json={"owner": "x", "seconds": 1})).status_code == 409
+        late = await server.post("/slipstream/lease", json={"owner": "x", "seconds": 1}, headers=OURS)
+        assert late.status_code == 409
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/sleep", "/sleep/", "/wake_up", "/collective_rpc", "/abort_requests", "/v1/load_lora_adapter", "/new"],
+)
+async def test_i6_a_route_of_vllm_that_a_run_does_not_need_is_closed(path: str) -> None:
+    async with serving() as server:
+        reply = await server.post(path, params={"level": "0"}, headers={"slipstream-run": "a-1"})
+        assert reply.status_code == 403
+        assert f"POST {path} is closed on a server of a run" in reply.json()["error"]["message"]
+        assert server.engine.asleep == 0
+
+
+async def test_rules_hold_below_a_root_path_too() -> None:
+    async with serving() as server:
+        server.root.append("/policy")
+        assert (await server.post("/policy/sleep")).status_code == 403
+        assert (await server.post("/policy/update_weight_version")).status_code == 409
+
+
+async def test_i6_a_stranger_gets_no_pause_under_a_lease() -> None:
+    async with serving() as server:
+        await server.get("/slipstream/state", headers={"slipstream-run": "a-1"})
+        for headers in ({"slipstream-owner": "me"}, {"slipstream-owner": "me", "slipstream-run": "b-2"}):
+            assert (await server.post("/pause", headers=headers)).status_code in (403, 409)
+            lease = {"owner": "me", "seconds": 9}
+            assert (await server.post("/slipstream/lease", json=lease, headers=headers)).status_code in (403, 409)
+        assert not server.engine.paused
+        assert server.condition.lease_owner is None
+
+
+async def test_i6_a_persons_resume_ends_the_lease_of_all_but_the_owning_run() -> None:
+    async with serving() as server:
+        stranger = {"slipstream-owner": "me", "slipstream-run": "b-2"}
+        assert (await server.post("/pause", headers=stranger)).status_code == 200
+        assert (await server.post("/resume")).status_code == 409, "b-2 is the owner as long as it calls"
+        server.condition.owner.heard_at -= engine_state.SILENT_S
+        assert (await server.post("/resume")).status_code == 200
+        assert not server.engine.paused
+        assert server.condition.pause_owner == "none"
+        # And the next run's learner needs no such help.
+        server.condition.owner.heard_at += engine_state.SILENT_S
+        await server.post("/pause", headers=stranger)
+        await server.post("/slipstream/goodbye", json={"run": "b-2"})
+        assert (await server.post("/pause", headers=OURS)).status_code == 200
+        assert (await server.post("/resume", headers=OURS)).status_code == 200
 
 
 async def test_a_model_left_half_loaded_never_generates_and_ends_its_server(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -242,6 +242,7 @@ class Request(Protocol):
     """vLLM's `Request` in the engine."""
 
     request_id: str
+    num_computed_tokens: int
     cache_salt: str | None
     block_hashes: Any
 
@@ -263,6 +264,8 @@ class Scheduler(Protocol):
 
     def set_pause_state(self, pause_state: Any, /) -> None: ...
 
+    def get_request_counts(self) -> tuple[int, int]: ...
+
     def _preempt_request(self, request: Request, timestamp: float, *, drop_stale_output: bool) -> None: ...
 
 
@@ -272,6 +275,7 @@ class EngineCore(Protocol):
     slipstream_salt: str
     slipstream_tower: bool
     batch_queue: Any
+    model_executor: Any
 
     @property
     def scheduler(self) -> Scheduler: ...

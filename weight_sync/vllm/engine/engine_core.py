@@ -139,8 +139,20 @@ def install_swap() -> None:
 
 
 def state(core: EngineCore) -> dict[str, Any]:
-    """Return boot, label and whether the engine is paused. An answer also shows that it lives."""
-    return {"boot": BOOT, "label": core.get_weight_version(), "paused": core.is_scheduler_paused()}
+    """Return boot, label, whether the engine is paused or asleep, its numbers of requests, and a `place` that is
+    another one after each step. An answer also shows that it lives."""
+    scheduler = core.scheduler
+    running, waiting = scheduler.get_request_counts()
+    first = next((request.request_id for request in scheduler.waiting), "")
+    return {
+        "boot": BOOT,
+        "label": core.get_weight_version(),
+        "paused": core.is_scheduler_paused(),
+        "asleep": bool(core.model_executor.is_sleeping),
+        "running": running,
+        "waiting": waiting,
+        "place": [running, waiting, first, sum(request.num_computed_tokens for request in scheduler.running)],
+    }
 
 
 def workers(core: EngineCore, method: str, args: list[Any]) -> dict[str, Any]:

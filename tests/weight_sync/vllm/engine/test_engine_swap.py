@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,9 @@ class Core:
         self.batch_queue: list[Any] = []
         self.pause_state = PauseState.UNPAUSED
         self.scheduler = self
+        self.waiting: list[Any] = []
+        self.running: list[Any] = []
+        self.model_executor = SimpleNamespace(is_sleeping=False)
         self._idle_state_callbacks: list[Any] = []
         self._reports = reports or [READY, READY]
         self._exchange = exchange
@@ -32,6 +36,9 @@ class Core:
         if self._exchange is not None:
             return [0.001, self._exchange]
         return [0.001, 0.002]
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return len(self.running), len(self.waiting)
 
     def _reset_caches(self) -> None:
         self.done.append("cleared")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import re
 import socket
 import threading
 import time
@@ -404,7 +405,7 @@ def test_i6_a_server_that_cannot_generate_leaves_service_at_once_and_comes_back_
         until(lambda: world.states() == [(ServerState.SERVING, 2)] * 2)
     said = [line for line in caplog.messages if line.startswith("vllm-1")]
     assert len([line for line in said if f"is stale: {cause}" in line]) == 1
-    assert any("serves again, after 0 s, with version 2" in line for line in said)
+    assert any(re.search(r"serves again, after \d+ s, with version 2", line) for line in said)
 
 
 def test_a_restart_is_noticed_by_its_boot_and_the_server_joins_again(world: World) -> None:

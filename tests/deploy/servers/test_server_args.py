@@ -73,7 +73,7 @@ def test_flags_are_taken_as_vllm_spells_them() -> None:
 MAY_DIFFER = {
     *("--dtype", "--gpu-memory-utilization", "--kv-cache-memory-bytes", "--enforce-eager", "--middleware"),
     *("--distributed-executor-backend", "--disable-uvicorn-access-log"),
-    *("--max-lora-rank", "--max-loras", "--max-cpu-loras"),
+    *("--max-lora-rank", "--max-loras", "--max-cpu-loras", "--max-logprobs"),
 }
 
 

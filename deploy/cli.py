@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from deploy.clusters.roles import check_release
-from deploy.commands import cluster, look, queue, report
+from deploy.commands import cluster, look, queue, report, summary
 from deploy.commands.arguments import (
     AsJson,
     ending_at_once,
@@ -237,7 +237,12 @@ def up(
     try:
         config = load(run_file, context.args, needs=EVERYTHING)
         check_secret(config)
-        cluster.run_on(on, config, str(Path(run_file).absolute()), context.args, resume)
+        try:
+            cluster.run_on(on, config, str(Path(run_file).absolute()), context.args, resume)
+        except RunFailed:
+            summary.tell(config.run_dir)
+            raise
+        summary.tell(config.run_dir)
     except (KeyboardInterrupt, SystemExit):
         # All processes have ended; a second signal would only interrupt the exit.
         for number in SIGNALS:
@@ -277,6 +282,7 @@ def plan(
 app.command(**reading(*QUEUE))(look.status)
 app.command(**reading(*RUN, *QUEUE))(look.rollouts)
 app.command()(report.report)
+app.command()(summary.summary)
 app.add_typer(cluster.app, name="render", help="Write what places a run on a cluster, for people who own that.")
 app.add_typer(look.app, name="servers", help="List, add or remove the vLLM servers of a run.")
 

@@ -56,9 +56,9 @@ def report(
     as_json: AsJson = False,
 ) -> None:
     """Write one HTML file that shows a run: finished, crashed, or copied from elsewhere."""
-    run_dir = _run_dir(run)
+    run_dir = run_dir_of(run)
     out = out or run_dir / "report.html"
-    other = _run_dir(compare) if compare is not None else None
+    other = run_dir_of(compare) if compare is not None else None
     if other is not None and other.resolve() == run_dir.resolve():
         raise ConfigError(f"--compare {compare}: it is the run itself; name another one")
     data = write(run_dir, out, other)
@@ -220,7 +220,7 @@ class _Sample(Generic[T]):
             self._every *= 2
 
 
-def _run_dir(given: Path) -> Path:
+def run_dir_of(given: Path) -> Path:
     """Return the directory of a run that is named by it or by its run file."""
     if given.is_file():
         return load(str(given), []).run_dir

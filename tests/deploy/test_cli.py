@@ -277,7 +277,7 @@ def test_i8_the_learner_s_callbacks_see_no_token_and_the_learner_still_has_it(
 ) -> None:
     seen: list[tuple[str | None, str | None]] = []
 
-    def run(config: RunConfig, queue: str | None, resume: bool) -> None:
+    def run(config: RunConfig, queue: str | None, resume: bool, take_over: bool) -> None:
         seen.append((os.environ.get(access.TOKEN_VARIABLE), config.token_for("learner")))
 
     monkeypatch.setenv(access.TOKEN_VARIABLE, "a-secret-of-the-run")

@@ -95,7 +95,7 @@ def test_slipstream_learner_counts_the_rows_of_the_task(
     run_file: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], settings: list[str]
 ) -> None:
     started: list[RunConfig] = []
-    monkeypatch.setattr("learner.run.run", lambda config, queue, resume: started.append(config))
+    monkeypatch.setattr("learner.run.run", lambda config, *_: started.append(config))
     rows = '[{"prompt": [{"role": "user", "content": "a"}]}] * 40'
     (run_file.parent / "task.py").write_text(TASK.replace("dataset=rows", f"dataset={rows}"), encoding="utf-8")
     monkeypatch.setattr("sys.argv", ["slipstream", "learner", str(run_file), *settings])

@@ -42,7 +42,7 @@ import asyncio, os, time
 from urllib.request import urlopen
 from protocol.client import QueueClient
 
-def run(config, queue_url, resume):
+def run(config, queue_url, resume, take_over):
     async def everyone():
         async with QueueClient(config.queue.address, config.token) as queue:
             while True:

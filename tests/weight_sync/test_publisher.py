@@ -486,7 +486,7 @@ def test_a_difference_of_rounding_is_one_that_the_model_s_type_allows(
     with fails, world.publisher() as publisher:
         publisher.publish(1, [], probe(shift=0.2))
         publisher.wait()
-    assert {server.state for server in world.servers().values()} == {state}
+        until(lambda: {server.state for server in world.servers().values()} == {state})
 
 
 def test_i5_a_server_that_fails_its_proof_is_quarantined_and_mended_by_the_next_version(world: World) -> None:

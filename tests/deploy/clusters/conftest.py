@@ -25,7 +25,7 @@ LEARNER = """
 import asyncio, os, signal, sys, time
 from protocol.client import QueueClient
 
-def run(config, queue_url, resume):
+def run(config, queue_url, resume, take_over):
     def stop(number, frame):
         folder = config.run_dir / "checkpoints" / "step-000003"
         folder.mkdir(parents=True, exist_ok=True)

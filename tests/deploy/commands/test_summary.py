@@ -1,0 +1,171 @@
+"""`slipstream summary`: what happened in a night, what it cost, and what is still wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from deploy import cli
+from deploy.commands import summary
+from deploy.commands.summary import RunSummary
+from protocol import history
+from protocol.messages import ServerState
+from protocol.status import LearnerStatus, Stall, Status
+from rollout_queue.observe.history import History
+from tests.kit.status import server, status, worker
+
+STEP_S = 10.0
+
+
+class Night:
+    """A run with a status every second, of which its history keeps one in five; a step takes ten seconds."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.at = 1_000_000.0
+        self.step, self.session, self.up_since = 0, 1, self.at
+        self.servers = {"vllm-0": (ServerState.SERVING, None), "vllm-1": (ServerState.SERVING, None)}
+        self.workers: dict[str, dict[str, Any]] = {"worker-0": {"pid": 7}, "worker-1": {"pid": 8}}
+        self.stalled = False
+        self._kept = History(folder / history.FOLDER, 10**9)
+        self._since: dict[str, float] = {}
+
+    def goes_on(self, seconds: int, steps: bool = True, **fields: Any) -> None:
+        for _ in range(seconds):
+            self.at += 1
+            if steps and self.at % STEP_S == 0:
+                self.step += 1
+            self._kept.add(self._status(**fields), self.at)
+
+    def out(self, name: str, state: ServerState, reason: str) -> None:
+        self.servers[name], self._since[name] = (state, reason), self.at
+
+    def back(self, name: str) -> None:
+        self.servers[name], self._since[name] = (ServerState.SERVING, None), self.at
+
+    def _status(self, **fields: Any) -> Status:
+        servers = [server(name, state, reason) for name, (state, reason) in self.servers.items()]
+        for each in servers:
+            each.since_s = self.at - self._since.get(each.name, self.at)
+        workers = [worker(name, **{"seen_s_ago": 1.0, **of}) for name, of in self.workers.items()]
+        learner = LearnerStatus(session=self.session, step=self.step, metrics={"reward": self.step / 100})
+        of = {"servers": servers, "workers": workers, "learner": learner, "step": self.step, "total_steps": 500}
+        return status(**{**of, "uptime_s": self.at - self.up_since, "stall": Stall(self.stalled, 0.0), **fields})
+
+    def summary(self) -> RunSummary:
+        self._kept.close()
+        rewards = [{"step": step, "reward": step / 100, "tokens_trained": 50} for step in range(1, self.step + 1)]
+        (self.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rewards))
+        return summary.read(self.folder)
+
+
+@pytest.fixture
+def night(tmp_path: Path) -> Night:
+    found = Night(tmp_path)
+    found.goes_on(300)
+    return found
+
+
+def shown(found: RunSummary) -> list[str]:
+    """The lines, without the time of day."""
+    return [line.partition("  ")[2].partition("  ")[2] or line for line in str(summary.render(found)).splitlines()]
+
+
+def test_a_quiet_night_is_five_lines(night: Night) -> None:
+    night.goes_on(10, finished=True, tokens_sampled=2000)
+    found = night.summary()
+    assert not found.incidents
+    assert found.lost_s == 0
+    lines = str(summary.render(found)).splitlines()
+    assert "finished, 31 of 500 steps in 5 min 5 s, " in lines[0]
+    assert lines[1] == "reward 0.055 at its first steps, 0.265 at its last"
+    assert lines[2] == "2,000 tokens sampled, 78% of them trained, never stood still"
+    assert lines[-1] == "all is as it should be"
+
+
+def test_what_stood_still_is_named_with_what_it_cost(night: Night) -> None:
+    """A pause by a person for 77 s, in which no step was made."""
+    night.out("vllm-1", ServerState.STALE, "paused by a person")
+    night.goes_on(77, steps=False)
+    night.back("vllm-1")
+    night.goes_on(100)
+    night.goes_on(1, finished=True)
+    found = night.summary()
+    (incident,) = found.incidents
+    assert incident.about == "server vllm-1"
+    assert 76 <= incident.seconds(0) <= 78
+    assert 70 <= incident.lost_s <= 80
+    (line,) = [line for line in shown(found) if "vllm-1" in line]
+    assert line.startswith("server vllm-1 stale: paused by a person, 1 min 17 s, 1 min ")
+    assert line.endswith(" without a step")
+
+
+def test_a_standstill_that_nothing_explains_is_said_too(night: Night) -> None:
+    night.goes_on(60, steps=False)
+    night.goes_on(20)
+    found = night.summary()
+    assert [incident.text for incident in found.incidents] == ["no step, and nothing that was seen says why"]
+    assert found.open == [
+        "31 of 500 steps are made, with no checkpoint; if it was stopped, slipstream up --resume goes on"
+    ]
+
+
+def test_a_crash_that_cost_steps(night: Night) -> None:
+    night.at += 40
+    night.session, night.step, night.up_since = 2, 25, night.at
+    night.goes_on(50)
+    lines = shown(night.summary())
+    assert any(re.search(r"the queue ended, and was started again, 4\d s", line) for line in lines)
+    (line,) = [line for line in lines if line.startswith("the learner ended")]
+    assert re.match(r"the learner ended after step (29|30), and went on from step 25, 4\d s, [45] steps made", line)
+
+
+def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(night: Night) -> None:
+    for number in range(3):
+        night.workers["worker-1"]["pid"] = 100 + number
+        night.goes_on(30)
+    night.workers["worker-0"]["seen_s_ago"] = 30.0
+    night.out("vllm-0", ServerState.QUARANTINED, "its log-probs are another model's")
+    night.goes_on(20)
+    night.goes_on(5, finished=True)
+    found = night.summary()
+    lines = shown(found)
+    assert any(
+        "worker worker-1 its process had ended without a word, and was started again, 3 times" in line for line in lines
+    )
+    assert found.open == [
+        "worker worker-0 not heard from: it was killed, hangs, or cannot reach the queue",
+        "server vllm-0 quarantined: its log-probs are another model's",
+    ]
+    assert any(line.startswith("server vllm-0 quarantined") and line.endswith("and still") for line in lines)
+
+
+def test_twenty_kinds_are_ten_lines(night: Night) -> None:
+    for number in range(20):
+        night.servers[f"other-{number}"] = ServerState.SERVING, None
+        night.goes_on(2)
+        night.out(f"other-{number}", ServerState.DOWN, "it does not answer")
+        night.goes_on(number + 6)
+        night.back(f"other-{number}")
+    night.goes_on(5)
+    lines = shown(night.summary())
+    assert sum("it does not answer" in line for line in lines) == 8
+    assert "and 12 others that cost less: slipstream report" in "\n".join(lines)
+
+
+def test_the_command_prints_it_and_json_has_all(night: Night) -> None:
+    night.out("vllm-1", ServerState.DOWN, "\x1b[31mred")
+    night.goes_on(30)
+    night.summary()
+    printed = CliRunner().invoke(cli.app, ["summary", str(night.folder)])
+    assert printed.exit_code == 0
+    assert "\x1b" not in printed.output
+    as_json = json.loads(CliRunner().invoke(cli.app, ["summary", str(night.folder), "--json"]).output)
+    assert as_json["incidents"][0]["about"] == "server vllm-1"
+    missing = CliRunner().invoke(cli.app, ["summary", str(night.folder / "none")])
+    assert "give the directory of a run" in str(missing.exception)

@@ -78,7 +78,7 @@ def summary(
     run: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="the run's directory, or its run file")],
     as_json: AsJson = False,
 ) -> None:
-    """Say in ten lines what happened in a run, what it cost, and what is not as it should be."""
+    """Say in ten lines what happened in a run, what it cost, and what is wrong."""
     found = read(run_dir_of(run))
     if as_json:
         print_json(found)

@@ -263,6 +263,7 @@ def test_each_command_is_one_line_of_the_help(
         "status",
         "rollouts",
         "report",
+        "summary",
         "ledger",
         "replay",
         "token",

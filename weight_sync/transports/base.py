@@ -228,7 +228,7 @@ class StagedTransport:
             shares = await gather(*(sender.offer_labelled(snapshot) for sender in self.senders))
             # The engine answers at once: it receives and builds on a thread.
             await server.update({"shares": shares})
-            await gather(self._until_staged(server), *(sender.send(snapshot) for sender in self.senders))
+            await gather(self._until_staged(server, snapshot), *(sender.send(snapshot) for sender in self.senders))
             whole = True
         finally:
             sent = await shielded(gather(*(sender.done(snapshot, whole) for sender in self.senders)))
@@ -238,7 +238,7 @@ class StagedTransport:
         self._connected = False
         await shielded(gather(*(sender.close() for sender in self.senders)))
 
-    async def _until_staged(self, server: ServerControl) -> None:
+    async def _until_staged(self, server: ServerControl, snapshot: Snapshot) -> None:
         """Wait until all workers are ready. Raises `TransferError` if one fails or `weight_sync.timeout_s` is over."""
         timeout_s = self._section.timeout_s
         ends = time.monotonic() + timeout_s
@@ -250,9 +250,15 @@ class StagedTransport:
             if staged.stage == "failed":
                 raise TransferError(f"{server.url}: the weights were not staged: {staged.error}")
             if time.monotonic() >= ends:
+                what = "model that takes longer to build"
+                if staged.stage == "receiving":
+                    size = snapshot.manifest.total_bytes() / 1e6
+                    what = (
+                        f"slow line: {size:.1f} MB need {size / timeout_s:.3g} MB/s from the learner to arrive in time"
+                    )
                 raise TransferError(
                     f"{server.url}: still {staged.stage} after weight_sync.timeout_s = {timeout_s:g} s; raise it for a "
-                    f"model that takes longer to build"
+                    f"{what}"
                 )
 
 

@@ -231,7 +231,7 @@ def test_a_learner_that_is_gone_ends_the_pull_with_what_to_do(
 
 
 def test_a_pull_that_is_late_says_what_each_source_did(depot: BlobServer, flat: torch.Tensor) -> None:
-    wanted = "7 of 7 chunks are missing .*: OSError.*'abc'.*: it said nothing for"
+    wanted = "7 of 7 chunks are missing.*: OSError.*'abc'.*: it said nothing for"
     with source(BAD["length_abc"]) as bad, source(says_nothing) as silent, pytest.raises(TransferError, match=wanted):
         pull(flat, depot, [bad, silent], 1.5)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import threading
 import time
@@ -171,9 +172,30 @@ def test_a_source_that_says_nothing_is_an_error_in_time_that_names_it(depot: Blo
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}/slipstream/chunks/0"
         began = time.monotonic()
-        with pytest.raises(TransferError, match=rf"{url} failed: not all there after 1.5 s"):
+        with pytest.raises(TransferError, match=rf"{url} failed: not all there after 1.5 s") as late:
             pull_of(flat, depot, [url], timeout_s=1.5).run()
         assert time.monotonic() - began < 6
+    assert "; 0.0 of 0.0 MB came" not in str(late.value)
+    assert re.search(r"; 0\.0 of [\d.]+ MB came, at 0 MB/s \(none\); in time it needs [\d.]+ MB/s \(", str(late.value))
+
+
+def test_a_line_that_is_too_slow_says_what_came_and_what_it_would_need(flat: torch.Tensor) -> None:
+    megabytes = SIZE / 1e6
+    with BlobServer("127.0.0.1", mbytes_per_s=megabytes / 4) as slow:
+        url = slow.url_of(slow.put(flat))
+        with pytest.raises(TransferError, match="not all there after 2 s") as late:
+            pull_of(flat, slow, [url], timeout_s=2).run()
+    said = re.search(
+        r"([\d.]+) of ([\d.]+) MB came, at ([\d.]+) MB/s \(([\d.]+) MB from (\S+)\); in time it needs ([\d.]+) MB/s, "
+        r"or weight_sync.timeout_s = (\d+) at this rate",
+        str(late.value),
+    )
+    assert said is not None, late.value
+    came, total, rate, of_source, named, needed, seconds = said.groups()
+    assert (float(total), of_source, named) == (pytest.approx(megabytes, abs=0.05), came, url)
+    assert 0 < float(came) < megabytes
+    assert float(rate) < float(needed) == pytest.approx(megabytes / 2, rel=0.01)
+    assert float(seconds) > 2
 
 
 def test_what_the_learner_does_not_serve_any_more_ends_the_pull_at_once(depot: BlobServer, flat: torch.Tensor) -> None:

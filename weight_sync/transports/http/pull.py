@@ -28,6 +28,8 @@ from weight_sync.transports.http.pull_sources import (
 
 logger = logging.getLogger(__name__)
 
+# By how much longer than measured the time-out should be that an error names.
+SLACK = 1.25
 # Connections of one pull.
 LANES = 4
 # Seconds between checks of the connections' speed.
@@ -177,8 +179,22 @@ class Pull:
 
     def _late(self) -> str:
         missing = sum(not part.right for part in self._parts.values())
-        text = f"not all there after {self._timeout_s:g} s: {missing} of {len(self._chunks.digests)} chunks are missing"
+        text = (
+            f"not all there after {self._timeout_s:g} s: {missing} of {len(self._chunks.digests)} chunks are missing; "
+            f"{self._describe_rate()}"
+        )
         return f"{text} ({describe_failures})" if (describe_failures := self._sources.describe_failures()) else text
+
+    def _describe_rate(self) -> str:
+        """Say how many bytes came from where, how fast, and what the whole would have needed."""
+        came, total = self.report.bytes_pulled, sum(part.end - part.start for part in self._parts.values())
+        by_source = sorted(self.report.by_source.items(), key=lambda item: -item[1])
+        sources = ", ".join(f"{count / 1e6:.1f} MB from {url}" for url, count in by_source) or "none"
+        need = f"in time it needs {total / 1e6 / self._timeout_s:.3g} MB/s"
+        if came:
+            need += f", or weight_sync.timeout_s = {total * self._timeout_s / came * SLACK:.0f} at this rate"
+        rate = f"{came / 1e6 / self._timeout_s:.3g} MB/s ({sources})"
+        return f"{came / 1e6:.1f} of {total / 1e6:.1f} MB came, at {rate}; {need}"
 
     def _work(self, lane: _Lane) -> None:
         try:

@@ -26,6 +26,9 @@ from weight_sync.weights.snapshot import Snapshot
 
 BLOB_SERVERS = SharedBlobServers()
 
+# Share of `weight_sync.timeout_s` after which a pull ends by itself, so that its words reach the learner in time.
+PULL_SHARE = 0.9
+
 
 class HttpSender(Sender):
     """See `Sender`. All senders of a process share one blob server for each address."""
@@ -52,7 +55,7 @@ class HttpSender(Sender):
         url = blob_server.url_of(self._greeting)
         return asdict(
             HttpInitInfo(
-                *(self.key, blob_server.secret, url, section.timeout_s, section.http_mbytes_per_s),
+                *(self.key, blob_server.secret, url, PULL_SHARE * section.timeout_s, section.http_mbytes_per_s),
                 section.bucket_bytes,
             )
         )

@@ -128,7 +128,7 @@ app.add_typer(queue.app, name="queue")
 
 @app.command(
     **reading(
-        *("task", "worker", "rollout", "chat", "images", "eval", *MODEL, "vllm.max_model_len"),
+        *("task", "worker", "agent", "rollout", "chat", "images", "eval", *MODEL, "vllm.max_model_len"),
         *("run.seed", "tracking.traces", *QUEUE),
     )
 )

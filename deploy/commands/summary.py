@@ -18,7 +18,7 @@ from rich.text import Text
 from deploy.commands.arguments import AsJson, print_json
 from deploy.commands.report import read_run, run_dir_of
 from learner.report.rollouts import printable
-from protocol import history
+from protocol import history, reasons
 from protocol.config import ConfigError
 from protocol.history import Entry, PageData
 from protocol.messages import ServerState
@@ -304,7 +304,7 @@ def _costs(data: PageData, lost_s: float, wall_s: float) -> Iterator[str]:
     parts = [f"{sampled:,} tokens sampled"]
     if sampled:
         parts.append(f"{min(1.0, trained / sampled):.0%} of them trained")
-    lost = {reason: count for reason, count in status.drops.items() if reason != "run_finished"}
+    lost = {reason: count for reason, count in status.drops.items() if reason != reasons.RUN_FINISHED}
     if lost:
         shown = sorted(lost.items(), key=lambda item: -item[1])[:3]
         parts.append(f"{sum(lost.values()):,} groups dropped ({', '.join(f'{n:,} {reason}' for reason, n in shown)})")

@@ -14,6 +14,7 @@ from protocol import access
 from protocol.config import adapter_checks, checks
 from protocol.config.sections import (
     LOOPBACK,
+    AgentSection,
     ChatSection,
     ClusterSection,
     DeploySection,
@@ -64,6 +65,7 @@ class RunConfig(Section):
     model: ModelSection
     task: TaskSection
     chat: ChatSection = ChatSection()
+    agent: AgentSection = AgentSection()
     rollout: RolloutSection = RolloutSection()
     images: ImagesSection = ImagesSection()
     queue: QueueSection = QueueSection()

@@ -1,7 +1,9 @@
-"""Reads a request's parameters and tools. Refuses those that cannot be honoured, and ignores none that matters.
+"""Reads a request's parameters and tools. Ignores none that matters without a word.
 
-The learner trains on log-probs that were sampled at the run's temperature from the whole distribution. So a parameter
-that would change the distribution is refused; one that only ends an answer sooner, or does not change it, is accepted.
+The learner trains on log-probs that were sampled at the run's temperature from the run's distribution. A parameter that
+only ends an answer sooner, or does not change it, is honoured. One that asks for another distribution is not: what is
+sampled is the run's, and the agent's author is told, or the request is refused (`agent.unenforced`). A form of the
+answer is held where sampling masks are recorded (`rollout.top_k`), as the learner then knows what was left to sample.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import RolloutSection
+from protocol.config.sections.sampling import StructuredOutputs, keeps_mask
 from protocol.config.text import nearest
 from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
 from rollout_worker.tools.base import NAME
@@ -23,14 +26,11 @@ MAX_TOOLS = 128
 
 _MAX_BYTES = 256 * 1024
 
-_STRICT = (
-    "the policy's arguments cannot be held to the schema, as it would change what the policy samples; give false, and "
-    "check them in the agent"
-)
+_STRICT = "the policy's arguments are not held to the schema; give false, and check them in the agent"
 
 
-def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
-    """Return the schemas of a request's tools. Faults are added to `faults`."""
+def read_tools(tools: Any, faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]) -> list[dict[str, Any]]:
+    """Return the schemas of a request's tools. Faults are added to `faults`, what is not followed to `unenforced`."""
     if tools is None:
         return []
     if not isinstance(tools, list):
@@ -40,7 +40,7 @@ def read_tools(tools: Any, faults: list[ApiErrorKind]) -> list[dict[str, Any]]:
         faults.append(ApiErrorKind("tools", f"{len(tools)} of them; at most {MAX_TOOLS} are shown"))
         return []
     names: set[str] = set()
-    read = [_read(tool, f"tools[{number}]", names, faults) for number, tool in enumerate(tools)]
+    read = [_read(tool, f"tools[{number}]", names, faults, unenforced) for number, tool in enumerate(tools)]
     schemas = [schema for schema in read if schema is not None]
     if len(msgspec.json.encode(schemas)) > _MAX_BYTES:
         faults.append(ApiErrorKind("tools", f"their schemas are more than {_MAX_BYTES} bytes; shorten them"))
@@ -52,7 +52,9 @@ def schemas_digest(tools: Sequence[dict[str, Any]]) -> bytes:
     return hashlib.blake2b(msgspec.json.encode(tools), digest_size=16).digest()
 
 
-def _read(tool: Any, where: str, names: set[str], faults: list[ApiErrorKind]) -> dict[str, Any] | None:
+def _read(
+    tool: Any, where: str, names: set[str], faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]
+) -> dict[str, Any] | None:
     if not isinstance(tool, dict) or tool.get("type") != "function" or not isinstance(tool.get("function"), dict):
         faults.append(ApiErrorKind(where, "only tools of type function are known: {type, function: {name, ...}}"))
         return None
@@ -69,7 +71,7 @@ def _read(tool: Any, where: str, names: set[str], faults: list[ApiErrorKind]) ->
     if not isinstance(function.get("parameters", {}), dict):
         faults.append(ApiErrorKind(f"{where}.function.parameters", "give a JSON schema", "invalid_type"))
     if function.pop("strict", False) is not False:
-        faults.append(ApiErrorKind(f"{where}.function.strict", _STRICT, "unsupported_value"))
+        unenforced.append(ApiErrorKind(f"{where}.function.strict", _STRICT, "unsupported_value"))
     empty = {"type": "object", "properties": {}}
     # Templates write all fields of a function in their order.
     function = {"description": description, **function, "parameters": function.get("parameters") or empty}
@@ -105,16 +107,20 @@ RUN_PARAMETERS = (
 
 _CONSTRAINED = "it would change what the policy samples, and so what log-probs mean"
 
+# Parameters that are not followed, and the remedy.
+_UNFOLLOWED: Mapping[str, str] = {
+    "seed": "a row would be sampled alike each time that it comes; leave it out",
+    "reasoning_effort": "set chat.chat_template_kwargs in the run file, if the model knows efforts; leave it out",
+    "verbosity": "say in a message what is wanted; leave it out",
+}
+
 # Parameters that are never honoured, and the remedy.
 REFUSED_PARAMETERS: Mapping[str, str] = {
-    "seed": "a row would be sampled alike each time that it comes; leave it out",
     "functions": "it is deprecated; give tools",
     "function_call": "it is deprecated; give tool_choice",
     "audio": "the policy writes text alone; leave it out",
     "web_search_options": "the policy searches nothing; give a tool that does",
     "moderation": "nothing is moderated here; leave it out",
-    "reasoning_effort": "set chat.chat_template_kwargs in the run file, if the model knows efforts; leave it out",
-    "verbosity": "say in a message what is wanted; leave it out",
 }
 
 READ_PARAMETERS = frozenset(
@@ -137,6 +143,8 @@ class Asked:
         stop: Texts that end an answer.
         n: Number of answers.
         usage: Whether a streamed answer ends with the usage.
+        form: What the answer is held to.
+        unenforced: What was asked for and is not followed, by the name under which it is counted.
     """
 
     messages: list[Any]
@@ -147,29 +155,44 @@ class Asked:
     logprobs: bool = False
     stream: bool = False
     usage: bool = False
+    form: StructuredOutputs | None = None
+    unenforced: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float) -> Asked:
-    """Read a request's body, decoded from JSON. `temperature`: the episode's. Raises `ApiError`, which names all
-    faults."""
+def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float, refuse: bool = False) -> Asked:
+    """Read a request's body, decoded from JSON.
+
+    Args:
+        temperature: The episode's.
+        refuse: Whether what cannot be followed is a fault (`agent.unenforced`).
+
+    Raises:
+        ApiError: It names all faults.
+    """
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a {type(body).__name__}; send a JSON object", "invalid_body")
     given = {name: value for name, value in body.items() if value is not None}
     _check_model(given, model)
     faults: list[ApiErrorKind] = []
+    unenforced = faults if refuse else []
     reader = _Reader(given, faults)
     for name in given:
-        if name in REFUSED_PARAMETERS:
+        if name in _UNFOLLOWED:
+            unenforced.append(ApiErrorKind(name, _UNFOLLOWED[name], "unsupported_parameter"))
+        elif name in REFUSED_PARAMETERS:
             faults.append(ApiErrorKind(name, REFUSED_PARAMETERS[name], "unsupported_parameter"))
         elif name not in READ_PARAMETERS and name not in HARMLESS_PARAMETERS and name not in RUN_PARAMETERS:
             faults.append(ApiErrorKind(_short(name), _unknown(name), "unknown_parameter"))
-    _check_distribution(given, rollout, temperature, faults)
-    _check_form(given, faults)
-    tools = read_tools(given.get("tools"), faults)
+    _check_distribution(given, rollout, temperature, faults, unenforced)
+    _check_form(given, faults, unenforced)
+    form = _form(given, rollout, faults, unenforced)
+    tools = read_tools(given.get("tools"), faults, unenforced)
     choice = given.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        text = f"{_short(choice)}: the policy cannot be made to call a tool, as {_CONSTRAINED}; give auto or none"
-        faults.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
+        text = (
+            f"{_short(choice)}: the policy is not made to call a tool; give auto, and say in a message what is wanted"
+        )
+        unenforced.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
     asked = Asked(
         messages=reader.messages(),
         tools=[] if choice == "none" else tools,
@@ -179,6 +202,8 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         logprobs=reader.flag("logprobs"),
         stream=reader.flag("stream"),
         usage=reader.usage(),
+        form=form,
+        unenforced={_counted(each.param): f"{each.param}: {each.text}" for each in unenforced},
     )
     if faults:
         more = [ApiErrorKind("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
@@ -198,8 +223,17 @@ def _check_model(given: Mapping[str, Any], model: str) -> None:
         )
 
 
+def _counted(param: str) -> str:
+    """Return the name under which a parameter that is not followed is counted: of a tool's field, the field's."""
+    return param.rpartition(".")[2]
+
+
 def _check_distribution(
-    given: Mapping[str, Any], rollout: RolloutSection, temperature: float, faults: list[ApiErrorKind]
+    given: Mapping[str, Any],
+    rollout: RolloutSection,
+    temperature: float,
+    faults: list[ApiErrorKind],
+    unenforced: list[ApiErrorKind],
 ) -> None:
     for name in RUN_PARAMETERS:
         value = given.get(name)
@@ -216,23 +250,39 @@ def _check_distribution(
             f"{_short(value)} is not {own:g}, which this episode is sampled at ({setting}), and {_CONSTRAINED}; "
             f"{remedy}"
         )
-        faults.append(ApiErrorKind(name, text, "unsupported_value"))
+        (unenforced if _is_number(value) else faults).append(ApiErrorKind(name, text, "unsupported_value"))
     if given.get("logit_bias"):
         faults.append(ApiErrorKind("logit_bias", f"{_CONSTRAINED}; leave it out", "unsupported_parameter"))
 
 
-def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> None:
-    """Check that the answer is to be text of free form."""
+def _form(
+    given: Mapping[str, Any], rollout: RolloutSection, faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]
+) -> StructuredOutputs | None:
+    """Return what `response_format` holds the answer to, if the learner can know what that leaves to sample."""
     form = given.get("response_format", {"type": "text"})
-    if form != {"type": "text"}:
-        kind = form.get("type") if isinstance(form, dict) else form
-        text = f"{_short(kind)}: answers cannot be held to a form, as {_CONSTRAINED}; ask for it in a message"
+    if form == {"type": "text"}:
+        return None
+    kind = form.get("type") if isinstance(form, dict) else form
+    named = form.get("json_schema") if kind == "json_schema" else None
+    schema = named.get("schema") if isinstance(named, dict) else None
+    if kind not in ("json_schema", "json_object") or (kind == "json_schema" and not isinstance(schema, dict)):
+        text = f"{_short(kind)}; give text, json_object, or json_schema with a schema"
         faults.append(ApiErrorKind("response_format", text, "unsupported_value"))
+        return None
+    if not keeps_mask(rollout):
+        text = f"{kind}: answers are not held to a form; set rollout.top_k = 64 in the run file, and they are"
+        unenforced.append(ApiErrorKind("response_format", text, "unsupported_value"))
+        return None
+    return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
+
+
+def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]) -> None:
+    """Check that the answer is to be text, with any number of calls."""
     if given.get("modalities", ["text"]) != ["text"]:
         faults.append(ApiErrorKind("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
     if given.get("parallel_tool_calls", True) is not True and given.get("tools"):
-        text = f"the policy may always write several calls: {_CONSTRAINED}; leave it out, and take the first"
-        faults.append(ApiErrorKind("parallel_tool_calls", text, "unsupported_value"))
+        text = "the policy may always write several calls; leave it out, and take the first"
+        unenforced.append(ApiErrorKind("parallel_tool_calls", text, "unsupported_value"))
     if given.get("top_logprobs", 0) != 0:
         text = "only the sampled tokens' log-probs are known; leave it out, logprobs alone gives those"
         faults.append(ApiErrorKind("top_logprobs", text, "unsupported_value"))
@@ -304,7 +354,7 @@ class _Reader:
 
 
 def _unknown(name: str) -> str:
-    known = sorted(READ_PARAMETERS | HARMLESS_PARAMETERS | {*RUN_PARAMETERS})
+    known = sorted(READ_PARAMETERS | HARMLESS_PARAMETERS | {*RUN_PARAMETERS, *_UNFOLLOWED})
     close = nearest(name, known)
     return f"it is not known here; did you mean {close}?" if close else "it is not known here; leave it out"
 

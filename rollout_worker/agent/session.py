@@ -100,11 +100,13 @@ _INLINE_BYTES = 32 * 1024
 
 @dataclass(frozen=True, slots=True)
 class AgentContext:
-    """Shared by all episodes of a group. `episodes` holds the sampler and the limits."""
+    """Shared by all episodes of a group. `episodes` holds the sampler and the limits. `refuse`: whether requests that
+    cannot be followed are refused (`agent.unenforced`)."""
 
     formats: ChatFormats
     episodes: EpisodeRunner
     rollout: RolloutSection
+    refuse: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,6 +240,11 @@ class Session:
             asked, messages = self._read(body)
         else:
             asked, messages = await user_code.in_thread(self._read, body=body)
+        for name, text in asked.unenforced.items():
+            counted = f"agent/unenforced/{name}"
+            self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
+            told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
+            self._shared.episodes.notices.add("agent", counted, told)
         key = request.schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
         place = self._tree.place(key, messages)
@@ -255,7 +262,8 @@ class Session:
 
     def _read(self, body: bytes) -> tuple[Asked, list[ChatMessage]]:
         try:
-            asked = read_parameters(msgspec.json.decode(body), MODEL, self._shared.rollout, self.temperature)
+            shared = self._shared
+            asked = read_parameters(msgspec.json.decode(body), MODEL, shared.rollout, self.temperature, shared.refuse)
             return asked, read_messages(asked.messages)
         except (msgspec.MsgspecError, UnicodeError) as error:
             raise ApiError(400, f"the body is not JSON that can be read: {error}", "invalid_body") from None
@@ -317,7 +325,7 @@ class Session:
                     # A request is answered in a task of the server's, which does not belong to the episode.
                     with tracing.span("generate", self._span, kind="client") as span:
                         known = known_until(before.draft.experts) if appends and before is not None else 0
-                        own = OwnParams(self.temperature, asked.stop)
+                        own = OwnParams(self.temperature, asked.stop, asked.form)
                         sampled = await episodes.sampler.sample(self._affinity, context.ids, tokens, None, own, known)
                         note_turn(span, self.turns + 1, sampled)
                     self._generate_s += episodes.clock() - began

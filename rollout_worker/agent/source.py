@@ -83,7 +83,9 @@ class AgentSource:
         """Call the agent once. Raises `EpisodeFailed`."""
         episodes, deadline = plan.episodes, Deadline(self.config.worker.episode_timeout_s)
         temperature = self.config.rollout.temperature if plan.own.temperature is None else plan.own.temperature
-        session = Session(AgentContext(self.formats, episodes, self.config.rollout), affinity, temperature, deadline)
+        refuse = self.config.agent.unenforced == "refuse"
+        shared = AgentContext(self.formats, episodes, self.config.rollout, refuse)
+        session = Session(shared, affinity, temperature, deadline)
         endpoint = self.server.open(session)
         began = episodes.clock()
         result, finish_reason, late = AgentResult(), session.ended_as, False

@@ -12,7 +12,14 @@ import msgspec
 
 from protocol import reasons
 from protocol.config import RunConfig
-from protocol.config.sections.sampling import NEUTRAL, GenerationKwargs, keeps_mask, mask_logprobs, typed
+from protocol.config.sections.sampling import (
+    NEUTRAL,
+    GenerationKwargs,
+    StructuredOutputs,
+    keeps_mask,
+    mask_logprobs,
+    typed,
+)
 from protocol.versions import Label, parse
 from rollout_worker.inference.experts import RecordedExperts, recorded_experts
 from rollout_worker.inference.failures import BadSample, UnknownWeights
@@ -67,10 +74,12 @@ class OwnParams:
     Attributes:
         temperature: In place of the run's; None for the run's.
         stop: Texts that end the turn besides the run's. They stay in the turn.
+        form: What the turn is held to, in place of the run's.
     """
 
     temperature: float | None = None
     stop: Sequence[str] = ()
+    form: StructuredOutputs | None = None
 
 
 AS_THE_RUN = OwnParams()
@@ -102,6 +111,8 @@ def sampling_params(
     further = msgspec.structs.asdict(typed(rollout.generation_kwargs))
     # vLLM refuses a turn of fewer tokens, such as the last one of an episode.
     further["min_tokens"] = min(further["min_tokens"], max_tokens)
+    if own.form is not None:
+        further["structured_outputs"] = own.form
     # Another temperature is an evaluation's, which is not learnt from; at 0 vLLM tells no mask.
     masked = keeps_mask(rollout) and own.temperature in (None, rollout.temperature)
     return SamplingParams(

@@ -112,6 +112,16 @@ class RolloutSection(Section):
 _MIN_TEMPERATURE = 0.01
 
 
+class AgentSection(Section):
+    unenforced: Literal["warn", "refuse"] = setting(
+        "warn",
+        description="requests of an agent that ask for another distribution than the run's (temperature, top_p, seed, "
+        "strict, tool_choice, ...): warn samples the run's, counts them as agent/unenforced/NAME and says so once; "
+        "refuse answers 400",
+        why="programs name a temperature of their own by default, and what is trained is right either way",
+    )
+
+
 class ImagesSection(Section):
     enabled: bool = setting(
         False,

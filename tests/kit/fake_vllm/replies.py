@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import Any
 
@@ -14,8 +15,9 @@ def error(status: int, message: str, kind: str, param: str | None = None) -> dic
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def choice(sample: Sample, index: int, version: str, fault: Fault | None) -> dict[str, Any]:
-    """A finished choice of the plain answer, broken as the fault says."""
+def choice(sample: Sample, index: int, version: str, fault: Fault | None, masks: bool = False) -> dict[str, Any]:
+    """A finished choice of the plain answer, broken as the fault says. `masks`: with the likeliest tokens, of which
+    there are two in each place."""
     kind = fault.kind if fault else None
     token_ids, logprobs, finish_reason = sample.token_ids, sample.logprobs, sample.finish_reason
     if fault and kind == "abort":
@@ -39,7 +41,7 @@ def choice(sample: Sample, index: int, version: str, fault: Fault | None) -> dic
         "routed_experts": None,
         "sampling_mask": None,
         "weight_versions": None if kind == "no_versions" else spans if size else [],
-        "logprobs": None if kind == "no_logprobs" else {"content": _content(token_ids, logprobs)},
+        "logprobs": None if kind == "no_logprobs" else {"content": _content(token_ids, logprobs, masks)},
     }
 
 
@@ -113,13 +115,15 @@ def completion(
     }
 
 
-def _content(token_ids: list[int], logprobs: list[float]) -> list[dict[str, Any]]:
+def _content(token_ids: list[int], logprobs: list[float], masks: bool) -> list[dict[str, Any]]:
     return [
-        {
-            "token_id": token,
-            "logprob": logprob,
-            "rank": 1,
-            "top_logprobs": [{"token_id": token, "logprob": logprob, "rank": 1}],
-        }
+        {"token_id": token, "logprob": logprob, "rank": 1, "top_logprobs": _likely(token, logprob, masks)}
         for token, logprob in zip(token_ids, logprobs, strict=True)
     ]
+
+
+def _likely(token: int, logprob: float, masks: bool) -> list[dict[str, Any]]:
+    likely = [(token, logprob)]
+    if masks:  # vLLM writes -9999 for what cannot be sampled
+        likely += [(token + 1, math.log1p(-math.exp(logprob))), (token + 2, -9999.0)]
+    return [{"token_id": token, "logprob": logprob, "rank": rank} for rank, (token, logprob) in enumerate(likely, 1)]

@@ -181,7 +181,8 @@ class FakeVllm:
             fault = request.get(FAULT)
             samples = await asyncio.gather(*tasks)
             version = self.engine.weight_version
-            choices = [replies.choice(sample, index, version, fault) for index, sample in samples]
+            masks = params.get("logprobs", 0) > 0
+            choices = [replies.choice(sample, index, version, fault, masks) for index, sample in samples]
             if fault and fault.kind == "die":
                 return _cut(request)
             return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))
@@ -231,7 +232,8 @@ class FakeVllm:
             if fault and fault.kind == "stream_error" and sent == fault.after:
                 await response.write(replies.event(replies.error(fault.status, "the engine died", "GenerationError")))
                 break
-            whole = replies.choice(sample, index, self.engine.weight_version, fault)
+            masks = body["sampling_params"].get("logprobs", 0) > 0
+            whole = replies.choice(sample, index, self.engine.weight_version, fault, masks)
             for event in replies.chunks(body["request_id"], whole, interval):
                 await response.write(event)
         await response.write(b"data: [DONE]\n\n")

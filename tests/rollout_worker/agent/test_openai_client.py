@@ -56,6 +56,57 @@ async def test_an_agent_as_one_writes_it_is_trained_on_what_was_sampled():
     assert run.worker.capacity.free == run.worker.capacity.total
 
 
+async def test_a_program_that_asks_for_a_distribution_of_its_own_is_trained_on_the_runs_and_its_author_is_told_once():
+    strict = {**MULTIPLY, "function": {**MULTIPLY["function"], "strict": True}}
+
+    async def agent(endpoint, prompt):
+        async with of(endpoint) as client:
+            for _ in range(2):
+                await client.chat.completions.create(
+                    model=endpoint.model, messages=prompt, tools=[strict], temperature=0.1, tool_choice="required"
+                )
+
+    server = fake()
+    run = await roll(agent_task(agent, rewards=[accuracy]), server)
+    assert run.queue.failures == {}
+    for rollout in run.rollouts:
+        counted = {name: count for name, count in rollout.metrics.items() if "unenforced" in name}
+        assert counted == {f"agent/unenforced/{name}": 2.0 for name in ("temperature", "strict", "tool_choice")}
+    assert {request["sampling_params"]["temperature"] for request in server.requests} == {1.0}
+    told = [notice.text for notice in run.worker.report().notices]
+    assert len(told) == 3
+    assert all("agent.unenforced = warn" in text for text in told)
+
+
+async def test_an_answers_form_is_sent_to_the_server_where_the_learner_can_follow_and_refused_where_the_run_says_so():
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "object"}}}
+    errors = []
+
+    async def agent(endpoint, prompt):
+        async with of(endpoint) as client:
+            try:
+                await client.chat.completions.create(model=endpoint.model, messages=prompt, response_format=form)
+            except openai.BadRequestError as error:
+                errors.append(error.message)
+                raise
+
+    server = fake()
+    run = await roll(agent_task(agent, rewards=[accuracy]), server, config=kit.config(kit.WORKER, rollout={"top_k": 9}))
+    sent = [request["sampling_params"] for request in server.requests]
+    assert sent
+    assert all(one["structured_outputs"] == {"json": {"type": "object"}} and one["top_k"] == 9 for one in sent)
+    assert not errors
+    for rollout in run.rollouts:
+        (segment,) = rollout.segments
+        assert segment.sampling_mask is not None
+        assert segment.sampling_mask.counts.tolist() == [2] * segment.sampled_tokens
+    await roll(
+        agent_task(agent, rewards=[accuracy]), fake(), config=kit.config(kit.WORKER, agent={"unenforced": "refuse"})
+    )
+    assert all("set rollout.top_k = 64" in text for text in errors)
+    assert errors
+
+
 def test_the_same_conversation_is_the_same_ids_as_the_native_loops():
     async def agent(endpoint, prompt):
         async with of(endpoint) as client:

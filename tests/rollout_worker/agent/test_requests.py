@@ -12,14 +12,57 @@ ROLLOUT = kit.config(rollout={"temperature": 0.7}).rollout
 CALL = {"id": "c1", "type": "function", "function": {"name": "multiply", "arguments": '{"a": 1, "b": 2}'}}
 
 
-def read(**fields):
-    return read_parameters({"model": "policy", "messages": [USER], **fields}, "policy", ROLLOUT, 0.7)
+def read(rollout=ROLLOUT, refuse=False, **fields):
+    return read_parameters({"model": "policy", "messages": [USER], **fields}, "policy", rollout, 0.7, refuse)
 
 
 def refusal(**fields):
     with pytest.raises(ApiError) as caught:
-        read(**fields)
+        read(refuse=True, **fields)
     return caught.value
+
+
+STRICT = {"type": "function", "function": {"name": "f", "strict": True}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "counted", "words"),
+    [
+        ({"temperature": 0.2}, "temperature", "0.2 is not 0.7"),
+        ({"top_p": 0.5}, "top_p", "rollout.top_p"),
+        ({"frequency_penalty": 1}, "frequency_penalty", "rollout.frequency_penalty"),
+        ({"seed": 1}, "seed", "sampled alike"),
+        ({"tools": [MULTIPLY], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
+        ({"tools": [STRICT]}, "strict", "check them in the agent"),
+        ({"tool_choice": "required"}, "tool_choice", "required: the policy is not made to call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "say in a message"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "set rollout.top_k = 64"),
+        ({"response_format": FORM}, "response_format", "set rollout.top_k = 64"),
+        ({"reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
+        ({"verbosity": "low"}, "verbosity", "say in a message"),
+    ],
+    ids=str,
+)
+def test_what_is_not_followed_is_named_and_goes_on_unless_the_run_refuses_it(fields, counted, words):
+    (told,) = read(**fields).unenforced.items()
+    assert told[0] == counted
+    assert words in told[1]
+    with pytest.raises(ApiError, match=r"not|leave it out|say in a message") as caught:
+        read(refuse=True, **fields)
+    assert caught.value.status == 400
+    assert read(temperature=0.7, seed=None).unenforced == {}
+
+
+def test_with_sampling_masks_an_answer_is_held_to_its_form():
+    masked = kit.config(rollout={"temperature": 0.7, "top_k": 64}).rollout
+    asked = read(rollout=masked, refuse=True, response_format=FORM)
+    assert (asked.form.json, asked.unenforced) == (SCHEMA, {})
+    assert read(rollout=masked, response_format={"type": "json_object"}).form.json_object is True
+    for wrong in ({"type": "json_schema"}, {"type": "grammar"}, "json", {"type": "json_schema", "json_schema": 3}):
+        with pytest.raises(ApiError, match="give text, json_object, or json_schema with a schema"):
+            read(rollout=masked, response_format=wrong)
 
 
 def test_what_is_honoured():
@@ -58,9 +101,9 @@ def test_what_passes(fields):
         ({"seed": 1}, "seed", "leave it out"),
         ({"logit_bias": {"5": 1}}, "logit_bias", "log-probs"),
         ({"response_format": {"type": "json_object"}}, "response_format", "json_object.*held to a form"),
-        ({"response_format": "json"}, "response_format", "held to a form"),
-        ({"tool_choice": "required"}, "tool_choice", "required: the policy cannot be made to call"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "cannot be made"),
+        ({"response_format": "json"}, "response_format", "give text, json_object"),
+        ({"tool_choice": "required"}, "tool_choice", "required: the policy is not made to call"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "is not made"),
         ({"tools": [MULTIPLY], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "logprobs alone"),
         ({"functions": []}, "functions", "give tools"),
@@ -103,7 +146,7 @@ def test_an_evaluations_own_temperature_is_named_with_what_is_right_in_both():
         ApiError, match=r"0\.7 is not 0\.5, .*\(eval\.temperature\).*give endpoint\.temperature"
     ) as caught:
         read_parameters(
-            {"model": "policy", "messages": [USER], "temperature": 0.7, "top_p": 0.3}, "policy", ROLLOUT, 0.5
+            {"model": "policy", "messages": [USER], "temperature": 0.7, "top_p": 0.3}, "policy", ROLLOUT, 0.5, True
         )
     assert "rollout.temperature" not in str(caught.value)
     assert "(rollout.top_p)" in str(caught.value)

@@ -22,7 +22,7 @@ from rollout_worker.episodes.source import GroupPlan, PromptFindings, SourceCont
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.agent import Agent, AgentResult, check_settings, max_open, read_result
-from rollout_worker.task.reward_base import OWN_REWARD, RESULTS
+from rollout_worker.task.reward_base import OWN_REWARD, RESULTS, TEXT_CHARACTERS
 from rollout_worker.task.task import Task
 
 
@@ -58,7 +58,7 @@ class AgentSource:
         formats = ChatFormats(chat, context.build_chat)
         most = max_open(config, agent, context.code.max_at_once(user_code.Kind.AGENT))
         async with AgentServer(worker.agent_host, worker.agent_port, config.vllm.max_model_len) as server:
-            yield cls(Agent(agent), chat, formats, server, config, most)
+            yield cls(Agent(agent, context.task.agent_errors), chat, formats, server, config, most)
 
     @classmethod
     async def check_samples(cls, context: SourceContext, samples: Sequence[RowSample]) -> list[PromptFindings]:
@@ -112,7 +112,12 @@ class AgentSource:
             limit = f"worker.episode_timeout_s = {self.config.worker.episode_timeout_s:g}"
             why = f"the agent had not returned within {limit}: raise it, or have it return sooner"
         except user_code.UserCodeError as error:
-            finish_reason = self._excused(session, error)
+            reward = self.agent.reward_of(error) if session.turns and session.failure is None else None
+            if reward is not None:
+                result = AgentResult(reward=reward, extra={"agent_error": str(error)[:TEXT_CHARACTERS]})
+                finish_reason = session.ended_as or "stop"
+            else:
+                finish_reason = self._excused(session, error)
             why = f"the agent raised at the limit {finish_reason}: catch that, and return what there is"
         finally:
             self.server.close(endpoint)
@@ -146,5 +151,8 @@ class AgentSource:
             raise session.failure
         if session.turns and session.ended_as is not None:
             return session.ended_as
-        detail = f"{self.agent.name}: {error}"
+        detail = (
+            f"{self.agent.name}: {error}; its episode leaves the group. Where the policy's answer is to blame, "
+            f"Task(agent_errors={{{error.kind}: 0.0}}) keeps it, with that reward"
+        )
         raise EpisodeFailed(reasons.AGENT, detail, True, "agent", error.kind, error.where) from None

@@ -7,14 +7,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.messages import MAX_METRIC
 from protocol.rollouts import is_counted
 from rollout_worker.task.reward_base import MAX_COLUMNS, MAX_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
-from rollout_worker.user_code.errors import gives_items, is_async, name_of
+from rollout_worker.user_code.errors import UserCodeError, gives_items, is_async, name_of
 from rollout_worker.user_code.values import encodable, type_name
 
 logger = logging.getLogger(__name__)
@@ -64,11 +64,16 @@ class AgentResult:
     extra: dict[str, str] = field(default_factory=dict)
 
 
+# What an agent's errors do: "fail" its episode, or by their class give it this reward.
+AgentErrors = Mapping[type[BaseException], float] | Literal["fail"]
+
+
 class Agent:
     """The function `agent(endpoint=..., **columns)`, sync or async. It gets the columns that its signature names, or
     all with `**columns`. Raises `ConfigError` for a function that cannot be called so."""
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., Any], errors: AgentErrors = "fail") -> None:
+        self._errors = {} if errors == "fail" else _checked(errors)
         if not callable(function):
             raise ConfigError(
                 f"Task(agent={function!r:.200}): it cannot be called; give a function: "
@@ -121,6 +126,28 @@ class Agent:
         if self._takes_all or self._parameters is None:
             return dict(columns)
         return {name: value for name, value in columns.items() if name in self._parameters}
+
+    def reward_of(self, failure: UserCodeError) -> float | None:
+        """Return the reward of an episode whose agent raised this; None if it fails. As with `except` clauses, the
+        first class counts that the error is of."""
+        raised = failure.raised
+        found = (reward for kind, reward in self._errors.items() if raised is not None and issubclass(raised, kind))
+        return next(found, None)
+
+
+def _checked(errors: Any) -> dict[type[BaseException], float]:
+    is_class = lambda kind: isinstance(kind, type) and issubclass(kind, BaseException)  # noqa: E731
+    if not isinstance(errors, Mapping) or not errors or not all(map(is_class, errors)):
+        raise ConfigError(
+            f'Task(agent_errors={errors!r:.200}): give "fail", or a reward for each class of error, such as '
+            f"{{ValueError: 0.0}}"
+        )
+    for kind, reward in errors.items():
+        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) <= MAX_METRIC:
+            raise ConfigError(
+                f"Task(agent_errors={{{kind.__name__}: {reward!r:.200}}}): the reward must be a finite number"
+            )
+    return {kind: float(reward) for kind, reward in errors.items()}
 
 
 def max_open(config: RunConfig, agent: Callable[..., Any], threads: int) -> int:

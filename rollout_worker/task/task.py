@@ -17,7 +17,7 @@ from rollout_worker.data import columns
 from rollout_worker.data.dataset import DataSource, is_lazy, named_eval, open_eval_rows, open_rows
 from rollout_worker.data.rows import Row, RowPosition, Rows
 from rollout_worker.task import environments
-from rollout_worker.task.agent import Agent
+from rollout_worker.task.agent import Agent, AgentErrors
 from rollout_worker.task.reward_base import OWN_REWARD
 from rollout_worker.task.rewards import RewardFunctions
 from rollout_worker.tools.base import Tool
@@ -60,6 +60,9 @@ class Task:
             `environment`.
         agent: A program that owns its loop, in place of tools: `agent(endpoint, **columns)`, sync or async, called once
             per episode (docs/agents.md).
+        agent_errors: What an agent's errors do: "fail" takes its episode out of the group, as if it had not been
+            sampled; a mapping such as {ValueError: 0.0} keeps the episode, with that as the agent's own reward. Choose
+            it for errors that bad answers of the policy cause, or the bad samples are those that are never learnt from.
         reward_weights: One weight per reward, 1 by default.
         eval_dataset: Rows for evaluation, never trained on, in any form that `dataset` takes. They are read only if
             evaluations are on, see [eval] of the run file.
@@ -77,6 +80,7 @@ class Task:
     mcp_servers: Sequence[str] = ()
     environment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     agent: Callable[..., Any] | None = None
+    agent_errors: AgentErrors = "fail"
     reward_weights: Sequence[float] | None = None
     eval_dataset: DataSource | None = None
     eval_dataset_split: str | None = None
@@ -97,6 +101,8 @@ class Task:
         object.__setattr__(self, "tools", self.tools or ())
         if self.agent is not None:
             self._check_agent(self.agent)
+        elif self.agent_errors != "fail":
+            raise ConfigError("Task(agent_errors=...) without an agent: give it too, or leave this out")
         if self.environment is not None:
             environments.check_environment(self.environment, self.rewards)
             if self.has_no_data and isinstance(self.environment, Mapping):
@@ -118,7 +124,7 @@ class Task:
             _ = self.eval_rows
 
     def _check_agent(self, agent: Callable[..., Any]) -> None:
-        Agent(agent)
+        Agent(agent, self.agent_errors)
         given = {"tools": self.tools, "mcp_servers": self.mcp_servers, "environment": self.environment}
         if others := [f"{name}=..." for name, value in given.items() if value]:
             raise ConfigError(

@@ -36,9 +36,11 @@ class UserCodeError(Exception):
         kind: Type of the error, or `reasons.TIMEOUT`.
         where: The file:line in the user's file, or None if there is none.
         waited_s: Seconds that the call waited for a thread. They do not count as time of the call itself.
+        raised: Class of the error; None if none was raised in this process.
     """
 
     waited_s = 0.0
+    raised: type[BaseException] | None = None
 
     def __init__(self, text: str, kind: str, where: str | None) -> None:
         super().__init__(encodable(text))
@@ -72,7 +74,9 @@ def failure_of(error: BaseException, file: str | None, otherwise: str | None = N
         text = f"{kind}, whose text fails with {type_name(another)}"
     if len(text) > MAX_CHARACTERS:
         text = f"{text[:MAX_CHARACTERS]}... ({len(text) - MAX_CHARACTERS} characters left out)"
-    return UserCodeError(text + _remedy(kind, text), kind, f"{file}:{lines[-1]}" if lines else otherwise)
+    failure = UserCodeError(text + _remedy(kind, text), kind, f"{file}:{lines[-1]}" if lines else otherwise)
+    failure.raised = type(error)
+    return failure
 
 
 def failure_in(function: Callable[..., Any], error: BaseException) -> UserCodeError:

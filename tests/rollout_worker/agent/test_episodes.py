@@ -6,13 +6,14 @@ import threading
 
 import pytest
 
+from protocol.config import ConfigError
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of, results_of
 from tests.kit.fake_vllm import Fault
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
 from tests.kit.traces import traced
-from tests.kit.worker import TOKENIZER, accuracy, fake, roll, row, until
+from tests.kit.worker import TOKENIZER, accuracy, fake, roll, row, task, until
 
 TALKATIVE = scripted(TOKENIZER, lambda text, index: "words and words")
 
@@ -179,6 +180,69 @@ async def test_i9_one_of_two_that_raises_takes_no_sibling_with_it():
     run = await roll(agent_task(agent), fake(), config=kit.config(kit.WORKER, rollout={"group_size": 3}))
     assert len(run.rollouts) == 2
     assert run.queue.failures == {}
+
+
+class BadAnswerError(ValueError):
+    """What a framework raises where the policy answered badly."""
+
+
+async def test_errors_that_the_policys_answers_cause_keep_exactly_the_bad_samples_in_the_group():
+    count = iter(range(4))
+
+    async def agent(endpoint):
+        await ask_once(endpoint)
+        number = next(count)
+        if number == 0:
+            raise BadAnswerError("no JSON")
+        if number == 1:
+            raise OSError("the disk is full")
+        return 1.0
+
+    group_of_four = kit.config(kit.WORKER, rollout={"group_size": 4})
+    the_task = agent_task(agent, agent_errors={BadAnswerError: -0.5, LookupError: 0.0})
+    run = await roll(the_task, fake(), config=group_of_four)
+    assert sorted(rollout.reward for rollout in run.rollouts) == [-0.5, 1.0, 1.0]
+    (bad,) = [rollout for rollout in run.rollouts if rollout.reward < 0]
+    assert bad.sampled_tokens > 0
+    assert bad.finish_reason == "stop"
+    assert "BadAnswerError: no JSON" in bad.extra["agent_error"]
+    (notice,) = run.worker.report().notices
+    assert "OSError: the disk is full" in notice.text
+    assert "Task(agent_errors={OSError: 0.0}) keeps it" in notice.text
+
+
+async def test_an_error_before_the_first_answer_fails_the_episode_whatever_its_class():
+    async def agent(endpoint):
+        raise ValueError("no answer of the policy is to blame")
+
+    run = await roll(agent_task(agent, agent_errors={Exception: 0.0}), fake())
+    assert run.rollouts == []
+    assert {failure.reason for failure in run.queue.failures.values()} == {"agent"}
+
+
+@pytest.mark.parametrize(
+    ("errors", "says"),
+    [
+        ("keep", 'give "fail", or a reward for each class'),
+        ({}, "or a reward for each class"),
+        ({"ValueError": 0.0}, "such as {ValueError: 0.0}"),
+        ({ValueError: float("nan")}, "ValueError: nan}.: the reward must be a finite number"),
+        ({ValueError: "0"}, "must be a finite number"),
+        ({int: 0.0}, "or a reward for each class"),
+    ],
+    ids=str,
+)
+def test_wrong_agent_errors_are_refused_at_once(errors, says):
+    async def agent(endpoint):
+        return 1.0
+
+    with pytest.raises(ConfigError, match=says):
+        agent_task(agent, agent_errors=errors)
+
+
+def test_agent_errors_without_an_agent_are_refused():
+    with pytest.raises(ConfigError, match="without an agent"):
+        task(agent_errors={ValueError: 0.0})
 
 
 async def test_one_that_takes_too_long_is_cancelled_and_what_it_sampled_is_kept():

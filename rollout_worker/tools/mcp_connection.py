@@ -201,20 +201,26 @@ class McpServer:
             McpFailed: The server cannot be reached, goes away, or answers with an error.
         """
         from mcp import MCPError
-        from mcp.types import CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR
+        from mcp.types import CONNECTION_CLOSED, INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND, PARSE_ERROR
 
-        connection = await self._connected()
-        try:
-            return await connection.run(work)
-        except MCPError as error:
-            if error.code in (CONNECTION_CLOSED, INVALID_REQUEST, PARSE_ERROR):
+        # Errors of the call itself. Any other is of the session, and servers use many codes for one that they do not
+        # know any more, such as after a restart: the call was not made then.
+        of_call = (INTERNAL_ERROR, INVALID_PARAMS, METHOD_NOT_FOUND)
+        for is_last in (False, True):
+            connection = await self._connected()
+            try:
+                return await connection.run(work)
+            except MCPError as error:
+                if error.code not in of_call:
+                    self._give_up(connection)
+                if error.code == CONNECTION_CLOSED:
+                    raise McpFailed(f"the connection to the MCP server {self.shown} was lost: {error}") from None
+                if is_last or error.code in (*of_call, PARSE_ERROR):
+                    raise McpFailed(f"the MCP server {self.shown} answered: {error}") from None
+            except McpFailed:
                 self._give_up(connection)
-            if error.code == CONNECTION_CLOSED:
-                raise McpFailed(f"the connection to the MCP server {self.shown} was lost") from None
-            raise McpFailed(f"the MCP server {self.shown} answered: {error}") from None
-        except McpFailed:
-            self._give_up(connection)
-            raise
+                raise
+        raise AssertionError("the last try has an end")
 
     async def close(self) -> None:
         if self._opening is not None:

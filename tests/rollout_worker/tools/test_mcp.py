@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from mcp import MCPError
 
 from protocol import reasons
 from protocol.config import ConfigError
@@ -165,6 +166,37 @@ async def test_an_http_server_that_is_started_again_is_connected_again(monkeypat
         assert "cannot be reached" in still.content
         async with http_server(port):
             assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_a_call_whose_session_the_server_has_forgotten_is_made_in_a_new_one():
+    port = free_port()
+    async with http_server(port) as (url, process), box_of(url) as box:
+        assert (await one(box, "add", a=1, b=1)).content == "2"
+        process.kill()
+        process.wait()
+        async with http_server(port):
+            results = [await one(box, "add", a=2, b=number) for number in range(3)]
+    assert [result.content for result in results][1:] == ["3", "4"]
+    assert results[0].content == "2" or "was lost" in results[0].content
+
+
+@pytest.mark.parametrize("code", [-32001, -32004, 404])
+async def test_any_error_of_a_session_leads_to_a_new_one_and_one_that_stays_is_told(code, monkeypatch):
+    """Servers of other languages than the library's have codes of their own."""
+    run, made = mcp_connection._Connection.run, []
+
+    async def forgets(connection, work):
+        made.append(connection)
+        if len(made) == 2 or len(made) > 3:
+            raise MCPError(code, "Session not found")
+        return await run(connection, work)
+
+    monkeypatch.setattr(mcp_connection._Connection, "run", forgets)
+    async with box_of(STDIO) as box:  # the list of tools is the first use
+        assert (await one(box, "add", a=2, b=3)).content == "5"
+        assert made[1] is not made[2]
+        assert "Session not found" in (await one(box, "add", a=2, b=3)).content
+    assert len(made) == 5
 
 
 async def test_calls_of_a_server_that_stays_away_share_one_try(monkeypatch):

@@ -29,7 +29,9 @@ _OUT = (ServerState.STALE, ServerState.QUARANTINED, ServerState.DOWN)
 # A worker that was not heard from for so long is missing, seconds.
 _QUIET_S = 25.0
 # The run stands still where a step takes so many times the usual, and so many seconds more at least.
-_SLOW, _SLOW_S = 3.0, 5.0
+_SLOW, _SLOW_S = 3.0, 20.0
+# Characters of what is shown of a text.
+_SHOWN_CHARACTERS = 160
 # Kinds of incidents that are shown by themselves, those that cost most.
 _SHOWN = 8
 
@@ -256,11 +258,13 @@ class _Kind:
         first, count = self.incidents[0], len(self.incidents)
         lost_s, seconds = self.cost(now)
         again = sum(of.steps_again for of in self.incidents)
-        parts = [f"{_clock(first.began)}  {first.about} {first.text}"]
+        parts = [f"{_clock(first.began)}  {first.about}: {_brief(first.text)}"]
         if count > 1:
             parts.append(f"{count} times, the last at {_clock(self.incidents[-1].began)}")
-        parts.append(f"{_span(seconds)}{' in all' if count > 1 else ''}")
-        if self.incidents[-1].ended is None:
+        lasts = self.incidents[-1].ended is None
+        if seconds >= 1 or not lasts:
+            parts.append(f"{_span(seconds)}{' in all' if count > 1 else ''}")
+        if lasts:
             parts.append("and still")
         if again:
             parts.append(f"{again} step{'s' if again > 1 else ''} made again")
@@ -272,8 +276,7 @@ class _Kind:
 def _kinds(incidents: Iterable[Incident]) -> list[_Kind]:
     found: dict[tuple[str, str], _Kind] = {}
     for incident in incidents:
-        words = "".join(letter for letter in incident.text if not letter.isdigit())
-        found.setdefault((incident.about, words), _Kind()).incidents.append(incident)
+        found.setdefault((incident.about, _alike(incident.text)), _Kind()).incidents.append(incident)
     return list(found.values())
 
 
@@ -331,11 +334,22 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
     said = set()
     for incident in incidents:
         if incident.ended is None:
-            said.add(incident.text)
-            yield f"{incident.about} {incident.text}"
+            said.add(_alike(incident.text))
+            yield f"{incident.about}: {_brief(incident.text)}"
     for cause in status.diagnosis:
-        if cause.text not in said:
-            yield cause.text
+        if _alike(cause.text) not in said:
+            yield _brief(cause.text)
+
+
+def _alike(text: str) -> str:
+    """Return what is the same in texts that differ in numbers only."""
+    return "".join(letter for letter in text if not letter.isdigit())
+
+
+def _brief(text: str) -> str:
+    """Return the first sentence of a text, cut where it is long."""
+    first = text.partition(". ")[0]
+    return first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
 
 
 def _newest(data: PageData, name: str) -> float | None:

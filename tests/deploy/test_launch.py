@@ -128,6 +128,7 @@ def test_a_worker_the_queue_and_a_server_are_killed_and_the_run_goes_on(
     until(lambda: "worker-0" in {worker.worker_id for worker in asyncio.run(status(url)).workers})
     told = release(launcher, run_file)
     assert "queue of run small" in told
+    assert "the queue: ended, and was started again, " in told, "what happened is told at the end"
 
 
 @pytest.fixture

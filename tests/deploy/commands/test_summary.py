@@ -101,7 +101,7 @@ def test_what_stood_still_is_named_with_what_it_cost(night: Night) -> None:
     assert 76 <= incident.seconds(0) <= 78
     assert 70 <= incident.lost_s <= 80
     (line,) = [line for line in shown(found) if "vllm-1" in line]
-    assert line.startswith("server vllm-1 stale: paused by a person, 1 min 17 s, 1 min ")
+    assert line.startswith("server vllm-1: stale: paused by a person, 1 min 17 s, 1 min ")
     assert line.endswith(" without a step")
 
 
@@ -120,9 +120,9 @@ def test_a_crash_that_cost_steps(night: Night) -> None:
     night.session, night.step, night.up_since = 2, 25, night.at
     night.goes_on(50)
     lines = shown(night.summary())
-    assert any(re.search(r"the queue ended, and was started again, 4\d s", line) for line in lines)
-    (line,) = [line for line in lines if line.startswith("the learner ended")]
-    assert re.match(r"the learner ended after step (29|30), and went on from step 25, 4\d s, [45] steps made", line)
+    assert any(re.search(r"the queue: ended, and was started again, 4\d s", line) for line in lines)
+    (line,) = [line for line in lines if line.startswith("the learner: ended")]
+    assert re.match(r"the learner: ended after step (29|30), and went on from step 25, 4\d s, [45] steps made", line)
 
 
 def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(night: Night) -> None:
@@ -136,13 +136,14 @@ def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(nig
     found = night.summary()
     lines = shown(found)
     assert any(
-        "worker worker-1 its process had ended without a word, and was started again, 3 times" in line for line in lines
+        "worker worker-1: its process had ended without a word, and was started again, 3 times" in line
+        for line in lines
     )
     assert found.open == [
-        "worker worker-0 not heard from: it was killed, hangs, or cannot reach the queue",
-        "server vllm-0 quarantined: its log-probs are another model's",
+        "worker worker-0: not heard from: it was killed, hangs, or cannot reach the queue",
+        "server vllm-0: quarantined: its log-probs are another model's",
     ]
-    assert any(line.startswith("server vllm-0 quarantined") and line.endswith("and still") for line in lines)
+    assert any(line.startswith("server vllm-0: quarantined") and line.endswith("and still") for line in lines)
 
 
 def test_twenty_kinds_are_ten_lines(night: Night) -> None:

@@ -52,6 +52,7 @@ _ROLLOUTS = "it is about classes inside TRL's rollout worker; workers are proces
 _BATCHES = "it is about classes inside TRL's batching; rows are packed by the learner here"
 _TEMPLATES = "it is about functions of trl.chat_template_utils and the hub's tokenizers; docs/models.md has our own"
 _ADAPTIVE = "refused: the entropy bonus is constant (use_adaptive_entropy)"
+_LOGGER = "it reads the words of a warning of TRL's logger; a note or a notice says the same here"
 _HUB_MODEL = "it trains a model of the hub, which is not to be had here"
 _SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
 
@@ -96,6 +97,8 @@ REASONS: dict[str, str] = {
     "*mask_truncated_completions*": _GENERATES,
     "*adaptive_entropy*": _ADAPTIVE,
     "*structured_outputs*": _HUB_MODEL,
+    "*test_warning_raised_sequence_level*": _LOGGER,
+    "*test_warning_raised_all_rewards*": _LOGGER,
     "*generation_kwargs*": _SAMPLER,
     "*all_rewards_none*": _GENERATES,
     "*train_with_tools*": _GENERATES,

@@ -164,7 +164,7 @@ def worker(
             "queue.overage",
             *QUEUE,
         ),
-        *("rollout.temperature", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
+        *("rollout.temperature", "rollout.top_k", "rollout.mask_truncated", "rollout.accept_sampler_mismatch"),
     ),
 )
 def learner(

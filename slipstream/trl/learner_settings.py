@@ -88,6 +88,11 @@ def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
         )
     if loss == "bnpo":
         notes.append("loss_type='bnpo' divides by the tokens of the whole step, as dapo does, not of a micro-batch")
+    if sequence and loss != "grpo":
+        notes.append(
+            f"importance_sampling_level='sequence' with loss_type={loss!r}: as in TRL each sequence counts by its "
+            f"length; GSPO as in its paper is loss_type='grpo'"
+        )
     objective = loss if loss in _OWN_OBJECTIVE else "gspo" if sequence else "ppo_clip"
     together = config.field("multi_objective_aggregation") == "normalize_then_sum"
     return {

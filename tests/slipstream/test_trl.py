@@ -1241,3 +1241,11 @@ def test_a_structured_output_is_learnt_as_it_was_sampled() -> None:
 def test_an_environment_without_a_data_set_needs_max_steps() -> None:
     with pytest.raises(ConfigError, match=r"GRPOTrainer: without a `train_dataset`.* max_steps=100"):
         GRPOTrainer("org/model", args=GRPOConfig(), environment_factory=Model)
+
+
+def test_a_ratio_of_sequences_with_a_sum_over_tokens_is_told() -> None:
+    def notes(loss: str) -> list[str]:
+        config = GRPOConfig(importance_sampling_level="sequence", loss_type=loss)
+        return [note for note in translate(config, "m/m", None).notes if "each sequence counts by its length" in note]
+
+    assert [len(notes(loss)) for loss in ("grpo", "dapo", "dr_grpo")] == [0, 1, 1]

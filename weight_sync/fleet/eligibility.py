@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from protocol.config import RunConfig
+from protocol.config.sections.sampling import keeps_mask, mask_logprobs
 from protocol.versions import SERVED_MODEL_NAME, parse
 from weight_sync.server.answers import EngineState, ServerFacts, serves_another_run
 from weight_sync.server.control import LOOK_TIMEOUT_S, ControlError, ServerControl
@@ -28,18 +29,22 @@ class Wanted:
 
     Attributes:
         quantised: Whether the proof's tolerance allows for a server that rounds its weights.
+        logprobs: How many log-probs of a token workers ask for; 0 for that of the sampled one.
     """
 
     dtype: str | None = None
     max_model_len: int | None = None
     transport: str = "auto"
     quantised: bool = True
+    logprobs: int = 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """Read the requirements from a run file."""
         allows = config.weight_sync.probe_tolerance != "auto" or config.served_quantised
-        return cls(config.served_dtype, config.vllm.max_model_len, config.weight_sync.transport, allows)
+        rollout = config.rollout
+        asked = mask_logprobs(rollout.top_k) if keeps_mask(rollout) else 0
+        return cls(config.served_dtype, config.vllm.max_model_len, config.weight_sync.transport, allows, asked)
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,11 @@ def judge(facts: ServerFacts, wanted: Wanted) -> list[Mismatch]:
             f"long episodes",
             f"--max-model-len {length}",
         ): length is not None and facts.max_model_len is not None and facts.max_model_len < length,
+        Mismatch(
+            f"it tells at most {facts.max_logprobs} log-probs of a token, and rollout.top_k needs {wanted.logprobs}: "
+            f"it would refuse every request",
+            f"--max-logprobs {wanted.logprobs}",
+        ): facts.max_logprobs is not None and 0 <= facts.max_logprobs < wanted.logprobs,
         Mismatch(
             f"its weight transfer is {facts.transport or 'off'}, and weight_sync.transport = {transport}: it would "
             f"never get new weights",

@@ -24,6 +24,7 @@ class ServerFacts:
         scale_out: Whether it generates from token ids.
         quantization: vLLM's name of the method, None without one.
         engines: Number of data-parallel engines.
+        max_logprobs: How many log-probs of a token it tells at most; -1 for any number.
     """
 
     version: str | None
@@ -35,6 +36,7 @@ class ServerFacts:
     scale_out: bool
     quantization: str | None = None
     engines: int | None = 1
+    max_logprobs: int | None = None
 
     @classmethod
     def from_route(cls, answer: Mapping[str, Any]) -> ServerFacts:
@@ -57,6 +59,7 @@ class ServerFacts:
             transport=_table(vllm, "weight_transfer_config").get("backend"),
             scale_out=scale_out,
             quantization=model.get("quantization"),
+            max_logprobs=model.get("max_logprobs"),
         )
 
     @classmethod
@@ -82,6 +85,7 @@ class ServerFacts:
             transport=transfer.get("backend") if isinstance(transfer, dict) else None,
             scale_out="--enable-scale-out" in given and "--no-enable-scale-out" not in given,
             quantization=given.get("--quantization") or given.get("-q"),
+            max_logprobs=int(most) if (most := given.get("--max-logprobs", "")).lstrip("-").isdecimal() else None,
         )
 
 

@@ -199,6 +199,7 @@ async def facts(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         "transport": transfer.backend if transfer is not None else None,
         "scale_out": status_of(engine).scale_out,
         "quantization": model.quantization,
+        "max_logprobs": model.max_logprobs,
         "engines": config.parallel_config.data_parallel_size,
     }
 

@@ -51,11 +51,14 @@ def test_a_quantised_server_needs_a_tolerance_that_allows_for_it() -> None:
         ({"transport": None}, "its weight transfer is off", '--weight-transfer-config \'{"backend": "gloo"}\''),
         ({"transport": "nccl"}, "is nccl, and weight_sync.transport = gloo", "--weight-transfer-config"),
         ({"scale_out": False}, "it generates no tokens from tokens", "--enable-scale-out"),
+        ({"max_logprobs": 20}, "at most 20 log-probs of a token, and rollout.top_k needs 33", "--max-logprobs 33"),
         ({"served_name": "Qwen/Qwen3"}, "serves the model as 'Qwen/Qwen3'", "--served-model-name policy"),
     ],
 )
 def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], what: str, flag: str) -> None:
-    (fault,) = judge(dataclasses.replace(GOOD, **wrong), Wanted.of(config(weight_sync={"transport": "gloo"})))
+    (fault,) = judge(
+        dataclasses.replace(GOOD, **wrong), Wanted.of(config(weight_sync={"transport": "gloo"}, rollout={"top_k": 20}))
+    )
     assert what in fault.what
     assert flag in fault.flag
 
@@ -71,6 +74,9 @@ def test_each_fault_is_told_with_the_flag_that_mends_it(wrong: dict[str, Any], w
 )
 def test_a_server_that_suits_has_no_fault(facts: ServerFacts) -> None:
     assert judge(facts, Wanted.of(config())) == []
+    assert judge(dataclasses.replace(facts, max_logprobs=20), Wanted.of(config())) == []
+    for most in (-1, 33):
+        assert judge(dataclasses.replace(facts, max_logprobs=most), Wanted.of(config(rollout={"top_k": 20}))) == []
 
 
 def test_what_vllm_032_says_of_itself_is_read() -> None:

@@ -6,23 +6,25 @@ Each team of processes is started once for the module, with gloo on this machine
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from learner.algorithm.step_data import StepRollouts
-from learner.feed.packing import PackedRow, Sample, deal, pack
+from learner.feed.packing import PackedRow, Sample, SampledFrom, deal, pack
 from learner.run import build_trainer
 from learner.training.trainer import DivergedError, StepMetrics, Trainer
 from protocol.config import RunConfig
 from protocol.messages import RankReport
 from tests.kit import LEARNER, config
 from tests.kit.learner import sample, step_rollouts
+from tests.kit.messages import VOCABULARY
 from tests.kit.model import tiny_model
 from tests.kit.ranks import Ranks
 
@@ -112,7 +114,15 @@ def samples_of(lengths: list[int], per_rollout: int, seed: int) -> list[Sample]:
     found = [sample(length, 3, seed + i, rollout=i // per_rollout) for i, length in enumerate(lengths)]
     for of in found:
         of.weights[-1] = 1.0
-    return found
+    # Every third has been sampled from two ids in each place.
+    return [replace(of, mask=two_left(of)) if number % 3 == 2 else of for number, of in enumerate(found)]
+
+
+def two_left(of: Sample) -> SampledFrom:
+    """A sampling mask: each token that trains, and the next id."""
+    trained = of.token_ids[of.weights > 0]
+    other = (trained + 1) % VOCABULARY
+    return SampledFrom(np.stack([trained, other], axis=1).reshape(-1), np.where(of.weights > 0, 2, 0))
 
 
 steps = given(

@@ -34,7 +34,9 @@ class Engine:
         parallel = SimpleNamespace(data_parallel_size=1, world_size_across_dp=2)
         parallel._api_process_count, parallel.local_engines_only = 1, False
         transfer = SimpleNamespace(backend="gloo")
-        model = SimpleNamespace(served_model_name="policy", logprobs_mode="raw_logprobs", dtype=torch.float32)
+        model = SimpleNamespace(
+            served_model_name="policy", logprobs_mode="raw_logprobs", dtype=torch.float32, max_logprobs=20
+        )
         model.max_model_len, model.quantization, model.is_moe = 64, None, False
         self.vllm_config = SimpleNamespace(
             parallel_config=parallel, weight_transfer_config=transfer, model_config=model
@@ -337,7 +339,7 @@ async def test_health_is_never_200_once_an_exchange_has_failed_even_if_asked_wit
 async def test_the_flags_that_a_run_depends_on_are_told() -> None:
     async with serving() as server:
         facts = ServerFacts.from_route((await server.get("/slipstream/facts")).json())
-    assert facts == ServerFacts(None, "policy", "raw_logprobs", "float32", 64, "gloo", scale_out=True)
+    assert facts == ServerFacts(None, "policy", "raw_logprobs", "float32", 64, "gloo", scale_out=True, max_logprobs=20)
 
 
 async def test_i6_a_swap_ends_though_its_client_went_away() -> None:

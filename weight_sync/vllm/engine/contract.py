@@ -44,6 +44,7 @@ class ModelConfig(Protocol):
     max_model_len: int
     served_model_name: Any
     logprobs_mode: Any
+    max_logprobs: int
     quantization: Any
 
     @property

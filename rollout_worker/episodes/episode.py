@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from rollout_worker.episodes.capacity import Reservation
 from rollout_worker.inference.experts import RecordedExperts, joined
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.sampler import PendingChoice
-from rollout_worker.inference.wire import AS_THE_RUN, OwnParams, Sampled, SampledSpan
+from rollout_worker.inference.wire import AS_THE_RUN, Masks, OwnParams, Sampled, SampledSpan
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.vision.messages import Placed
 
@@ -129,7 +128,7 @@ class SegmentDraft:
         spans: Sampled tokens by policy version and server, counted from the start of the segment.
         experts: Experts that servers recorded of its tokens, in order.
         images: Images among the tokens, in order.
-        sampling_mask: For each sampled token, the ids that it was sampled from, with `rollout.top_k`.
+        masks: What each sampled token was sampled from, with `rollout.top_k`.
     """
 
     def __init__(self, prompt_ids: Sequence[int], images: Sequence[Placed] = ()) -> None:
@@ -140,7 +139,7 @@ class SegmentDraft:
         self.logprobs = [0.0] * self.prompt_size
         self.spans: list[SampledSpan] = []
         self.experts: list[RecordedExperts] = []
-        self.sampling_mask: list[list[int]] = []
+        self.masks = Masks()
 
     def add(self, suffix: Sequence[int], turn: Sampled) -> None:
         """Append the ids that were shown before a turn, and the turn."""
@@ -152,7 +151,7 @@ class SegmentDraft:
         self.mask += [True] * len(turn.token_ids)
         self.logprobs += turn.logprobs
         self.experts += turn.experts
-        self.sampling_mask += turn.mask
+        self.masks.extend(turn.masks)
 
     def segment(self, server_names: Sequence[str], images: Sequence[str] = ()) -> Segment:
         """Return the segment so far, as `Episode.segments`."""
@@ -166,15 +165,14 @@ class SegmentDraft:
             ],
             experts=joined(self.experts),
             images=places,
-            sampling_mask=_sampling_mask(self.sampling_mask),
+            sampling_mask=_sampling_mask(self.masks),
         )
 
 
-def _sampling_mask(masks: Sequence[Sequence[int]]) -> SamplingMask | None:
-    if not masks:
+def _sampling_mask(masks: Masks) -> SamplingMask | None:
+    if not masks.counts:
         return None
-    ids = np.fromiter(chain.from_iterable(masks), dtype=np.int32)
-    return SamplingMask(ids, np.array([len(mask) for mask in masks], dtype=np.uint16))
+    return SamplingMask(np.array(masks.ids, dtype=np.int32), np.array(masks.counts, dtype=np.uint16))
 
 
 def whole_conversation(prompt: Sequence[Message], messages: Sequence[Message]) -> list[Message]:

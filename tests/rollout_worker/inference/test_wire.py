@@ -225,7 +225,10 @@ def of_mask(*tops: dict[int, float], tokens=(5, 6)) -> Sampled:
 
 def test_the_sampling_mask_is_what_has_a_probability():
     half = math.log(0.5)
-    assert of_mask({5: half, 9: half, 3: -9999.0}, {6: 0.0, 1: -9999.0}).mask == [[5, 9], [6]]
+    sampled = of_mask({5: half, 9: half, 3: -9999.0}, {6: 0.0, 1: -9999.0})
+    assert (sampled.masks.ids.tolist(), sampled.masks.counts.tolist()) == ([5, 9, 6], [2, 1])
+    sampled.extend(of_mask({5: 0.0}, {6: half, 7: half}))
+    assert (sampled.masks.ids.tolist(), sampled.masks.counts.tolist()) == ([5, 9, 6, 5, 6, 7], [2, 1, 1, 2])
 
 
 @pytest.mark.parametrize(

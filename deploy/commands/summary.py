@@ -101,10 +101,13 @@ def read(run_dir: Path) -> RunSummary:
 
 
 def tell(run_dir: Path) -> None:
-    """Print what happened in a run that has just ended, if anything did."""
+    """Print what happened in a run that has just ended, if anything did. A run does not fail by its summary."""
     try:
         found = read(run_dir)
     except ConfigError:  # it ended before it made a step
+        return
+    except Exception as error:
+        typer.echo(f"slipstream: no summary of {run_dir}: {type(error).__name__}: {error}", err=True)
         return
     if found.incidents:
         Console(stderr=True, highlight=False, soft_wrap=True).print(render(found))

@@ -170,3 +170,14 @@ def test_the_command_prints_it_and_json_has_all(night: Night) -> None:
     assert as_json["incidents"][0]["about"] == "server vllm-1"
     missing = CliRunner().invoke(cli.app, ["summary", str(night.folder / "none")])
     assert "give the directory of a run" in str(missing.exception)
+
+
+def test_a_run_does_not_fail_by_its_summary(
+    night: Night, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    night.summary()
+    summary.tell(night.folder / "none")
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(summary, "read_run", lambda folder: 1 / 0)
+    summary.tell(night.folder)
+    assert "no summary of" in capsys.readouterr().err

@@ -38,13 +38,14 @@ OLD_ONLY = "tail, 512 episodes"
 SHOWN = ("learner_wait_share", "worker_wait_share", "staleness_mean", "staleness_max", "groups_trained")
 
 
-def run(checkout: Path, way: str, arguments: argparse.Namespace) -> dict[str, Any]:
+def run(checkout: Path, way: str, arguments: argparse.Namespace, seed: int = 0) -> dict[str, Any]:
     """Run `checkout` once with a way and return its figures. Its output goes to stderr."""
     task, episodes = WAYS[way]
     with tempfile.TemporaryDirectory() as runs:
         given = {
             "run.name": "waiting",
             "run.dir": runs,
+            "run.seed": seed,
             "model.path": arguments.model.resolve(),
             "task.path": f"{TASKS}:{task}",
             "learner.steps": arguments.steps,

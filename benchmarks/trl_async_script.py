@@ -86,7 +86,9 @@ class FileTransfer:
         self._client.pause()
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in iterator}, self._folder / "model.safetensors")
+        safetensors.torch.save_file(
+            {name: tensor.contiguous() for name, tensor in iterator}, self._folder / "model.safetensors"
+        )
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
         requests.post(f"{self._client.server_url}/collective_rpc", json=body, timeout=120).raise_for_status()
 

@@ -107,6 +107,7 @@ FOLDERS = {
     "slipstream/trl": {"slipstream"},
     "slipstream/trl/experimental": set(),
     "slipstream/trl/experimental/async_grpo": {"slipstream/trl"},
+    "slipstream/trl/experimental/openenv": set(),
 }
 # Imports that the table does not allow yet, and what will end each: a change of the house (a to f), or a cut.
 NOT_YET: dict[tuple[str, str], str] = {}

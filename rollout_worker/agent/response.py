@@ -60,6 +60,11 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
     return ReadCall(call, encodable(text), coerced)
 
 
+def before_stop(text: str, stop: Sequence[str]) -> str:
+    """Return a text up to the first of the texts that end an answer."""
+    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+
+
 class Outgoing:
     """Makes one episode's answers and counts their calls. Only the agent knows whether a tool did its work.
 
@@ -86,9 +91,7 @@ class Outgoing:
                 id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
                 calls.append(Call(id, name, each.arguments))
                 given.append(GivenCall(id, name, own))
-        content = encodable(parsed.content)
-        ends = [place for text in stop if (place := content.find(text)) >= 0]
-        content = content[: min(ends, default=len(content))]
+        content = before_stop(encodable(parsed.content), stop)
         reasoning = None if parsed.reasoning is None else encodable(parsed.reasoning)
         reply = ChatMessage("assistant", None if calls and not content else content, tuple(calls), reasoning=reasoning)
         return reply, tuple(given)

@@ -30,7 +30,7 @@ from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 
-COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
 # Bytes that a body may have: a base, and for each token of a full context, as JSON may write it.
 _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
 # Seconds for the first request of a connection, for a body, and between two requests.
@@ -77,6 +77,7 @@ class AgentServer:
         app = web.Application(middlewares=[self._guard], client_max_size=self._most_bytes)
         app.add_routes(
             [
+                web.post(CHATS, self._chat),
                 web.post(COMPLETIONS, self._complete),
                 web.get(MODELS, self._models),
                 web.get(MODELS + "/{model}", self._model),
@@ -162,7 +163,7 @@ class AgentServer:
             text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
             return _error_response(ApiError(413, text, reasons.TOO_LARGE))
         except web.HTTPException as error:
-            text = f"there is no {request.method} {request.path} here; there are {COMPLETIONS} and {MODELS}"
+            text = f"there is no {request.method} {request.path} here; there are {CHATS}, {COMPLETIONS} and {MODELS}"
             return _error_response(ApiError(error.status, text, "unknown_url"))
         except (ConnectionError, asyncio.CancelledError):
             raise
@@ -185,6 +186,10 @@ class AgentServer:
         raise ApiError(401, text, "invalid_api_key")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
+        body = await request[SESSION].complete(await self._body(request))
+        return web.Response(body=body, content_type="application/json")
+
+    async def _body(self, request: web.Request) -> bytes:
         coding = request.headers.get(hdrs.CONTENT_ENCODING, _PLAIN)
         if coding.strip().lower() not in ("", _PLAIN):
             text = (
@@ -193,10 +198,12 @@ class AgentServer:
             raise ApiError(415, text, "unsupported_encoding")
         try:
             async with asyncio.timeout(_BODY_S):
-                body = await request.read()
+                return await request.read()
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
-        asked, completion = await request[SESSION].answer(body)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        asked, completion = await request[SESSION].answer(await self._body(request))
         if not asked.stream:
             return web.Response(body=completion.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

@@ -7,10 +7,10 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -24,9 +24,10 @@ from rollout_worker.agent import request
 from rollout_worker.agent.allowance import Allowance
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.messages import SERVER, ApiError, ChatMessage, over, read_messages
+from rollout_worker.agent.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
 from rollout_worker.agent.request import Asked, read_parameters
-from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, read_calls
-from rollout_worker.agent.tree import Tree, TreeNode, shown_to_policy
+from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, before_stop, read_calls
+from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.capacity import Capacity
@@ -40,6 +41,8 @@ from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
 from rollout_worker.tools.base import ToolResult
 from rollout_worker.user_code.values import encodable
+
+T = TypeVar("T")
 
 
 class AgentClock:
@@ -171,13 +174,25 @@ class Session:
         return self._allowance.ended_as
 
     async def answer(self, body: bytes) -> tuple[Asked, Completion]:
-        """Answer a request. Returns what its body asked for, and the answer. Raises `ApiError`."""
-        self._check_open()
+        """Answer a request for a chat. Returns what its body asked for, and the answer. Raises `ApiError`."""
+        return await self._one_of_mine(self._answer(body))
+
+    async def complete(self, body: bytes) -> bytes:
+        """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
+        return await self._one_of_mine(self._complete(body))
+
+    async def _one_of_mine(self, answering: Coroutine[Any, Any, T]) -> T:
+        """Wait for an answer, which is aborted where the session ends."""
+        try:
+            self._check_open()
+        except ApiError:
+            answering.close()
+            raise
         task = asyncio.current_task()
         assert task is not None, "a request is handled in a task of its own"
         self._requests.add(task)
         try:
-            return await self._answer(body)
+            return await answering
         except asyncio.CancelledError:
             if task in self._ended and not task.uncancel():  # otherwise its client has disconnected too
                 raise over() from None
@@ -240,11 +255,7 @@ class Session:
             asked, messages = self._read(body)
         else:
             asked, messages = await user_code.in_thread(self._read, body=body)
-        for name, text in asked.unenforced.items():
-            counted = f"agent/unenforced/{name}"
-            self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
-            told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
-            self._shared.episodes.notices.add("agent", counted, told)
+        self._count_unenforced(asked)
         key = request.schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
         place = self._tree.place(key, messages)
@@ -260,15 +271,47 @@ class Session:
         name = f"chatcmpl-{self._name}-{next(self._numbers)}"
         return asked, Completion(name, int(time.time()), MODEL, choices, len(context.ids))
 
+    async def _complete(self, body: bytes) -> bytes:
+        plain = await user_code.in_thread(self._read_plain, body=body)
+        asked = plain.asked
+        self._count_unenforced(asked)
+        proven = await self._shared.formats.of([])
+        tokenizer = proven.chat.tokenizer
+        ids = plain.prompt
+        if isinstance(ids, str):
+            text = ids
+            ids = await user_code.in_thread(lambda: tokenizer.encode(text, add_special_tokens=plain.special))
+        check_ids(ids, len(tokenizer))
+        before = self._tree.before(ids)
+        suffix = None if before is None else ids[before.end :]
+        shown: list[Message] = [{"role": "user", "content": encodable(tokenizer.decode(suffix or ids))}]
+        place, context = TreeNode(before, (), b""), _Context(ids, suffix, shown)
+        choices = []
+        for turn in await self._turns(proven, place, context, asked):
+            self._keep(place, context, turn)
+            sampled = turn.sampled
+            text = encodable(tokenizer.decode(sampled.token_ids, skip_special_tokens=plain.skip_special))
+            text = before_stop(text, asked.stop)
+            tokens = [encodable(tokenizer.decode([token])) for token in sampled.token_ids] if asked.logprobs else []
+            cut = "length" if sampled.finish_reason == "length" else "stop"
+            choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
+        return encoded(f"cmpl-{self._name}-{next(self._numbers)}", MODEL, ids, choices, plain)
+
+    def _count_unenforced(self, asked: Asked) -> None:
+        for name, text in asked.unenforced.items():
+            counted = f"agent/unenforced/{name}"
+            self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
+            told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
+            self._shared.episodes.notices.add("agent", counted, told)
+
     def _read(self, body: bytes) -> tuple[Asked, list[ChatMessage]]:
-        try:
-            shared = self._shared
-            asked = read_parameters(msgspec.json.decode(body), MODEL, shared.rollout, self.temperature, shared.refuse)
-            return asked, read_messages(asked.messages)
-        except (msgspec.MsgspecError, UnicodeError) as error:
-            raise ApiError(400, f"the body is not JSON that can be read: {error}", "invalid_body") from None
-        except (RecursionError, OverflowError) as error:
-            raise ApiError(400, f"the body is nested too deeply, or holds a number too large: {error}") from None
+        shared = self._shared
+        asked = read_parameters(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
+        return asked, read_messages(asked.messages)
+
+    def _read_plain(self, body: bytes) -> PlainAsked:
+        shared = self._shared
+        return read_plain(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
 
     async def _context(self, proven: Proven, place: TreeNode) -> _Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered
@@ -339,16 +382,21 @@ class Session:
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
-    def _recorded(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn) -> ReplyChoice:
+    def _keep(self, place: TreeNode, context: _Context, turn: _Turn) -> Answer:
+        """Record a turn."""
         sampled, parsed = turn.sampled, turn.parsed
         if context.suffix is None or place.before is None:
             answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
         else:
             answer = self._tree.append(place.before, context.suffix, sampled, context.shown, parsed)
-        tokens = len(sampled.token_ids)
         self.turns += 1
-        self._sampled_tokens += tokens
+        self._sampled_tokens += len(sampled.token_ids)
         self.failure, self._allowance.ended_as = None, turn.ended_as
+        return answer
+
+    def _recorded(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn) -> ReplyChoice:
+        sampled, parsed = turn.sampled, turn.parsed
+        answer, tokens = self._keep(place, context, turn), len(sampled.token_ids)
         self._outgoing.count(turn.calls, proven.parameters)
         reply, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
         self._tree.remember(answer, place.key, reply, calls)
@@ -358,3 +406,12 @@ class Session:
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
         return ReplyChoice(reply, "length" if cut else "tool_calls" if reply.calls else "stop", tokens, logprobs)
+
+
+def _decoded(body: bytes) -> Any:
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.MsgspecError, UnicodeError) as error:
+        raise ApiError(400, f"the body is not JSON that can be read: {error}", "invalid_body") from None
+    except (RecursionError, OverflowError) as error:
+        raise ApiError(400, f"the body is nested too deeply, or holds a number too large: {error}") from None

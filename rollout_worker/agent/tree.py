@@ -111,6 +111,8 @@ class Tree:
 
     drafts: list[SegmentDraft] = field(default_factory=list)
     last: Answer | None = None
+    # The last answer of each segment, by the id of its draft.
+    _last: dict[int, Answer] = field(default_factory=dict)
     _answers: defaultdict[bytes, list[Answer]] = field(default_factory=lambda: defaultdict(list))
 
     def place(self, tools: bytes, messages: Sequence[ChatMessage]) -> TreeNode:
@@ -126,6 +128,13 @@ class Tree:
         # Among equal answers, prefer one that no other request goes on from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
         return TreeNode(before, messages[begins:], key)
+
+    def before(self, ids: Sequence[int]) -> Answer | None:
+        """Return the answer that a prompt of these ids goes on from: of the segments that it begins with the longest's
+        last; None where it begins anew."""
+        found = [draft for draft in self.drafts if draft.ids == ids[: len(draft.ids)]]
+        longest = max(found, key=lambda draft: len(draft.ids), default=None)
+        return None if longest is None else self._last[id(longest)]
 
     def append(
         self, before: Answer, suffix: Sequence[int], sampled: Sampled, shown: list[Message], parsed: ParsedTurn
@@ -185,6 +194,7 @@ class Tree:
         end = len(draft.ids)
         start = end - len(sampled.token_ids)
         self.last = Answer(before, shown, parsed.message(), parsed.text, (), draft, start, end)
+        self._last[id(draft)] = self.last
         return self.last
 
 

@@ -183,8 +183,8 @@ def check_settings(config: RunConfig) -> None:
 def read_result(value: Any) -> AgentResult:
     """Read what an agent returned: None, its text, its own reward as a number, or a dict.
 
-    The entry `reward` of a dict is its reward. Other numbers are metrics, and texts are notes for people. Called behind
-    the boundary around user code.
+    An `AgentResult` is taken as it is. The entry `reward` of a dict is its reward. Other numbers are metrics, and texts
+    are notes for people. Called behind the boundary around user code.
 
     Raises:
         TypeError: It is something else.
@@ -192,6 +192,8 @@ def read_result(value: Any) -> AgentResult:
     """
     if value is None:
         return AgentResult()
+    if isinstance(value, AgentResult):
+        return value
     if isinstance(value, str):
         text = _text(value)
         return AgentResult(encodable(value), extra={TEXT: text})

@@ -63,6 +63,7 @@ def rollouts_task(task: Task, prompts: Sequence[Any], file: Path) -> Task:
         reward_funcs=[Written(file)],
         tools=task.tools,
         environment_factory=task.environment,
+        agent=task.agent,
     )
 
 

@@ -26,6 +26,7 @@ from slipstream.trl.face import Face, text_of
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
 from slipstream.trl.models import SAVED, check_object, save_object
 from slipstream.trl.reward_models import rewards_of
+from slipstream.trl.rollout_func import RolloutFunc, with_results
 from slipstream.trl.state import evaluation_metrics, mean_loss
 from slipstream.trl.translate import Translation, check_fields, translate
 
@@ -69,7 +70,6 @@ class _Trainer(Face):
     suffix: ClassVar[str]
     # Arguments that must be left out, each with the remedy.
     refused: ClassVar[dict[str, str]] = {
-        "rollout_func": "write what it does as tools of the task",
         "rollout_worker": "workers are processes of the run; leave it out",
         "weight_transfer": "weights are sent by weight_sync.transport; leave it out",
     }
@@ -133,22 +133,31 @@ class _Trainer(Face):
                 f"{self.config.__name__}, such as max_steps=100"
             )
         self._rows: int | None = _rows_of(train_dataset)
+        if rollout_func is not None and (tools or environment_factory):
+            other = "tools" if tools else "environment_factory"
+            raise ConfigError(
+                f"{kind}(rollout_func=..., {other}=...): a rollout_func runs its own loop, and calls what it needs; "
+                f"leave out {other}, or the rollout_func"
+            )
+        agent = None if rollout_func is None else RolloutFunc(rollout_func, self)
+        rewards = rewards_of(
+            reward_funcs,
+            reward_processing_classes,
+            list(args.slipstream.get("task", {}).get("reward_servers", ())),
+            args.field("chat_template_kwargs"),
+            bool(args.field("trust_remote_code")),
+            kind,
+        )
         self.translated(None)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
         self.task = Task(
             train_dataset=train_dataset,
             eval_dataset=_together(eval_dataset),
-            reward_funcs=rewards_of(
-                reward_funcs,
-                reward_processing_classes,
-                list(args.slipstream.get("task", {}).get("reward_servers", ())),
-                args.field("chat_template_kwargs"),
-                bool(args.field("trust_remote_code")),
-                kind,
-            ),
+            reward_funcs=rewards if agent is None else [with_results(reward) for reward in rewards or ()],
             tools=tools or (),
             environment_factory=environment_factory,
+            agent=agent,
             reward_weights=args.field("reward_weights"),
         )
 
@@ -289,6 +298,7 @@ class _Trainer(Face):
             reward_funcs=trains.rewards,
             tools=trains.tools,
             environment_factory=trains.environment,
+            agent=trains.agent,
             reward_weights=trains.reward_weights,
         )
         self._play(task, run_dir, self.args.field("num_generations_eval") or self.args.field("num_generations"))

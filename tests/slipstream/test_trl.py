@@ -564,7 +564,7 @@ class Tokenizer:
         ),
         ({"args": GRPOConfig(hub_model_id="a/b/c")}, "hub_model_id='a/b/c'.: hub.hub_model_id"),
         ({"optimizers": (Model(), None)}, "optimizers="),
-        ({"rollout_func": accuracy}, "rollout_func="),
+        ({"rollout_worker": accuracy}, "rollout_worker="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
         ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),

@@ -67,7 +67,7 @@ trainer = AsyncGRPOTrainer(
         max_tool_calling_iterations=3,
         max_staleness=2,
         weight_sync_steps=1,
-        max_steps=5,
+        max_steps=int(os.environ.get("MAX_STEPS", "5")),
     ),
     train_dataset=dataset,
     tools=[multiply, add],

@@ -58,7 +58,7 @@ trainer = GRPOTrainer(
         per_device_train_batch_size=8,
         num_generations=8,
         max_completion_length=128,
-        max_steps=5,
+        max_steps=int(os.environ.get("MAX_STEPS", "5")),
     ),
     train_dataset=dataset,
     environment_factory=CounterEnv,

@@ -63,7 +63,7 @@ class Face:
         """
         checkpoint = self._checkpoint() if self._trained else None
         if checkpoint is None and self._object is not None:
-            if self._peft_config is None:
+            if self._peft_config is None or hasattr(self._object, "peft_config"):
                 return self._object
             self._save_object()  # peft would change the script's own
         if self._loaded is None or self._loaded[0] != checkpoint:

@@ -27,7 +27,7 @@ from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Con
 from slipstream.trl.evaluation import only_evaluated, read_rollouts, rollouts_task
 from slipstream.trl.face import Face, text_of
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
-from slipstream.trl.models import SAVED, check_object, save_object
+from slipstream.trl.models import SAVED, adapter_of, check_object, save_object
 from slipstream.trl.reward_models import ModelReward, rewards_of
 from slipstream.trl.rollout_func import RolloutFunc, with_results
 from slipstream.trl.state import evaluation_metrics, mean_loss
@@ -132,6 +132,7 @@ class _Trainer(Face):
             remedy = _OF_OTHERS.get(name) or _unknown(name, self.config, [*given])
             raise ConfigError(f"{kind}({name}=...) is not an argument of TRL's {kind}: {remedy}")
         check_object(model, kind)
+        peft_config = adapter_of(model, peft_config, kind)
         for name, remedy in self.refused.items():
             if given[name]:
                 raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")

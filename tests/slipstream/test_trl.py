@@ -559,6 +559,8 @@ class Model:
 class Adapted:
     """As a model of peft is."""
 
+    def save_pretrained(self) -> None: ...
+
     peft_config: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -570,7 +572,11 @@ class Tokenizer:
     ("changes", "says"),
     [
         ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text, or an object of transformers"),
-        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\).*give that as text, and the adapter as peft_config"),
+        (
+            {"model": Adapted(), "peft_config": Model()},
+            r"model=Adapted, peft_config=.*has an adapter already; give model",
+        ),
+        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\) has 0 adapters"),
         ({"peft_config": Model()}, r"peft_config=Model\) is not supported: the adapter is LoRA"),
         ({"quantization_config": Model()}, r"quantization_config=Model\) is not supported; give a BitsAndBytesConfig"),
         ({"args": GRPOConfig(optim="lomo")}, r"GRPOConfig\(optim='lomo'\): learner.optim = \"lomo\": must be "),

@@ -48,6 +48,10 @@ _OTHER_DEFAULTS = {
 # Tokens that are left at most where the script bounds them by their probability alone.
 _TOP_K = 64
 
+# Rows that fail, before any has succeeded, with which a run ends. TRL ends at a reward's first error, and its steps are
+# often of a single row, so that a run file's number would take minutes.
+_GIVE_UP_AFTER = 4
+
 # Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
 
@@ -263,6 +267,7 @@ def _objective(config: _Config, sections: Sections, notes: list[str], context: i
 def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     calls, top_k = number(config, "max_tool_calling_iterations"), number(config, "top_k")
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
+    sections["rollout"]["give_up_after"] = _GIVE_UP_AFTER
     if top_k is not None:
         sections["rollout"]["top_k"] = max(top_k, 0)  # TRL and vLLM write -1 for all tokens, Slipstream 0
     given = {name: config.field(name) for name in ("top_p", "min_p")}

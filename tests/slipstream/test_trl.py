@@ -350,6 +350,12 @@ def test_what_a_config_comes_to_is_a_run_file() -> None:
             RunConfig.model_validate({**sections_of(config, context), "task": {"path": "task.py:trainer"}})
 
 
+def test_a_broken_reward_ends_the_run_after_few_rows() -> None:
+    assert translate(GRPOConfig(), "m/m", None).sections["rollout"]["give_up_after"] == 4
+    own = GRPOConfig(slipstream={"rollout": {"give_up_after": 0}})
+    assert translate(own, "m/m", None).sections["rollout"]["give_up_after"] == 0
+
+
 def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
     made = sections_of(GRPOConfig(), context=256)
     assert (made["vllm"]["max_model_len"], made["rollout"]["max_turn_tokens"]) == (256, 255)

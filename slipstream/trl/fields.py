@@ -360,7 +360,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only; `"epoch"` as `eval_strategy`'
         ),
-        _worked("save_steps", "T", "`learner.checkpoint_every`"),
+        _worked("save_steps", "T", "`learner.checkpoint_every`", "below 1: a share of `max_steps`"),
         _set("save_total_limit", "T", "learner.keep_checkpoints", "the best one not counted; left out: 2"),
         _worked(
             "load_best_model_at_end",

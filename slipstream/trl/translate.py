@@ -139,6 +139,8 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
     left = {name: value for name, value in given.items() if name not in _NO_MEANING}
     dtype = left.pop("dtype", left.pop("torch_dtype", None)) or config.field("dtype")
     bf16, fp16 = truth(config, "bf16"), truth(config, "fp16")
+    if bf16 and fp16:
+        raise ConfigError(f"{type(config).__name__}(bf16=True, fp16=True): the weights have one type; leave one out")
     if dtype in (None, "auto") and (bf16 or fp16):
         dtype = "bfloat16" if bf16 else "float16"
     settings = {
@@ -169,7 +171,7 @@ def _sharding(config: _Config, sections: Sections, notes: list[str], context: in
 
 def _place(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     path = Path(config.field("output_dir") or "trainer_output").expanduser()
-    if not path.name:
+    if path.name in ("", ".."):
         raise ConfigError(f"output_dir={str(path)!r}: give a folder for the run, such as 'runs/mine'")
     sections["run"] |= {"dir": str(path.parent), "name": path.name.lstrip(".") or "run"}
 
@@ -201,7 +203,7 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
             f"num_iterations={updates}: a step here makes that many updates, where TRL counts as many steps; max_steps "
             f"and other numbers of steps are divided by it"
         )
-    steps = number(config, "max_steps")
+    steps = whole(config, "max_steps")
     if steps > 0:
         sections["learner"]["steps"] = _in_steps(config, steps)
     else:
@@ -234,14 +236,18 @@ def _training(config: _Config, sections: Sections, notes: list[str], context: in
 def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None:
     strategy, every = plain(config.field("save_strategy")), number(config, "save_steps")
     if config.field("load_best_model_at_end"):
+        if "no" in (strategy, plain(config.field("eval_strategy")) or "no"):
+            raise ConfigError(
+                f"{type(config).__name__}(load_best_model_at_end=True): the best checkpoint is told by the evaluation "
+                f"of its own step; write eval_strategy='steps' and save_strategy='steps', with one of eval_steps and "
+                f"save_steps a multiple of the other"
+            )
         sections["learner"]["keep_best"] = True
     if strategy == "no":
         sections["learner"]["checkpoint_every"] = 0
     elif strategy in (None, "steps"):
-        if every is not None and every < 1:
-            raise ConfigError(f"save_steps={every}: a share of the steps is not supported; give a number of steps")
         if every is not None:
-            sections["learner"]["checkpoint_every"] = _in_steps(config, int(every))
+            sections["learner"]["checkpoint_every"] = _in_steps(config, _count_of(config, "save_steps", every))
     elif strategy == "epoch":
         sections["learner"]["checkpoint_every"] = _each_epoch(config, "save_strategy", "save_steps", epoch)
     else:
@@ -330,6 +336,11 @@ def _logging(config: _Config, sections: Sections, notes: list[str], context: int
                 f"{type(config).__name__}(report_to={trackers!r}): give a tracker's name or several, such as 'wandb', "
                 f"or 'none'"
             )
+        if len(trackers) > 1 and "none" in trackers:
+            raise ConfigError(
+                f"{type(config).__name__}(report_to={[*trackers]!r}) says both none and some; leave 'none' out, or "
+                f"write report_to='none'"
+            )
         sections["tracking"]["report_to"] = list(trackers)
     given = {name: config.field(f"trackio_{name}") for name in ("space_id", "bucket_id")}
     if own := {name: value for name, value in given.items() if value is not None}:
@@ -381,11 +392,18 @@ def _eval_steps(config: _Config) -> int:
     name = "logging_steps" if number(config, "eval_steps") is None else "eval_steps"
     found: float | None = number(config, name)
     given = _LOGGING_STEPS if found is None else found
+    return _count_of(config, name, given)
+
+
+def _count_of(config: _Config, name: str, given: float) -> int:
+    """Return a number of steps that may be given as a share of `max_steps`."""
     steps: float | None = number(config, "max_steps")
     if not (0 < given < 1 or (given >= 1 and given == int(given))):
+        strategy, usual = ("save_strategy", 50) if name == "save_steps" else ("eval_strategy", 20)
         raise ConfigError(
-            f"{type(config).__name__}({name}={given:g}) with eval_strategy='steps': must be a whole number of steps of "
-            f"at least 1, or a share of max_steps between 0 and 1; write eval_steps=20, or eval_strategy='no'"
+            f"{type(config).__name__}({name}={given:g}) with {strategy}='steps': must be a whole number of steps of "
+            f"at least 1, or a share of max_steps between 0 and 1; write {strategy.split('_')[0]}_steps={usual}, or "
+            f"{strategy}='no'"
         )
     if given >= 1:
         return int(given)
@@ -414,7 +432,8 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
     fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value not in (None, "", []))
     default = "" if given else ", TRL's default,"
     # Where there are several values to choose from, the note says what each becomes, and not why another is refused.
-    why = f": {known.note}" if known.note and len(known.fine) < 3 and not known.here.endswith("always") else ""
+    several = fine.count(" or ") > 0
+    why = f": {known.note}" if known.note and not several and not known.here.endswith("always") else ""
     remedy = known.remedy or (f"write {fine}" if fine else "leave it out")
     if isinstance(value, str):
         remedy = _ELSEWHERE.get((known.name, value), remedy)

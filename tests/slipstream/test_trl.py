@@ -350,6 +350,12 @@ def test_what_a_config_comes_to_is_a_run_file() -> None:
             RunConfig.model_validate({**sections_of(config, context), "task": {"path": "task.py:trainer"}})
 
 
+def test_a_share_of_the_steps_is_a_number_of_them() -> None:
+    made = translate(GRPOConfig(max_steps=50, save_steps=0.1, eval_strategy="steps", eval_steps=0.25), "m/m", None)
+    assert made.sections["learner"]["checkpoint_every"] == 5
+    assert made.sections["eval"]["every"] == 13
+
+
 def test_a_broken_reward_ends_the_run_after_few_rows() -> None:
     assert translate(GRPOConfig(), "m/m", None).sections["rollout"]["give_up_after"] == 4
     own = GRPOConfig(slipstream={"rollout": {"give_up_after": 0}})
@@ -613,6 +619,26 @@ class Tokenizer:
         ({"args": GRPOConfig(bf16="yes")}, r"bf16='yes'\): write True or False$"),
         ({"args": GRPOConfig(report_to=3)}, r"report_to=3\): give a tracker's name"),
         ({"args": GRPOConfig(reward_weights="1.0")}, r"reward_weights='1.0'\): give a number for each"),
+        ({"args": GRPOConfig(bf16=True, fp16=True)}, r"bf16=True, fp16=True\): the weights have one type"),
+        ({"args": GRPOConfig(report_to=["none", "wandb"])}, "says both none and some; leave 'none' out"),
+        ({"args": GRPOConfig(max_steps=2.5)}, r"max_steps=2.5\): must be a whole number$"),
+        ({"args": GRPOConfig("..")}, r"output_dir='\.\.': give a folder"),
+        (
+            {"args": GRPOConfig(save_steps=0)},
+            r"save_steps=0\) with save_strategy='steps': .*write save_steps=50, or save_str",
+        ),
+        (
+            {"args": GRPOConfig(save_steps=0.1)},
+            "save_steps=0.1. is a share of the steps.*give a whole number, or max_steps",
+        ),
+        (
+            {"args": GRPOConfig(load_best_model_at_end=True)},
+            r"load_best_model_at_end=True\): .* evaluation of its own step; write eval_strategy='steps' and save_st",
+        ),
+        (
+            {"args": GRPOConfig(multi_objective_aggregation="x")},
+            r"'x'\) is not supported; write multi_objective_aggregation='sum_then_normalize' or",
+        ),
         ({"args": GRPOConfig(eval_strategy="steps")}, "eval_strategy='steps' without an eval_dataset; give one"),
         ({"args": GRPOConfig(eval_on_start=True)}, "eval_on_start=True without an eval_dataset; give one"),
     ],

@@ -106,13 +106,13 @@ _Result = TypeVar("_Result")
 
 
 def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Remove the inner frames from a `ConfigError` or `RunFailed`, so that a reader sees its message first."""
+    """Remove the inner frames from a `ConfigError`, `RunFailed` or Ctrl-C, so that a reader sees its message first."""
 
     @functools.wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
             return function(*args, **kwargs)
-        except (ConfigError, RunFailed) as error:
+        except (ConfigError, RunFailed, KeyboardInterrupt) as error:
             raise error.with_traceback(None) from None
 
     return called

@@ -1182,6 +1182,22 @@ else:
     assert "<td>0.200000</td>" in drawn
 
 
+def test_a_notebook_s_training_fails_with_its_own_error_and_draws_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(notebook, "_draw", lambda state, _: drawn.append(state.global_step))
+    raises = "from protocol.config import ConfigError\nprint('a bar')\nraise ConfigError('a = 1: no;\\nwrite 2')"
+    monkeypatch.setattr(sys.modules["__main__"], "In", [raises], raising=False)
+    journals(tmp_path / "mine", 2)
+    with pytest.raises(ConfigError, match=r"^a = 1: no;\nwrite 2$"):
+        notebook.run(tmp_path / "mine", 1)
+    assert drawn == []
+    with pytest.raises(ConfigError):
+        notebook.run(tmp_path / "other", 1)
+    assert drawn == [0]
+
+
 def test_a_model_as_a_reward_is_its_logit(tmp_path: Path) -> None:
     """Of prompt and completion, each by itself: padding changes nothing."""
     torch = pytest.importorskip("torch")

@@ -14,8 +14,8 @@ from jsonschema import SchemaError
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
-from rollout_worker.agent.messages import ApiError
-from rollout_worker.agent.request import schemas_digest
+from rollout_worker.agent.api.messages import ApiError
+from rollout_worker.agent.api.request import schemas_digest
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.format_check import check_answer_format
 from rollout_worker.chat.parsers.base import Message

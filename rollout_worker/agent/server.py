@@ -23,14 +23,16 @@ from aiohttp import hdrs, web
 
 from protocol import reasons
 from protocol.config import LOOPBACK, ConfigError
-from rollout_worker.agent.messages import SERVER, ApiError, over
-from rollout_worker.agent.session import MODEL, Session
+from rollout_worker.agent.api.base import Api
+from rollout_worker.agent.api.messages import SERVER, ApiError, over
+from rollout_worker.agent.session import CHAT, MODEL, Session
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 
-CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+CHATS, COMPLETIONS, RESPONSES, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"
+POSTED = (CHATS, RESPONSES, COMPLETIONS)
 # Bytes that a body may have: a base, and for each token of a full context, as JSON may write it.
 _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
 # Seconds for the first request of a connection, for a body, and between two requests.
@@ -79,6 +81,9 @@ class AgentServer:
             [
                 web.post(CHATS, self._chat),
                 web.post(COMPLETIONS, self._complete),
+                web.post(RESPONSES, self._respond),
+                web.get(RESPONSES + "/{id}", self._response),
+                web.delete(RESPONSES + "/{id}", self._forget_response),
                 web.get(MODELS, self._models),
                 web.get(MODELS + "/{model}", self._model),
             ]
@@ -163,7 +168,7 @@ class AgentServer:
             text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
             return _error_response(ApiError(413, text, reasons.TOO_LARGE))
         except web.HTTPException as error:
-            text = f"there is no {request.method} {request.path} here; there are {CHATS}, {COMPLETIONS} and {MODELS}"
+            text = f"there is no {request.method} {request.path} here; there are {', '.join(POSTED)} and {MODELS}"
             return _error_response(ApiError(error.status, text, "unknown_url"))
         except (ConnectionError, asyncio.CancelledError):
             raise
@@ -203,14 +208,28 @@ class AgentServer:
             raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked, completion = await request[SESSION].answer(await self._body(request))
-        if not asked.stream:
-            return web.Response(body=completion.whole(), content_type="application/json")
+        return await self._answer(request, CHAT)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, request[SESSION].responses)
+
+    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        reply = await request[SESSION].answer(await self._body(request), api)
+        if not reply.is_streamed:
+            return web.Response(body=reply.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(b"".join(completion.chunks(asked.usage)))
+        await response.write(reply.events())
         await response.write_eof()
         return response
+
+    async def _response(self, request: web.Request) -> web.Response:
+        return _json(request[SESSION].responses.kept(request.match_info["id"]))
+
+    async def _forget_response(self, request: web.Request) -> web.Response:
+        id = request.match_info["id"]
+        request[SESSION].responses.forget(id)
+        return _json({"id": id, "object": "response", "deleted": True})
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json({"object": "list", "data": [_policy()]})

@@ -20,13 +20,15 @@ from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from protocol.versions import SERVED_MODEL_NAME
 from rollout_worker import user_code
-from rollout_worker.agent import request
 from rollout_worker.agent.allowance import Allowance
+from rollout_worker.agent.api.base import Answered, Api, Reading, Reply, ReplyChoice, Request
+from rollout_worker.agent.api.chat import ChatApi
+from rollout_worker.agent.api.messages import SERVER, ApiError, over
+from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
+from rollout_worker.agent.api.request import Asked, schemas_digest
+from rollout_worker.agent.api.responses import ResponsesApi
 from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.messages import SERVER, ApiError, ChatMessage, over, read_messages
-from rollout_worker.agent.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
-from rollout_worker.agent.request import Asked, read_parameters
-from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, before_stop, read_calls
+from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, read_calls
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
@@ -97,6 +99,8 @@ class AgentClock:
 
 MODEL = SERVED_MODEL_NAME
 
+CHAT = ChatApi()
+
 # Larger bodies are read in a thread: reading them would block the loop.
 _INLINE_BYTES = 32 * 1024
 
@@ -147,14 +151,17 @@ class Session:
     Attributes:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
+        responses: The episode's responses.
     """
 
     def __init__(self, shared: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
+        self.responses = ResponsesApi()
         self.agent_clock = AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._shared = shared
+        self._reading = Reading(MODEL, shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
         self._deadline = deadline
         self._tree = Tree()
@@ -173,9 +180,9 @@ class Session:
         """The limit that the last request met; None if it met none."""
         return self._allowance.ended_as
 
-    async def answer(self, body: bytes) -> tuple[Asked, Completion]:
-        """Answer a request for a chat. Returns what its body asked for, and the answer. Raises `ApiError`."""
-        return await self._one_of_mine(self._answer(body))
+    async def answer(self, body: bytes, api: Api = CHAT) -> Reply:
+        """Answer a request. Raises `ApiError`."""
+        return await self._one_of_mine(self._answer(body, api))
 
     async def complete(self, body: bytes) -> bytes:
         """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
@@ -250,15 +257,13 @@ class Session:
         if self._over:
             raise over()
 
-    async def _answer(self, body: bytes) -> tuple[Asked, Completion]:
-        if len(body) < _INLINE_BYTES:
-            asked, messages = self._read(body)
-        else:
-            asked, messages = await user_code.in_thread(self._read, body=body)
+    async def _answer(self, body: bytes, api: Api) -> Reply:
+        request = await self._read(body, api)
+        asked = request.asked
         self._count_unenforced(asked)
-        key = request.schemas_digest(asked.tools)
+        key = schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
-        place = self._tree.place(key, messages)
+        place = self._tree.place(key, request.messages)
         if place.before is not None:
             place.before.claims += 1
         try:
@@ -268,8 +273,9 @@ class Session:
         finally:
             if place.before is not None:
                 place.before.claims -= 1
-        name = f"chatcmpl-{self._name}-{next(self._numbers)}"
-        return asked, Completion(name, int(time.time()), MODEL, choices, len(context.ids))
+        name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
+        answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
+        return Reply(api, request, answered)
 
     async def _complete(self, body: bytes) -> bytes:
         plain = await user_code.in_thread(self._read_plain, body=body)
@@ -304,14 +310,15 @@ class Session:
             told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
             self._shared.episodes.notices.add("agent", counted, told)
 
-    def _read(self, body: bytes) -> tuple[Asked, list[ChatMessage]]:
-        shared = self._shared
-        asked = read_parameters(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
-        return asked, read_messages(asked.messages)
+    async def _read(self, body: bytes, api: Api) -> Request:
+        def read() -> Request:
+            return api.read(_decoded(body), self._reading)
+
+        return read() if len(body) < _INLINE_BYTES else await user_code.in_thread(read)
 
     def _read_plain(self, body: bytes) -> PlainAsked:
-        shared = self._shared
-        return read_plain(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
+        reading = self._reading
+        return read_plain(_decoded(body), MODEL, reading.rollout, reading.temperature, reading.refuse)
 
     async def _context(self, proven: Proven, place: TreeNode) -> _Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rollout_worker.agent.messages import ChatMessage, chained, chained_answer
+from rollout_worker.agent.api.messages import ChatMessage, chained, chained_answer
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.wire import Sampled

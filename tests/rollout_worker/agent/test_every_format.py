@@ -94,7 +94,7 @@ def session_of(plain, chat, *turns):
 
 async def ask(session, messages):
     body = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
-    _, completion = await session.answer(json.dumps(body).encode())
+    completion = await session.answer(json.dumps(body).encode())
     return json.loads(completion.whole())["choices"][0]["message"]
 
 

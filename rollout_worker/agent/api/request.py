@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from protocol.config import RolloutSection
 from protocol.config.sections.sampling import StructuredOutputs, keeps_mask
 from protocol.config.text import nearest
-from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
+from rollout_worker.agent.api.messages import MAX_FAULTS, ApiError, ApiErrorKind, refusal
 from rollout_worker.tools.base import NAME
 
 # OpenAI's bound on the number of tools.
@@ -89,7 +89,6 @@ _STOP_CHARACTERS = 1000
 
 _SHOWN_CHARACTERS = 60
 
-_SHOWN_FAULTS = 32
 
 # Labels, and hints about price and speed: they do not change an answer.
 HARMLESS_PARAMETERS = frozenset(
@@ -159,12 +158,24 @@ class Asked:
     unenforced: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float, refuse: bool = False) -> Asked:
-    """Read a request's body, decoded from JSON.
+def read_parameters(
+    body: Any,
+    model: str,
+    rollout: RolloutSection,
+    temperature: float,
+    refuse: bool = False,
+    others: Sequence[ApiErrorKind] = (),
+    unfollowed: Sequence[ApiErrorKind] = (),
+    renamed: Callable[[str], str] = str,
+) -> Asked:
+    """Read a request's body, decoded from JSON, or what another API's body says in the words of chat completions.
 
     Args:
         temperature: The episode's.
         refuse: Whether what cannot be followed is a fault (`agent.unenforced`).
+        others: Faults that were found before.
+        unfollowed: What is not followed and was found before.
+        renamed: Maps the place of a fault here to its place in the other API's body.
 
     Raises:
         ApiError: It names all faults.
@@ -193,6 +204,8 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
             f"{_short(choice)}: the policy is not made to call a tool; give auto, and say in a message what is wanted"
         )
         unenforced.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
+    told = {_counted(each.param): f"{each.param}: {each.text}" for each in unfollowed}
+    told |= {_counted(each.param): f"{renamed(each.param)}: {each.text}" for each in unenforced}
     asked = Asked(
         messages=reader.messages(),
         tools=[] if choice == "none" else tools,
@@ -203,11 +216,12 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         stream=reader.flag("stream"),
         usage=reader.usage(),
         form=form,
-        unenforced={_counted(each.param): f"{each.param}: {each.text}" for each in unenforced},
+        unenforced={} if refuse else told,
     )
+    faults = [*others, *(unfollowed if refuse else ()), *(replace(each, param=renamed(each.param)) for each in faults)]
     if faults:
-        more = [ApiErrorKind("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
-        raise refusal([*faults[:_SHOWN_FAULTS], *more])
+        more = [ApiErrorKind("others", f"{len(faults) - MAX_FAULTS} more")] if len(faults) > MAX_FAULTS else []
+        raise refusal([*faults[:MAX_FAULTS], *more])
     return asked
 
 

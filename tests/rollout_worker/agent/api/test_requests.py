@@ -2,9 +2,9 @@
 
 import pytest
 
-from rollout_worker.agent import request
-from rollout_worker.agent.messages import ApiError, chained, chained_answer, read_messages
-from rollout_worker.agent.request import read_parameters
+from rollout_worker.agent.api import request
+from rollout_worker.agent.api.messages import ApiError, chained, chained_answer, read_messages
+from rollout_worker.agent.api.request import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
 

@@ -36,7 +36,7 @@ fi
 # They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
 copies=$((2 * $(nproc) + 1))  # nproc heeds the next line
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm" --durations=15
+pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not frameworks" --durations=15
 # Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m slurm
 if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2

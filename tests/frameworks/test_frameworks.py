@@ -1,0 +1,77 @@
+"""Each framework of docs/frameworks.md plays its snippet of that page, in an environment of its own.
+
+Asked for by name, as environments are downloaded: `pytest -m frameworks`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from rollout_worker.task.agent import Endpoint
+from tests import kit
+from tests.frameworks.environments import environment, playing
+from tests.kit.agent import agent_task
+from tests.kit.fake_vllm.policies import multiplying, scripted
+from tests.kit.worker import TOKENIZER, fake, roll, row
+
+PAGE = (Path(__file__).parents[2] / "docs" / "frameworks.md").read_text(encoding="utf-8")
+CONFIG = kit.config(
+    kit.WORKER,
+    rollout={"max_turns": 8, "max_episode_tokens": 20_000, "max_turn_tokens": 2_000},
+    vllm={"max_model_len": 60_000},
+    learner={"token_budget": 60_000},
+    worker={"episode_timeout_s": 240.0, "request_timeout_s": 60.0},
+)
+
+
+class Snippet(NamedTuple):
+    name: str
+    packages: list[str]
+    code: str
+
+
+def snippets() -> list[Snippet]:
+    """Return the snippets of the page: a heading, a line that installs, and the code, for each framework."""
+    found = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
+    return [
+        Snippet(name, install[1].split(), code[1])
+        for name, text in found
+        if (install := re.search(r"`pip install (.+?)`", text))
+        and (code := re.search(r"```python\n(.*?)```", text, re.DOTALL))
+    ]
+
+
+SNIPPETS = snippets()
+
+
+@pytest.mark.frameworks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=[snippet.name for snippet in SNIPPETS])
+async def test_i4_a_plain_tool_loop_is_one_segment(snippet: Snippet, tmp_path: Path) -> None:
+    python = environment(snippet.packages)
+    (tmp_path / "snippet.py").write_text(snippet.code, encoding="utf-8")
+    with playing(python, tmp_path / "snippet.py") as player:
+
+        def agent(endpoint: Endpoint, question: str, answer: int) -> Any:
+            return player.play(endpoint, question=question, answer=answer)
+
+        rows = [{"question": "Multiply 12 by 34.", **row()}]
+        server = fake(scripted(TOKENIZER, multiplying), max_model_len=60_000)
+        run = await roll(agent_task(agent, dataset=rows), server, config=CONFIG)
+    assert run.queue.failures == {}, run.queue.failures
+    for rollout in run.rollouts:
+        told = {name: value for name, value in rollout.metrics.items() if name.startswith(("agent/", "chat/"))}
+        print(f"{snippet.name}: {len(rollout.segments)} segments, {rollout.turns} turns, {told}")
+        messages = json.loads(rollout.messages or b"[]")
+        assert rollout.reward == 1.0, messages
+        (segment,) = rollout.segments
+        assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 0)
+        trained = TOKENIZER.decode(segment.token_ids[segment.loss_mask], skip_special_tokens=False)
+        assert trained == (
+            '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call><|im_end|>408<|im_end|>'
+        )

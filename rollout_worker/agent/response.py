@@ -58,7 +58,13 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """Return a text up to the first of the texts that end an answer."""
-    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+    end = first_stop(text, stop)
+    return text if end is None else text[: text.find(end)]
+
+
+def first_stop(text: str, stop: Sequence[str]) -> str | None:
+    """Return the text that ended an answer; None if none did."""
+    return min((end for end in stop if end in text), key=text.find, default=None)
 
 
 class Outgoing:

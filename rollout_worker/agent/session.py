@@ -21,14 +21,14 @@ from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from protocol.versions import SERVED_MODEL_NAME
 from rollout_worker import user_code
 from rollout_worker.agent.allowance import Allowance
-from rollout_worker.agent.api.base import Answered, Api, Reading, Reply, ReplyChoice, Request
+from rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
 from rollout_worker.agent.api.chat import ChatApi
 from rollout_worker.agent.api.messages import SERVER, ApiError, over
 from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
 from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
 from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, read_calls
+from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
@@ -184,6 +184,10 @@ class Session:
         """Answer a request. Raises `ApiError`."""
         return await self._one_of_mine(self._answer(body, api))
 
+    async def count(self, body: bytes, api: Api) -> int:
+        """Return the number of tokens of a request's prompt, as it would be sampled after. Raises `ApiError`."""
+        return await self._one_of_mine(self._count(body, api))
+
     async def complete(self, body: bytes) -> bytes:
         """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
         return await self._one_of_mine(self._complete(body))
@@ -276,6 +280,13 @@ class Session:
         name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
         answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
         return Reply(api, request, answered)
+
+    async def _count(self, body: bytes, api: Api) -> int:
+        request = await self._read(body, api)
+        key = schemas_digest(request.asked.tools)
+        proven = await self._shared.formats.of(request.asked.tools, key)
+        context = await self._context(proven, self._tree.place(key, request.messages))
+        return len(context.ids)
 
     async def _complete(self, body: bytes) -> bytes:
         plain = await user_code.in_thread(self._read_plain, body=body)
@@ -412,7 +423,8 @@ class Session:
             texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
-        return ReplyChoice(reply, "length" if cut else "tool_calls" if reply.calls else "stop", tokens, logprobs)
+        finish: Finish = "length" if cut else "tool_calls" if reply.calls else "stop"
+        return ReplyChoice(reply, finish, tokens, logprobs, first_stop(parsed.content, asked.stop))
 
 
 def _decoded(body: bytes) -> Any:

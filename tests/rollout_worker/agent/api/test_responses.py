@@ -14,7 +14,7 @@ from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
 from tests.kit.api import conforms
 from tests.kit.fake_vllm.policies import in_turn, scripted
-from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from tests.kit.fake_vllm.tokenizer import THINKING_TEMPLATE, build_tokenizer
 from tests.kit.worker import TOKENIZER, accuracy, fake, multiply, roll
 
 openai = pytest.importorskip("openai")
@@ -24,14 +24,7 @@ CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_c
 TOOL = {"type": "function", "strict": False, **MULTIPLY["function"]}
 # As clients write it, without what transformers adds to a schema.
 PLAIN_TOOL = {name: value for name, value in TOOL.items() if name != "return"}
-THINKER = build_tokenizer(
-    CHAT_TEMPLATE.replace(
-        "{{- '<|im_start|>assistant\\n' + message.content }}",
-        "{{- '<|im_start|>assistant\\n' }}"
-        "{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}"
-        "{{- message.content }}",
-    )
-)
+THINKER = build_tokenizer(THINKING_TEMPLATE)
 
 
 def of(endpoint, **options):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import secrets
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,7 +79,6 @@ class Outgoing:
     def __init__(self) -> None:
         self.calls = self.failures = 0
         self.metrics: dict[str, float] = {}
-        self._numbers = itertools.count()
 
     def given(
         self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
@@ -90,7 +89,8 @@ class Outgoing:
             if isinstance(call := each.call, ToolCall):
                 own = None if call.id is None else encodable(call.id)
                 name = encodable(call.name)
-                id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
+                # As OpenAI's, since some clients rewrite any other. Where templates show ids, notations have their own.
+                id = own or f"call_{secrets.token_hex(12)}"
                 calls.append(Call(id, name, each.arguments))
                 given.append(GivenCall(id, name, own))
         content = before_stop(encodable(parsed.content), stop)

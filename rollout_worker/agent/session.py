@@ -417,7 +417,7 @@ class Session:
         answer, tokens = self._keep(place, context, turn), len(sampled.token_ids)
         self._outgoing.count(turn.calls, proven.parameters)
         reply, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
-        self._tree.remember(answer, place.key, reply, calls)
+        self._tree.remember(answer, place, reply, calls)
         logprobs = None
         if asked.logprobs:
             texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]

@@ -2,8 +2,9 @@
 of OpenAI's API.
 
 Two messages are equal where the policy would read the same: role, text, reasoning, calls and the answered id are equal.
-Null fields, fields that are never shown, and text split into parts make no difference. Clients may write the JSON of
-the policy's own calls differently or drop its reasoning; its answers are recognised all the same.
+Null fields, fields that are never shown, and text split into parts make no difference. The policy's own answers are
+recognised whatever clients make of the ids and the JSON of its calls, and whether or not they give back the white space
+around its text, its text beside calls, and its reasoning.
 """
 
 from __future__ import annotations
@@ -129,10 +130,18 @@ def chained(before: bytes, message: ChatMessage) -> bytes:
 
 
 def chained_answer(before: bytes, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation that ends in an answer of the policy, whatever the form of its arguments'
-    JSON and whatever its reasoning."""
-    calls = [[call.id, call.name, _same(call.arguments)] for call in message.calls]
-    return _digest(before, ["answer", message.content or "", calls])
+    """Return the digest of a conversation that ends in an answer of the policy. It is the same whatever a client makes
+    of the answer; `repeats` tells whether it may be the answer."""
+    calls = [[call.name, _same(call.arguments)] for call in message.calls]
+    return _digest(before, ["answer", "" if calls else (message.content or "").strip(), calls])
+
+
+def repeats(message: ChatMessage, answer: ChatMessage) -> bool:
+    """Tell whether a message with the digest of an answer is that answer: its reasoning is as it was given or left out,
+    its text is as it was given or without white space around it, or left out beside calls."""
+    given, text = answer.content or "", message.content or ""
+    is_text = (bool(answer.calls) and not text) or (text in given and text.strip() == given.strip())
+    return is_text and message.reasoning in (None, answer.reasoning)
 
 
 def read_messages(given: Sequence[Any]) -> list[ChatMessage]:
@@ -252,13 +261,21 @@ class _Reader:
         self.faults.append(ApiErrorKind(where, text))
 
 
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_DECODER = msgspec.json.Decoder(float_hook=_number)
+
+
 def _digest(before: bytes, what: list[Any]) -> bytes:
     return hashlib.blake2b(before + msgspec.json.encode(what), digest_size=16).digest()
 
 
 def _same(arguments: str) -> Any:
-    """Return a form that is equal for texts with the same JSON."""
+    """Return a form that is equal for texts with the same JSON. Some clients write every number with a point."""
     try:
-        return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
+        return msgspec.json.encode(_DECODER.decode(arguments), order="sorted").decode()
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, OverflowError):
         return arguments

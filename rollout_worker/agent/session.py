@@ -7,7 +7,7 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
+from rollout_worker.agent.segments import MEANT, NewSegment, why_new
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
@@ -41,6 +42,7 @@ from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
+from rollout_worker.task.reward_base import TEXT_CHARACTERS
 from rollout_worker.tools.base import ToolResult
 from rollout_worker.user_code.values import encodable
 
@@ -171,6 +173,8 @@ class Session:
         self._sampled_tokens = 0
         self._allowance = Allowance(shared.episodes.limits)
         self._outgoing = Outgoing()
+        # The first new segment for each reason.
+        self._whys: dict[str, NewSegment] = {}
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._generate_s = 0.0
         self._span = tracing.current()
@@ -244,6 +248,7 @@ class Session:
             tool_failures=self._outgoing.failures,
             metrics=metrics,
             timings=timings,
+            extra=self._segments(metrics),
         )
         messages = [message for answer in line for message in (*answer.shown, answer.message)]
         begins = len(line[0].shown) if line else 0
@@ -256,6 +261,13 @@ class Session:
             line[-1].text if line else "",
             self._sampled_tokens,
         )
+
+    def _segments(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return how many segments the episode has, and why, for people; empty for one segment."""
+        if not self._whys:
+            return {}
+        whys = [f"{metrics[f'agent/new_segments/{why}']:g} x {new.text}" for why, new in self._whys.items()]
+        return {"segments": f"{len(self._tree.drafts)}, of which {'; '.join(whys)}"[:TEXT_CHARACTERS]}
 
     def _check_open(self) -> None:
         if self._over:
@@ -273,7 +285,9 @@ class Session:
         try:
             context = await self._context(proven, place)
             turns = await self._turns(proven, place, context, asked)
-            choices = [self._recorded(proven, place, context, asked, turn) for turn in turns]
+            choices = [
+                self._recorded(proven, place, context, asked, turn, is_more=turn is not turns[0]) for turn in turns
+            ]
         finally:
             if place.before is not None:
                 place.before.claims -= 1
@@ -304,8 +318,9 @@ class Session:
         shown: list[Message] = [{"role": "user", "content": encodable(tokenizer.decode(suffix or ids))}]
         place, context = TreeNode(before, (), b""), _Context(ids, suffix, shown)
         choices = []
-        for turn in await self._turns(proven, place, context, asked):
-            self._keep(place, context, turn)
+        turns = await self._turns(proven, place, context, asked)
+        for turn in turns:
+            self._keep(place, context, turn, is_more=turn is not turns[0])
             sampled = turn.sampled
             text = encodable(tokenizer.decode(sampled.token_ids, skip_special_tokens=plain.skip_special))
             text = before_stop(text, asked.stop)
@@ -400,9 +415,12 @@ class Session:
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
-    def _keep(self, place: TreeNode, context: _Context, turn: _Turn) -> Answer:
-        """Record a turn."""
+    def _keep(self, place: TreeNode, context: _Context, turn: _Turn, is_more: bool) -> Answer:
+        """Record a turn. `is_more`: whether its request has another answer already."""
         sampled, parsed = turn.sampled, turn.parsed
+        appends = context.suffix is not None and place.before is not None and place.before.is_last
+        if self._tree.drafts and not appends:
+            self._count_segment(NewSegment("branch") if is_more else why_new(self._tree, place))
         if context.suffix is None or place.before is None:
             answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
         else:
@@ -412,9 +430,22 @@ class Session:
         self.failure, self._allowance.ended_as = None, turn.ended_as
         return answer
 
-    def _recorded(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn) -> ReplyChoice:
+    def _count_segment(self, new: NewSegment) -> None:
+        counted = f"agent/new_segments/{new.reason}"
+        self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
+        self._whys.setdefault(new.reason, new)
+        if new.reason not in MEANT:
+            told = (
+                f"an episode has more segments than conversations: {new.text}. What was sampled before is read again, "
+                f"and trains in the segment that it was sampled in"
+            )
+            self._shared.episodes.notices.add("agent", counted, told)
+
+    def _recorded(
+        self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn, is_more: bool
+    ) -> ReplyChoice:
         sampled, parsed = turn.sampled, turn.parsed
-        answer, tokens = self._keep(place, context, turn), len(sampled.token_ids)
+        answer, tokens = self._keep(place, context, turn, is_more), len(sampled.token_ids)
         self._outgoing.count(turn.calls, proven.parameters)
         reply, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
         self._tree.remember(answer, place, reply, calls)

@@ -83,6 +83,11 @@ def playing(python: Path, snippet: Path) -> Iterator[Player]:
     """Run the process that plays a snippet."""
     command = [str(python), str(HERE / "player.py"), str(snippet)]
     own = {name: value for name, value in os.environ.items() if not name.startswith(("OPENAI_", "ANTHROPIC_"))}
+    # litellm would ask for its list of prices, tiktoken for its files, which litellm brings.
+    (files,) = (
+        environment(["litellm"]).parents[1].glob("lib/python*/site-packages/litellm/litellm_core_utils/tokenizers")
+    )
+    own |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "TIKTOKEN_CACHE_DIR": str(files)}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=snippet.parent, env=own
     )

@@ -24,8 +24,8 @@ async def play(agent, endpoint, columns):
 
 
 async def main():
-    agent = runpy.run_path(sys.argv[1])["agent"]
     answers, sys.stdout = sys.stdout, sys.stderr  # frameworks print
+    agent = runpy.run_path(sys.argv[1])["agent"]
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
             answer = {"returned": await play(agent, *json.loads(line))}

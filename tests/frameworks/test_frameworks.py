@@ -5,8 +5,8 @@ Asked for by name, as environments are downloaded: `pytest -m frameworks`.
 
 from __future__ import annotations
 
-import json
 import re
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ def snippets() -> list[Snippet]:
     """Return the snippets of the page: a heading, a line that installs, and the code, for each framework."""
     found = re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     return [
-        Snippet(name, install[1].split(), code[1])
+        Snippet(name, shlex.split(install[1]), code[1])
         for name, text in found
         if (install := re.search(r"`pip install (.+?)`", text))
         and (code := re.search(r"```python\n(.*?)```", text, re.DOTALL))
@@ -47,6 +47,33 @@ def snippets() -> list[Snippet]:
 
 
 SNIPPETS = snippets()
+CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'
+
+
+class Played(NamedTuple):
+    """What a rollout has: segments, turns, and calls of the policy."""
+
+    segments: int = 1
+    turns: int = 2
+    calls: int = 1
+
+
+# Those whose loop is another, or that write their conversation anew.
+OTHERS = {
+    # Calls and results come back as text, and the answer is a call, too.
+    "smolagents": Played(segments=2, calls=2),
+    # One answer in a form; no loop.
+    "instructor": Played(turns=1),
+}
+
+
+def playing_along(text: str, index: int) -> str:
+    """Multiply with the tool, in the words that a framework asks for."""
+    if '"name": "Product"' in text:
+        return '<tool_call>{"name": "Product", "arguments": {"value": 408}}</tool_call>'
+    if '"name": "final_answer"' in text and text.rpartition("<|im_start|>user")[2].count("408"):
+        return '<tool_call>{"name": "final_answer", "arguments": {"answer": "408"}}</tool_call>'
+    return multiplying(text, index)
 
 
 @pytest.mark.frameworks
@@ -61,17 +88,20 @@ async def test_i4_a_plain_tool_loop_is_one_segment(snippet: Snippet, tmp_path: P
             return player.play(endpoint, question=question, answer=answer)
 
         rows = [{"question": "Multiply 12 by 34.", **row()}]
-        server = fake(scripted(TOKENIZER, multiplying), max_model_len=60_000)
+        server = fake(scripted(TOKENIZER, playing_along), max_model_len=60_000)
         run = await roll(agent_task(agent, dataset=rows), server, config=CONFIG)
     assert run.queue.failures == {}, run.queue.failures
     for rollout in run.rollouts:
-        told = {name: value for name, value in rollout.metrics.items() if name.startswith(("agent/", "chat/"))}
+        told = {name: value for name, value in rollout.metrics.items() if name.startswith("agent/")}
         print(f"{snippet.name}: {len(rollout.segments)} segments, {rollout.turns} turns, {told}")
-        messages = json.loads(rollout.messages or b"[]")
-        assert rollout.reward == 1.0, messages
-        (segment,) = rollout.segments
-        assert (rollout.turns, rollout.tool_calls, rollout.tool_failures) == (2, 1, 0)
-        trained = TOKENIZER.decode(segment.token_ids[segment.loss_mask], skip_special_tokens=False)
-        assert trained == (
-            '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call><|im_end|>408<|im_end|>'
-        )
+        assert rollout.reward == 1.0, rollout.messages
+        played = Played(len(rollout.segments), rollout.turns, rollout.tool_calls)
+        assert played == OTHERS.get(snippet.name, Played()), rollout.extra
+        assert rollout.tool_failures == 0
+        sampled = [segment.token_ids[segment.loss_mask] for segment in rollout.segments]
+        turns = "".join(TOKENIZER.decode(ids, skip_special_tokens=False) for ids in sampled).split("<|im_end|>")
+        # Each turn trains once, and nothing else does.
+        assert len(turns) == rollout.turns + 1
+        assert turns[0] == (CALL if rollout.turns > 1 else turns[0])
+        assert "408" in turns[-2]
+        assert turns[-1] == ""

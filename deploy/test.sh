@@ -41,6 +41,8 @@ pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not framewor
 if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2
     pytest "${all[@]}" -m slurm --durations=5 tests/deploy/clusters
+    # Downloads an environment for each framework: deploy/test.sh -m frameworks
+    pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks
 fi
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
 exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -27,6 +27,7 @@ from rollout_worker.agent.api.messages import SERVER, ApiError, over
 from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
 from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
+from rollout_worker.agent.forced_calls import one_call
 from rollout_worker.agent.formats import ChatFormats, Proven
 from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
 from rollout_worker.agent.segments import MEANT, NewSegment, why_new
@@ -276,9 +277,12 @@ class Session:
     async def _answer(self, body: bytes, api: Api) -> Reply:
         request = await self._read(body, api)
         asked = request.asked
-        self._count_unenforced(asked)
+        self._count_unenforced(asked.unenforced)
         key = schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
+        if asked.must_call:
+            asked = self._held_to_calls(asked, proven)
+            request = replace(request, asked=asked)
         place = self._tree.place(key, request.messages)
         if place.before is not None:
             place.before.claims += 1
@@ -295,6 +299,18 @@ class Session:
         answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
         return Reply(api, request, answered)
 
+    def _held_to_calls(self, asked: Asked, proven: Proven) -> Asked:
+        """Return a request that is held to a call of one of `must_call`, where the chat format allows that."""
+        frames = {name: proven.frames[name] for name in asked.must_call if name in proven.frames}
+        if len(frames) == len(asked.must_call):
+            return replace(asked, form=one_call(frames, asked.tools))
+        text = "tool_choice: the model's chat format writes no JSON that a call could be held to; give auto"
+        if self._reading.refuse:
+            raise ApiError(400, text, "unsupported_value", ["tool_choice"])
+        unenforced = {"tool_choice": text}
+        self._count_unenforced(unenforced)
+        return replace(asked, must_call=(), unenforced={**asked.unenforced, **unenforced})
+
     async def _count(self, body: bytes, api: Api) -> int:
         request = await self._read(body, api)
         key = schemas_digest(request.asked.tools)
@@ -305,7 +321,7 @@ class Session:
     async def _complete(self, body: bytes) -> bytes:
         plain = await user_code.in_thread(self._read_plain, body=body)
         asked = plain.asked
-        self._count_unenforced(asked)
+        self._count_unenforced(asked.unenforced)
         proven = await self._shared.formats.of([])
         tokenizer = proven.chat.tokenizer
         ids = plain.prompt
@@ -329,8 +345,8 @@ class Session:
             choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
         return encoded(f"cmpl-{self._name}-{next(self._numbers)}", MODEL, ids, choices, plain)
 
-    def _count_unenforced(self, asked: Asked) -> None:
-        for name, text in asked.unenforced.items():
+    def _count_unenforced(self, unenforced: Mapping[str, str]) -> None:
+        for name, text in unenforced.items():
             counted = f"agent/unenforced/{name}"
             self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
             told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"

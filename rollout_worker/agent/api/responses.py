@@ -129,7 +129,7 @@ class ResponsesApi:
             "output": list(_items(choice, answered.name)),
             **{name: given.get(name, default) for name, default in _REPEATED.items()},
             "temperature": answered.temperature,
-            "tool_choice": "none" if given.get("tool_choice") == "none" else "auto",
+            "tool_choice": "auto" if "tool_choice" in request.asked.unenforced else given.get("tool_choice", "auto"),
             "top_p": answered.top_p,
             "usage": {
                 "input_tokens": prompt,

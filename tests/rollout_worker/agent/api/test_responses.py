@@ -271,7 +271,7 @@ def test_the_items_of_one_turn_are_one_message():
         ({"tools": [{**TOOL, "strict": True}]}, "strict", r"tools\[0\].strict"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "defer_loading", "leave it out"),
         ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
-        ({"tool_choice": {"type": "function", "name": "multiply"}}, "tool_choice", "say in a message"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "multiply"}}, "tool_choice", "say in a message"),
         ({"text": {"format": {"type": "json_object"}}}, "response_format", r"text.format: .*rollout.top_k"),
         ({"text": {"verbosity": "low"}}, "verbosity", "text.verbosity"),
         ({"reasoning": {"effort": "low"}}, "reasoning_effort", "reasoning.effort"),

@@ -38,6 +38,7 @@ def fail() -> str:
 @server.tool()
 def die() -> str:
     """End the server."""
+    print("the disk is full", file=sys.stderr, flush=True)
     os._exit(3)
 
 

@@ -24,6 +24,7 @@ from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.tools import mcp, mcp_connection
 from rollout_worker.tools.mcp import check_addresses, mcp_tools
 from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.user_code import UserCodeError
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
@@ -151,7 +152,16 @@ async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
         results = await box.run([ToolCall("wait", {"seconds": 60}), ToolCall("die", {})])
         assert {result.reason for result in results} == {reasons.TOOL_RAISED}
         assert all("MCP server" in result.content for result in results)
+        assert all("it wrote last: the disk is full" in result.content for result in results)
         assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_what_a_server_writes_to_stderr_is_passed_on(tmp_path):
+    with await asyncio.to_thread(open, tmp_path / "stderr", "w") as errors:
+        async with mcp_tools([STDIO], HERE, errors=errors) as tools:
+            with pytest.raises(UserCodeError, match="the disk is full"):
+                await next(tool for tool in tools if tool.schema["function"]["name"] == "die").call({}, 30.0)
+        assert "the disk is full" in (tmp_path / "stderr").read_text()
 
 
 async def test_an_http_server_that_is_started_again_is_connected_again(monkeypatch):
@@ -255,6 +265,10 @@ async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path)
         ("no-such-program --serve", "no program 'no-such-program'.*install it"),
         (command("print('hello', flush=True); import time; time.sleep(600)"), "did not answer within 1 s"),
         (command("raise SystemExit(3)"), "cannot be reached: .*look at what it wrote to stderr"),
+        (
+            command("import os; os.environ['DB_URL']"),
+            "cannot be reached: .*it wrote last: .*KeyError: 'DB_URL'; fix its command line",
+        ),
         (command("import time; time.sleep(600)"), "did not answer within 1 s"),
     ],
 )

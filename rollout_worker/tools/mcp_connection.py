@@ -147,6 +147,8 @@ _CLOSED_WITHIN_S = 10.0
 
 _HTTP_CONNECT_S = 30.0
 
+_FOREVER_S = 1e6
+
 _SHOWN_CHARACTERS = 120
 
 _STDERR_CHARACTERS = 300
@@ -165,6 +167,7 @@ class McpServer:
         connect_timeout_s: Maximum seconds to connect.
         errors: File for the server's stderr; None for this process's.
         clock: Returns monotonic seconds.
+        uses_sse: Whether a URL is spoken to over SSE.
 
     Raises:
         ConfigError: The address cannot be that of a server.
@@ -177,7 +180,9 @@ class McpServer:
         connect_timeout_s: float,
         errors: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        uses_sse: bool = False,
     ) -> None:
+        self._uses_sse = uses_sse
         self.shown = shown(address)
         self.command = command_of(address)
         self._address = address
@@ -275,6 +280,11 @@ class McpServer:
         from mcp import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        if self._uses_sse:
+            from mcp.client.sse import sse_client
+
+            # The caller bounds the time of a call; a server may be silent for as long as nobody calls.
+            return sse_client(self._address, timeout=_HTTP_CONNECT_S, sse_read_timeout=_FOREVER_S)
         if not self.command:
             import httpx2
 

@@ -7,6 +7,7 @@ starts the processes, asks the policy, and shows on the terminal each wait and e
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections import Counter
@@ -129,6 +130,9 @@ GIVE_UP_POLL_S = 1.0
 
 LAST_LINES = 20
 
+# With less room a process may not even say why it ends.
+FULL_BELOW_BYTES = 256 * 1024
+
 # vLLM's engine processes react late to SIGTERM once their server is gone.
 ORPHANS_GRACE_S = 1.0
 
@@ -194,8 +198,8 @@ class ProcessKeeper:
                 case Again(pause_s, attempt):
                     cause = child.first_error()
                     self._terminal.complain(
-                        f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
-                        f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
+                        f"{describe_end(name, code)}{f': {cause}' if cause else ''}{_disk_is_full(child.log)}; "
+                        f"starting it again in {pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
                     # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
@@ -255,10 +259,22 @@ class ProcessKeeper:
 
 def _quoted(child: Child) -> str:
     """Quote the child's log: its first error, else its last lines."""
+    full = _disk_is_full(child.log)
     if cause := child.first_error():
-        return f"; the first error in {child.log}:\n{cause}"
+        return f"{full}; the first error in {child.log}:\n{cause}"
     lines = "\n".join(child.tail()[-LAST_LINES:])
-    return f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
+    return f"{full}; the last lines of {child.log}:\n{lines}" if lines.strip() else full
+
+
+def _disk_is_full(log: Path) -> str:
+    """Say so where a log may end early because its disk is full; else return an empty text."""
+    try:
+        free = shutil.disk_usage(log.parent).free
+    except OSError:
+        return ""
+    if free >= FULL_BELOW_BYTES:
+        return ""
+    return f"; the disk of {log.parent} is full ({free:,} bytes are free): make room, as its log may end early"
 
 
 def _session() -> aiohttp.ClientSession:

@@ -182,7 +182,9 @@ class FakeVllm:
             samples = await asyncio.gather(*tasks)
             version = self.engine.weight_version
             masks = params.get("logprobs", 0) > 0
-            choices = [replies.choice(sample, index, version, fault, masks) for index, sample in samples]
+            choices = [
+                replies.choice(sample, index, sample.version or version, fault, masks) for index, sample in samples
+            ]
             if fault and fault.kind == "die":
                 return _cut(request)
             return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))
@@ -233,7 +235,7 @@ class FakeVllm:
                 await response.write(replies.event(replies.error(fault.status, "the engine died", "GenerationError")))
                 break
             masks = body["sampling_params"].get("logprobs", 0) > 0
-            whole = replies.choice(sample, index, self.engine.weight_version, fault, masks)
+            whole = replies.choice(sample, index, sample.version or self.engine.weight_version, fault, masks)
             for event in replies.chunks(body["request_id"], whole, interval):
                 await response.write(event)
         await response.write(b"data: [DONE]\n\n")

@@ -27,6 +27,9 @@ from protocol.config import RunConfig
 # Exit code for a wrong setting: a restarted process would end in the same way.
 WRONG_SETTING = 2
 
+# Exit code of a learner from which another one has taken the run.
+TAKEN_OVER = 76
+
 # Exit codes of a process that was stopped on purpose.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
 
@@ -67,7 +70,12 @@ class Over:
     remedy: str = ""
 
 
-Verdict = Done | Again | Over
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another learner has taken the run over. The rest is kept running for it, until the run is finished."""
+
+
+Verdict = Done | Again | Over | Elsewhere
 
 
 class RestartPolicy:
@@ -107,6 +115,8 @@ class RestartPolicy:
         if code == 0 and role in ("worker", "learner") and not goes_on:
             return Done()
         code = code or 1
+        if role == "learner" and code == TAKEN_OVER:
+            return Elsewhere()
         if role == "learner":
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
         if code == WRONG_SETTING:
@@ -191,6 +201,14 @@ class ProcessKeeper:
                     self._terminal.say(f"{name} is done")
                     await self._children.end([child])
                     return
+                case Elsewhere():
+                    self._terminal.complain(
+                        f"{name} has ended, as another one has taken the run over; the queue, servers and workers here "
+                        f"are kept for it until the run is finished"
+                    )
+                    await self._children.end([child])
+                    await self._until_finished(http)
+                    return
                 case Over(end_code, why, remedy):
                     ended = "; ".join(filter(None, [f"{describe_end(name, code)} {why}".rstrip(), remedy]))
                     self._terminal.complain(f"{describe_end(name, code)}; stopping the others")
@@ -214,6 +232,17 @@ class ProcessKeeper:
             if not (await self._ask_queue(access.STATUS, http)).get(reasons.GAVE_UP):
                 return
             await asyncio.sleep(GIVE_UP_POLL_S)
+
+    async def _until_finished(self, http: aiohttp.ClientSession) -> None:
+        """Wait until the queue says that the run is finished, and tell a standstill, which no learner here shows."""
+        stalled = False
+        while not (await self._ask_queue(access.POLICY, http)).get("finished"):
+            stall = (await self._ask_queue(access.STATUS, http)).get("stall") or {}
+            if stall.get("stalled") and not stalled:
+                self._terminal.complain(f"stalled: no step for {stall.get('since_s', 0):.0f} s: {stall.get('why')}")
+            stalled = bool(stall.get("stalled"))
+            await asyncio.sleep(GIVE_UP_POLL_S)
+        self._terminal.say("the run is finished")
 
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
         """Tell whether the queue says that the run is not finished."""

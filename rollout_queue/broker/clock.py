@@ -92,7 +92,10 @@ class Clock:
             follows = "times that are shown go on from there, and no deadline is changed"
         else:
             follows = "times that are shown go on as if it had not been, and no deadline is changed"
-        return f"this machine's clock was set {'ahead' if step > 0 else 'back'} by {abs(step):,.0f} s: {follows}"
+        at = time.strftime("%H:%M:%S", time.localtime(self.wall()))
+        return (
+            f"at {at} this machine's clock was set {'ahead' if step > 0 else 'back'} by {abs(step):,.0f} s: {follows}"
+        )
 
     def not_before(self, at: float) -> None:
         """Let `wall` go on from `at` if that is later than now."""

@@ -53,7 +53,7 @@ FAULTS = (
     Fault("kill joined server", "joined", _SERVER_OUT, 20, weight=1),
     Fault("kill far worker", "far", weight=1),
     Fault("stop server", "server", _SERVER_OUT, 20, (12, 20), places=EVERYWHERE),
-    Fault("stop queue", "queue", r"queue.*(not answer|no answer|unreachable|cannot be reached)", 20, (12, 16)),
+    Fault("stop queue", "queue", r"terminal: .*the queue has not answered", 20, (12, 16)),
     Fault("stop worker", "worker", "", 20, (5, 15), places=EVERYWHERE),
     Fault("stop learner", "learner", r"learner.*(heard|silent|no sign)", 35, (30, 35), weight=1, places=EVERYWHERE),
     Fault("duty-cycle server", "server", "", 20, (10, 20)),
@@ -67,7 +67,7 @@ FAULTS = (
     Fault("full disk", "run", r"(?i)(no space left|disk is full|cannot be written|ENOSPC)", 30, (8, 12), weight=1),
     Fault("clock one hour ahead", "run", r"clock was set ahead by 3,[56]\d\d s", 10, (10, 20), places=EVERYWHERE),
     Fault("clock one hour back", "run", r"clock was set back by 3,[56]\d\d s", 10, (10, 20), places=EVERYWHERE),
-    Fault("worker out of memory", "worker", r"{target}.*(ended with code|MemoryError|memory)", 40, weight=1),
+    Fault("worker out of memory", "worker", weight=1),
     Fault(
         "server of another model",
         "run",

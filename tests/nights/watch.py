@@ -16,6 +16,8 @@ from typing import Any
 from protocol import access
 
 ASK_EVERY_S = 0.5
+# Their logs are on other machines: a person reads the run's terminal, and its status.
+UNREAD = ("far", "joined")
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
 
 
@@ -72,7 +74,8 @@ class Watch:
     def first(self, pattern: str, since: float) -> Line | None:
         """The first line from `since` on that a pattern is in."""
         found = re.compile(pattern)
-        return next((line for line in self.lines if line.at >= since and found.search(str(line))), None)
+        lines = (line for line in self.lines if line.at >= since and line.who not in UNREAD)
+        return next((line for line in lines if found.search(str(line))), None)
 
     def step(self) -> int:
         return self.steps[-1][1] if self.steps else 0
@@ -85,7 +88,8 @@ class Watch:
                 continue
             if not self.steps or self.steps[-1][1] != status["step"]:
                 self.steps.append((time.monotonic(), status["step"]))
-            now = {_NUMBERS.sub("0", text): text for text in told(status)}
+            # Figures of a wait change as it lasts; a notice stays as it was given.
+            now = {text if text.startswith("notice") else _NUMBERS.sub("0", text): text for text in told(status)}
             for name in sorted(now.keys() - before):
                 self.lines.append(Line(time.monotonic(), "status", now[name]))
             before = set(now)

@@ -20,7 +20,7 @@ from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.engine_state import RouteError
-from weight_sync.vllm.guard import CLOSED, OPEN_ROUTES, roles_for
+from weight_sync.vllm.guard import CLOSED, HEALTH, OPEN_ROUTES, roles_for
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -110,7 +110,7 @@ class FakeVllm:
         self.calls.append(request.path)
         if request.transport is not None:
             self._connections.add(request.transport)
-        if self._ring is not None and (denied := self._denied(self._ring, request)):
+        if self._ring is not None and request.path != HEALTH and (denied := self._denied(self._ring, request)):
             return _refusal(denied.status, f"Unauthorized: {denied.message}", "Unauthorized")
         try:
             engine_state.check_owner(self.owner, {"path": request.path, "headers": _raw(request)})

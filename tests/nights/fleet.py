@@ -291,11 +291,19 @@ class Fleet:
         }.get(kind, [kind])
 
     def finish(self, steps: int) -> int:
-        """Stop the run as a person does, and let it make a few more steps to its end. Returns the exit code."""
+        """Stop the run as a person does, and let it make a few more steps to its end.
+
+        Returns:
+            The exit code; -1 if it did not end, -2 if it could not be stopped.
+        """
         assert self.up is not None
         if self.up.poll() is None:
             self.up.send_signal(signal.SIGINT)
-            self.up.wait(ENDS_WITHIN_S)
+            try:
+                self.up.wait(ENDS_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                self.watch.add("night", f"not ended by Ctrl-C: {[*self.processes()]}")
+                return -2
         self.start(steps)
         until = time.monotonic() + 3 * ENDS_WITHIN_S
         while self.up.poll() is None and time.monotonic() < until:

@@ -237,9 +237,11 @@ def play(
         if has_disk_of_its_own(folder / "runs"):
             stack.callback(subprocess.run, ["umount", "-l", str(folder / "runs")], check=False)
         fleet = Fleet(folder, folder / "model" if fake else model or EXAMPLE / "models" / "seed-0", fake, seed)
-        outcome = Night(fleet, every_s).play(schedule, say)
-        if outcome.broken:
+        try:
+            outcome = Night(fleet, every_s).play(schedule, say)
+        finally:
             (folder / "heard.txt").write_text("\n".join(f"{line.at:.1f} {line}" for line in fleet.watch.lines))
+        if outcome.broken:
             shutil.copytree(folder / "runs", folder / "kept-runs", ignore=shutil.ignore_patterns("filler"))
             print(f"broken; what is left is in {folder}", file=sys.stderr)
     if not outcome.broken:

@@ -108,7 +108,8 @@ def report(outcome: Outcome) -> None:
         f"{times[-1] if times else 0:.1f} s (worst)"
     )
     print(
-        f"labels: {outcome.labels.tokens} tokens of {outcome.labels.versions} versions, at most "
+        f"labels: {outcome.labels.tokens} tokens of {outcome.labels.versions} versions, with "
+        f"{outcome.labels.mid_turn_swaps} swaps in the middle of a turn, at most "
         f"{outcome.labels.worst:.2g} nats off; reward {outcome.reward[0]:.3f} to {outcome.reward[1]:.3f}"
     )
     print(f"growth: {json.dumps(outcome.growth)}; logs: {json.dumps(outcome.log_bytes)}")

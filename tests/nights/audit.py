@@ -13,9 +13,9 @@ from typing import Any
 
 import psutil
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
-from protocol.messages import Segment
+from protocol.messages import Segment, VersionSpan
 from protocol.trained_record import RECORD_FOLDER, RecordError, read_record
 from rollout_queue.store.sqlite import SqliteReader
 from rollout_queue.store.sqlite_file import FILE_NAME
@@ -73,6 +73,7 @@ class Labels:
 
     tokens: int = 0
     versions: int = 0
+    mid_turn_swaps: int = 0
     worst: float = 0.0
 
 
@@ -108,49 +109,95 @@ def rewards(folder: Path) -> tuple[float, float]:
     return sum(first) / max(1, len(first)), sum(last) / max(1, len(last))
 
 
-@torch.no_grad()
-def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
-    """Recompute the log-probs of a sample of trained tokens with the weights of the versions that sampled them.
+class Versions:
+    """The weights of some versions, in one model.
 
     Args:
         kept: Folder of the versions' weights, VERSION.pt.
         model: Folder of version 0.
     """
-    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    at_first = {name: value.clone() for name, value in policy.state_dict().items()}
-    files = {int(file.stem): file for file in kept.glob("*.pt")}
-    by_version: dict[int, list[tuple[Segment, int, int]]] = defaultdict(list)
+
+    def __init__(self, kept: Path, model: Path) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+        self._first = {name: value.clone() for name, value in self._model.state_dict().items()}
+        self._files = {int(file.stem): file for file in kept.glob("*.pt")}
+        self._read: dict[int, dict[str, torch.Tensor]] = {0: self._first}
+
+    def __contains__(self, version: object) -> bool:
+        return version == 0 or version in self._files
+
+    def __call__(self, version: int) -> Any:
+        if version not in self._read:
+            self._read[version] = torch.load(self._files[version])
+        self._model.load_state_dict(self._read[version], strict=False)
+        return self._model
+
+
+@torch.no_grad()
+def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
+    """Recompute the log-probs of a sample of trained tokens with the weights of the versions that sampled them.
+
+    Args:
+        kept, model: See `Versions`.
+    """
+    known = Versions(kept, model)
     try:
         record = read_record(folder / RECORD_FOLDER)
     except (OSError, RecordError):
         return Labels()
     places = [place for step in record.steps for place in step.trained]
     random.Random(seed).shuffle(places)
-    count = 0
+    found, versions, count = Labels(), set(), 0
     for place in places:
         for rollout in place.group().rollouts:
             for segment in rollout.segments:
-                for span in segment.version_spans:
-                    if span.version == 0 or span.version in files:
-                        by_version[span.version].append((segment, span.start, span.end))
-                        count += 1
+                for turn in turns_of(segment):
+                    if all(span.version in known for span in turn):
+                        off = _off(known, segment, turn)
+                        found.tokens += len(off)
+                        found.worst = max(found.worst, float(off.max()))
+                        found.mid_turn_swaps += len(turn) - 1
+                        versions |= {span.version for span in turn}
+                count += 1
         if count >= SEGMENTS:
             break
-    found = Labels(versions=len(by_version))
-    for version, spans in by_version.items():
-        policy.load_state_dict(at_first if version == 0 else torch.load(files[version]), strict=False)
-        for segment, start, end in spans:
-            off = _off(policy, segment, start, end)
-            found.tokens += len(off)
-            found.worst = max(found.worst, float(off.max()) if len(off) else 0.0)
+    found.versions = len(versions)
     return found
 
 
-def _off(policy: Any, segment: Segment, start: int, end: int) -> torch.Tensor:
-    """The differences of the sampled tokens' log-probs in `[start, end)`."""
-    ids = torch.tensor(segment.token_ids).long()[None, :end]
-    exact = policy(ids).logits[0, :-1].float().log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-    sampled = torch.tensor(segment.loss_mask).bool()[1:end]
-    told = torch.tensor(segment.logprobs)[1:end]
-    inside = torch.arange(1, end) >= start
-    return (exact - told).abs()[sampled & inside]
+def turns_of(segment: Segment) -> list[list[VersionSpan]]:
+    """The spans of each turn: what was sampled without a gap."""
+    turns: list[list[VersionSpan]] = []
+    for span in segment.version_spans:
+        if turns and turns[-1][-1].end == span.start:
+            turns[-1].append(span)
+        else:
+            turns.append([span])
+    return turns
+
+
+def _off(known: Versions, segment: Segment, turn: list[VersionSpan]) -> torch.Tensor:
+    """The differences of a turn's log-probs.
+
+    Weights that are exchanged in a turn go on with the keys and values that are there; a request that was preempted
+    since is computed anew. Which of the two is not in the record: the nearer one counts, span by span.
+    """
+    ids = torch.tensor(segment.token_ids).long()[None]
+    told = torch.tensor(segment.logprobs)
+    past, found = DynamicCache(), []
+    for number, span in enumerate(turn):
+        model = known(span.version)
+        begin = 0 if number == 0 else span.start - 1
+        going_on = model(ids[:, begin : span.end - 1], past_key_values=past).logits[0, span.start - 1 - begin :]
+        nearest = _differences(going_on, ids, told, span)
+        if number:
+            anew = model(ids[:, : span.end - 1]).logits[0, span.start - 1 :]
+            other = _differences(anew, ids, told, span)
+            nearest = other if float(other.max()) < float(nearest.max()) else nearest
+        found.append(nearest)
+    return torch.cat(found)
+
+
+def _differences(logits: torch.Tensor, ids: torch.Tensor, told: torch.Tensor, span: VersionSpan) -> torch.Tensor:
+    exact = logits.float().log_softmax(-1).gather(1, ids[0, span.start : span.end, None])[:, 0]
+    return (exact - told[span.start : span.end]).abs()

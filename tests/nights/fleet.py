@@ -96,7 +96,7 @@ task = Task(dataset=rows(4096, seed=1), tools=[multiply], rewards=[accuracy])
 fewer = Task(dataset=rows(50, seed=1), tools=[multiply], rewards=[accuracy])
 '''
 
-# Keeps some of the versions that were published, so that labels can be recomputed.
+# Keeps the weights of each version, so that labels can be recomputed.
 KEEPER = """
 import copy, os
 from pathlib import Path
@@ -109,7 +109,7 @@ KEPT = Path({kept!r})
 class Keeper(TrainerCallback):
     def on_log(self, args, state, control, model=None, logs=None, **_):
         version = int((logs or {{}}).get("version", -1))
-        if version >= 0 and version % {every} == 0 and not (KEPT / f"{{version}}.pt").exists():
+        if version >= 0 and not (KEPT / f"{{version}}.pt").exists():
             torch.save(model.state_dict(), KEPT / "part")
             os.replace(KEPT / "part", KEPT / f"{{version}}.pt")
 """
@@ -177,8 +177,7 @@ class Fleet:
         stubs = self.folder / "stubs"
         (stubs / "sitecustomize.py").write_text(CLOCK, encoding="utf-8")
         (self.folder / "night_task.py").write_text(TASK.format(harm=str(self.harm)), encoding="utf-8")
-        every = 1 if self.fake else 2
-        (self.folder / "keeper.py").write_text(KEEPER.format(kept=str(self.kept), every=every), encoding="utf-8")
+        (self.folder / "keeper.py").write_text(KEEPER.format(kept=str(self.kept)), encoding="utf-8")
         shutil.copy(EXAMPLE / "run.toml", self.folder / "run.toml")
         if self.fake:
             for name in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
@@ -298,11 +297,11 @@ class Fleet:
         """
         assert self.up is not None
         if self.up.poll() is None:
-            self.up.send_signal(signal.SIGINT)
+            self.up.send_signal(signal.SIGTERM)  # SIGINT may be ignored, as under nohup
             try:
                 self.up.wait(ENDS_WITHIN_S)
             except subprocess.TimeoutExpired:
-                self.watch.add("night", f"not ended by Ctrl-C: {[*self.processes()]}")
+                self.watch.add("night", f"not ended by SIGTERM: {[*self.processes()]}")
                 return -2
         self.start(steps)
         until = time.monotonic() + 3 * ENDS_WITHIN_S

@@ -31,7 +31,7 @@ WORDS = 2**16
 
 # The share of the bytes that each snapshot compares with the live weights, and its bounds: publications in a row take
 # one part after another, so that together they compare everything.
-CHECKED_SHARE, MIN_CHECKED_BYTES, MAX_CHECKED_BYTES = 1 / 128, 2**20, 2**24
+CHECKED_SHARE, MIN_CHECKED_BYTES, MAX_CHECKED_BYTES = 1 / 128, 2**18, 2**24
 
 
 class SnapshotDamaged(RuntimeError):
@@ -295,7 +295,7 @@ def place_sum(tensor: torch.Tensor) -> torch.Tensor:
     """Sum up a tensor's bits, each element times a number of its own: int64 [], modulo 2**64, on its device. Rows that
     are exchanged change it, as does each single bit."""
     bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()]).to(torch.int64)
-    places = torch.arange(1, 2 * len(bits), 2, device=bits.device) * _STRIDE
+    places = (2 * torch.arange(len(bits), device=bits.device) + 1) * _STRIDE
     return (bits * places).sum()
 
 

@@ -56,14 +56,14 @@ SECTIONS = (
     Section(
         1, "attention", "attention along tries against a dense mask: types, head sizes, levels, gradients", 90, True
     ),
-    Section(1, "agreement", "a step has the loss and gradient of a padded loop", 60, True),
+    Section(1, "agreement", "a step's gradient is no further from float32 than a padded loop's", 60, True),
     Section(1, "snapshot", "a snapshot is the weights in the servers' type; how long the learner waits", 90, True),
-    Section(1, "no_synchronisation", "rows run without waiting for the host", 30),
-    Section(1, "checksums", "checksums on the GPU are those on the host, and show a changed bit", 30),
+    Section(1, "no_synchronisation", "rows run without waiting for the host", 45),
+    Section(1, "checksums", "checksums on the GPU are those on the host, and show a changed bit", 45),
     Section(1, "ipc", "two processes share memory of the GPU, and outlive each other", 60),
     Section(1, "nccl", "NCCL by our binding: join, broadcast, abort", 45),
     Section(1, "nccl_on_one_gpu", "two ranks on one GPU are refused, and do not hang", 60),
-    Section(1, "device_tests", "the tests that use a GPU where there is one", 120),
+    Section(1, "device_tests", "the tests that use a GPU where there is one", 105),
     Section(2, "learner", "a step beside a padded loop, and TRL where it is installed", 120, True),
     Section(
         2,
@@ -72,7 +72,7 @@ SECTIONS = (
         300,
         True,
     ),
-    Section(2, "head", "the output layer by learner.logits_mib", 45, True),
+    Section(2, "head", "the output layer by learner.logits_mib", 60, True),
     Section(2, "sharded", "fully_shard on one rank, with and without its mixed precision", 60, True),
     Section(2, "profile", "share of a step in which the GPU computes", 60, True),
     Section(3, "quickstart", "a run on real vLLM by transport: tokens a second, publication, pause, MFU", 3600),

@@ -158,7 +158,7 @@ def compare(
 
 def measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Measured]:
     """Measure all ways: every way makes a step in each round, and the first way rotates. One step before warms up."""
-    firsts = [_first(way) for way in ways]
+    firsts = [first_step(way) for way in ways]
     seconds: list[list[float]] = [[] for _ in ways]
     peaks = [0.0 for _ in ways]
     for turn in range(rounds):
@@ -174,7 +174,7 @@ def measure(ways: Sequence[Way], rounds: int, device: torch.device) -> list[Meas
     ]
 
 
-def _first(way: Way) -> tuple[float, torch.Tensor]:
+def first_step(way: Way) -> tuple[float, torch.Tensor]:
     """Make a step; return its loss and the gradient that the optimiser saw, of all weights in one tensor."""
     seen: list[torch.Tensor] = []
 

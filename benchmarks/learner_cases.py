@@ -78,14 +78,19 @@ CASES = {
 
 @dataclass(frozen=True)
 class Size:
-    """Describes a random Qwen3, and how much smaller its batches are so that a step takes seconds."""
+    """Describes a random Qwen3, and how much smaller its batches are so that a step takes seconds.
+
+    Attributes:
+        dtype: Type of the weights. None: bfloat16 on a GPU, float32 on a CPU.
+    """
 
     parts: int
     config: dict[str, Any]
+    dtype: torch.dtype | None = None
 
     def build(self, attention: str, device: torch.device) -> Any:
         """Build the model, with the same weights at each call."""
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        dtype = self.dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         model = tiny_model(initializer_range=0.02, attn_implementation=attention, **self.config)
         return model.to(device, dtype).eval()
 

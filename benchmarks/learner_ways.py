@@ -21,8 +21,9 @@ from learner.training import optimiser
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
 
-# The rate is so low that the weights, and with them the work, stay the same.
-SECTION = LearnerSection(learning_rate=1e-9)
+# The rate is so low that the weights, and with them the work, stay the same. Without `delta`, which the other ways do
+# not have: random policies as wide as a real one are far enough from the sampler's log-probs for it to cut tokens off.
+SECTION = LearnerSection(learning_rate=1e-9, delta="none")
 
 
 class Way(Protocol):

@@ -56,6 +56,14 @@ _LOGGER = "it reads the words of a warning of TRL's logger; a note or a notice s
 _HUB_MODEL = "it trains a model of the hub, which is not to be had here"
 _SAMPLER = "it is about generation_kwargs of transformers; vLLM's are other ones"
 
+_SLOW = "it is one of TRL's slow tests, with larger models"
+_EXPERTS = "no tiny mixture of experts is built by the runner"
+_ARCHITECTURE = "a model of this architecture is not built by the runner"
+_OWN_CODE = "its model has code of its own, which is on the hub"
+
+# Reasons that say something of the runner or of this machine, and not that the test is about something else.
+WOULD_APPLY = (_SEES, _HUB_MODEL, _SLOW, _EXPERTS, _ARCHITECTURE, _OWN_CODE, _ADAPTIVE)
+
 # The model that a test trains, by a pattern of its name; nearly all train the tiny Qwen2.
 QWEN2 = "tiny-Qwen2ForCausalLM-2.5"
 MODEL_OF = {
@@ -79,7 +87,7 @@ REASONS: dict[str, str] = {
     "*delta_clipping[[]True]": _LIGER,
     "*bias_correction_kl[[]True]": _LIGER,
     "*liger*": _LIGER,
-    "*Slow*": "it is one of TRL's slow tests, with larger models",
+    "*Slow*": _SLOW,
     "*vlm*": _SEES,
     "*multimodal*": _SEES,
     "*test_train_with_iterable_dataset*": _LOADER,
@@ -109,11 +117,11 @@ REASONS: dict[str, str] = {
     "*test_train_with_unknown_environment_raises": _GENERATES,
     "*environment_owned_data": _GENERATES,
     "*malformed_tool_calls*": _GENERATES,
-    "*moe*": "no tiny mixture of experts is built by the runner",
-    "*test_train[[]*Glm4Moe*": "a model of this architecture is not built by the runner",
-    "*test_train[[]*GptOss*": "a model of this architecture is not built by the runner",
-    "*test_train[[]*NemotronH*": "a model of this architecture is not built by the runner",
-    "*trust_remote_code*": "its model has code of its own, which is on the hub",
+    "*moe*": _EXPERTS,
+    "*test_train[[]*Glm4Moe*": _ARCHITECTURE,
+    "*test_train[[]*GptOss*": _ARCHITECTURE,
+    "*test_train[[]*NemotronH*": _ARCHITECTURE,
+    "*trust_remote_code*": _OWN_CODE,
     "*TestAsyncGRPOTrainer::test_init_minimal*": _ROLLOUTS,
     "*TestAsyncGRPOTrainer::test_train": _ROLLOUTS,
     "*TestAsyncRolloutWorker*": _ROLLOUTS,
@@ -337,9 +345,10 @@ def page(results: dict[str, list[str]], tests: int, version: str) -> str:
     for file in FILES:
         of = Counter(found[0] for name, found in results.items() if f"/{file}::" in name)
         lines.append(f"| {file} | {of['passed']} | {of['failed']} | {of['not applicable']} |")
-    lines += ["", "## Why a test is not applicable", "", "| reason | tests |", "|---|---|"]
     reasons = Counter(found[1] for found in results.values() if found[0] == "not applicable")
-    lines += [f"| {reason} | {count} |" for reason, count in reasons.most_common()]
+    for head, would in (("Why a test is not applicable", False), ("What counts so, and would apply", True)):
+        lines += ["", f"## {head}", "", "| reason | tests |", "|---|---|"]
+        lines += [f"| {why} | {count} |" for why, count in reasons.most_common() if (why in WOULD_APPLY) == would]
     failed = sorted((name, found[1]) for name, found in results.items() if found[0] == "failed")
     lines += ["", "## What failed", ""]
     lines += ["| test | why |", "|---|---|"] if failed else ["Nothing."]

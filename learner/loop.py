@@ -159,7 +159,9 @@ class Loop:
         ended, cpu, blocked_s, wait_s = time.perf_counter(), time.process_time(), 0.0, 0.0
         while self._position.step < learner.steps:
             if self._callbacks.stopped:
-                self._progress.say(f"ending after step {self._position.step}: a callback asked for it")
+                step = self._position.step
+                place = f"after step {step}" if step else "before the first step"
+                self._progress.say(f"ending {place}: a callback asked for it")
                 return
             if not wait_s:
                 self._callbacks.step_begins()

@@ -5,13 +5,14 @@ Messages of a run name options of the command line; here they are reworded to na
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -34,33 +35,66 @@ class Words:
         name: Writes the argument that sets a run's name to a value.
         model: Writes the argument that sets the model to a value.
         name_setting: What messages call `run.name`.
+        trainer: The trainer's class, of a trainer of `slipstream.trl`.
     """
 
     resume: str
     name: Callable[[str], str]
     model: Callable[[str], str]
     name_setting: str = "run.name"
+    trainer: str | None = None
 
     def reworded(self, text: str) -> str:
         """Return the message with the script's words."""
+        text = re.sub(rf":{start_name(0).replace('0', '[0-9]+')}", "", text)  # a trainer in a function has no name
         text = re.sub(r"--resume\b", self.resume, text)
         text = re.sub(r"--run\.name (?!and )([^\s;,:]+)", lambda given: self.name(given[1]), text)
         text = re.sub(r"--model\.path ([^\s;,]+)", lambda given: self.model(given[1]), text)
         text = re.sub(r"--run\.name\b", f"another {self.name_setting}", text)
+        if self.trainer is not None:
+            text = in_arguments(text, self.trainer)
         return re.sub(r"(?m)^run\.name = ", f"{self.name_setting} = ", text)
 
 
 TRAIN = Words("resume=True", lambda name: f"run={{'name': {name!r}}}", lambda path: f"model={{'path': {path!r}}}")
 
 
-def of_a_trainer(run_dir: Path) -> Words:
-    """Return the words of a trainer of `slipstream.trl`, whose `output_dir` is `run_dir`."""
+def of_a_trainer(run_dir: Path, trainer: str) -> Words:
+    """Return the words of a trainer of `slipstream.trl`.
+
+    Args:
+        run_dir: Its `output_dir`.
+        trainer: Its class.
+    """
     return Words(
         "resume_from_checkpoint=True",
         lambda name: f"output_dir={str(run_dir.parent / name)!r}",
         lambda path: f"model={path!r}",
         "output_dir",
+        trainer,
     )
+
+
+# Arguments of TRL's trainers, by those of a task.
+_OF_TASK = {
+    "dataset": "train_dataset",
+    "eval_dataset": "eval_dataset",
+    "rewards": "reward_funcs",
+    "tools": "tools",
+    "environment": "environment_factory",
+}
+
+
+def in_arguments(text: str, trainer: str) -> str:
+    """Return a message about a task or its model with the arguments of a trainer of TRL's.
+
+    Args:
+        text: The message.
+        trainer: The trainer's class.
+    """
+    text = re.sub(rf"\bTask\(({'|'.join(_OF_TASK)})=", lambda given: f"{trainer}({_OF_TASK[given[1]]}=", text)
+    text = text.replace("Task(reward_weights=", f"{trainer.removesuffix('Trainer')}Config(reward_weights=")
+    return re.sub(r"(?m)^model\.path = ([^\s:,]+)", lambda given: f"{trainer}(model={given[1]!r})", text)
 
 
 _REMEDY = "put the task into a .py file as a global, or name that file in a run file and start it with: slipstream up"
@@ -72,13 +106,13 @@ _Result = TypeVar("_Result")
 
 
 def without_frames(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-    """Remove the inner frames from a `ConfigError` or `RunFailed`, so that a reader sees its message first."""
+    """Remove the inner frames from a `ConfigError`, `RunFailed` or Ctrl-C, so that a reader sees its message first."""
 
     @functools.wraps(function)
     def called(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
         try:
             return function(*args, **kwargs)
-        except (ConfigError, RunFailed) as error:
+        except (ConfigError, RunFailed, KeyboardInterrupt) as error:
             raise error.with_traceback(None) from None
 
     return called
@@ -215,7 +249,8 @@ def place_of(holder: HoldsTask, start: int, by_start: bool = False) -> str:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None) or ""
     runnable = file.endswith(".py") and getattr(main, "__spec__", None) is None
-    if runnable and by_start:
+    name = _name_in(main, holder)
+    if runnable and (by_start or (name is not None and not _bound_at_import(Path(file), name))):
         return f"{Path(file).absolute()}:{start_name(start)}"
     try:
         return path_of(holder)
@@ -223,6 +258,25 @@ def place_of(holder: HoldsTask, start: int, by_start: bool = False) -> str:
         if not runnable:
             raise
     return f"{Path(file).absolute()}:{start_name(start)}"
+
+
+def _bound_at_import(file: Path, name: str) -> bool:
+    """Tell whether a script binds a global when it is imported, and not under `if __name__ == "__main__"` alone."""
+
+    def binds(nodes: Iterable[ast.AST]) -> bool:
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+                continue
+            nodes_of: Iterable[ast.AST] = ast.iter_child_nodes(node)
+            if isinstance(node, ast.If) and any(
+                isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(node.test)
+            ):
+                nodes_of = node.orelse
+            if (isinstance(node, ast.Name) and node.id == name and isinstance(node.ctx, ast.Store)) or binds(nodes_of):
+                return True
+        return False
+
+    return binds(ast.parse(file.read_bytes()).body)
 
 
 def _name_in(module: object, task: object) -> str | None:

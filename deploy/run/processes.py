@@ -27,6 +27,7 @@ from deploy.servers.devices import Placement, environment_of, nccl_environment, 
 from deploy.servers.vllm_server import on_cpu
 from protocol import access
 from protocol.config import RunConfig
+from protocol.config.load import SAME_TERMINAL
 from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 # The role of a process, which is also the name of its command.
@@ -131,6 +132,8 @@ def environment_of_role(config: RunConfig, role: ProcessKind) -> dict[str, str]:
     # The check before the start looks into the store, too.
     if role in ("queue", "preflight") and (password := config.queue.store_password) is not None:
         found["PGPASSWORD"] = password
+    if role == "preflight":
+        found[SAME_TERMINAL] = "1"
     token = config.token if role in ("queue", "vllm") else config.token_for("worker" if role == "worker" else "learner")
     # An empty value hides the file, which holds the secret, from processes that get a role's token.
     return found | ({access.TOKEN_VARIABLE: token, access.TOKEN_FILE_VARIABLE: ""} if token else {})

@@ -21,6 +21,7 @@ from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
 from protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
+from protocol.config.sections.servers import has_flag
 from protocol.messages import Server
 from protocol.versions import SERVED_MODEL_NAME
 from weight_sync.transports.registry import backend, choice
@@ -98,7 +99,7 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
     if seat is not None and seat.share:
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
-    if seat is not None and seat.cache:
+    if seat is not None and seat.cache and not has_flag(vllm.args, kv_cache.FLAG):
         flags += [kv_cache.FLAG, str(seat.cache)]
     facts = architecture_of(config.model) or {}
     if on_cpu():

@@ -97,7 +97,12 @@ class Reports:
         self._curve.finish(records, evaluations)
 
     def conclude(self, status: Status) -> None:
-        """Print the last lines of the terminal: what was trained, what was lost, and whether nothing was learnt."""
+        """Print the last lines of the terminal: what was trained, what was lost, and whether nothing was learnt.
+
+        Of a run that made no step, as an evaluation by itself, there is nothing to say.
+        """
+        if not self._steps.records:
+            return
         self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -22,7 +23,7 @@ from collections.abc import Collection, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from pydantic import ValidationError
 
@@ -265,6 +266,9 @@ _START = re.compile(r"__start_(\d+)__")
 # The script's arguments, as JSON.
 ARGUMENTS = "SLIPSTREAM_SCRIPT_ARGUMENTS"
 
+# Set for a process that writes to the terminal on which the script runs already.
+SAME_TERMINAL = "SLIPSTREAM_SAME_TERMINAL"
+
 _importing: ContextVar[_Importing | None] = ContextVar("importing", default=None)
 
 
@@ -324,11 +328,40 @@ def _run_as_script(module: ModuleType, file: Path) -> None:
     sys.modules["__main__"] = module
     sys.argv = [str(file), *json.loads(os.environ.get(ARGUMENTS, "[]"))]
     try:
-        # Its results are shown where it runs for its user.
-        with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stdout(nowhere):
+        # Its results are shown where it runs for its user, and so are its bars and warnings where this process has the
+        # same terminal.
+        with contextlib.ExitStack() as hidden:
+            hidden.enter_context(contextlib.redirect_stdout(_Muted.until_left(sys.stdout, hidden)))
+            if os.environ.get(SAME_TERMINAL):
+                hidden.enter_context(contextlib.redirect_stderr(_Muted.until_left(sys.stderr, hidden)))
             exec(compile(file.read_bytes(), str(file), "exec"), vars(module))
     finally:
         sys.modules["__main__"], sys.argv = main, arguments
+
+
+class _Muted(io.TextIOBase):
+    """A stream that writes nothing until it is left, and then to the real one: a script's logger may keep it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self._muted = stream, True
+
+    @classmethod
+    def until_left(cls, stream: TextIO, stack: contextlib.ExitStack) -> _Muted:
+        made = cls(stream)
+        stack.callback(setattr, made, "_muted", False)
+        return made
+
+    def write(self, text: str) -> int:
+        return len(text) if self._muted else self._stream.write(text)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def isatty(self) -> bool:
+        return self._stream.isatty()
 
 
 def end_import_at(holder: Any) -> None:

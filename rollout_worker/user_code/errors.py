@@ -13,7 +13,7 @@ import inspect
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType, TracebackType
 from typing import Any, Self
@@ -22,6 +22,9 @@ from rollout_worker.user_code.values import encodable, type_name
 
 # Maximum length of one error's text, because an exception may hold a whole page.
 MAX_CHARACTERS = 2000
+
+# Names of module signal that tell an alarm, which only a main thread can handle.
+_ALARMS = {"SIGALRM", "alarm", "setitimer"}
 
 # The words in asyncio's errors for futures, and for locks, events and queues.
 _OF_ANOTHER_LOOP = ("different loop", "different event loop")
@@ -179,6 +182,36 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
         if isinstance(code := _attribute(called, "__code__"), CodeType):
             return code
     return None
+
+
+def needs_main_thread(function: Callable[..., Any]) -> bool:
+    """Tell whether a function, or one of its file that it calls by name, sets an alarm, as `signal.alarm` does.
+
+    In a thread this fails. What a function calls otherwise is not looked at.
+    """
+    seen: set[CodeType] = set()
+    waiting = [function]
+    while waiting:
+        called = waiting.pop()
+        code = _code(called)
+        if code is None or code in seen:
+            continue
+        seen.add(code)
+        names = {name for part in _codes(code) for name in part.co_names}
+        if names & _ALARMS:
+            return True
+        known = _attribute(inspect.unwrap(called) if callable(called) else called, "__globals__") or {}
+        found = [known.get(name) for name in names]
+        waiting += [each for each in found if inspect.isfunction(each) and inspect.unwrap(each).__globals__ is known]
+    return False
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Yield a function's code and that of the functions inside it."""
+    yield code
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from _codes(part)
 
 
 def _attribute(value: object, name: str) -> Any:

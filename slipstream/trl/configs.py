@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest, settings
 from slipstream.script import without_frames
-from slipstream.trl.fields import FIELDS, FORMER, settings_of
+from slipstream.trl.fields import FIELDS, FORMER, MISTAKEN, settings_of
 
 _COMMON: dict[str, Any] = {
     "learning_rate": 1e-6,
@@ -143,6 +143,8 @@ class _Config:
         """Say what to write in place of a name that is no field of this config."""
         if name in FORMER:
             return f"it is gone there; {FORMER[name]}"
+        if name in MISTAKEN:
+            return MISTAKEN[name]
         if version := _installed_with(cls.__name__, name):
             return f"TRL {version}, which is installed, has it, but it came after the releases that are known here"
         keys: dict[str, list[str]] = {}
@@ -156,7 +158,10 @@ class _Config:
             found = settings_of(word)[:1] if word in FIELDS else [(section, word) for section in keys.get(word, ())]
             if len(found) == 1:
                 ((section, key),) = found
-                return f"{said.format(word)}here it is a setting: slipstream={{{section!r}: {{{key!r}: ...}}}}"
+                as_ours = f"slipstream={{{section!r}: {{{key!r}: ...}}}}"
+                if said:
+                    return f"did you mean {word}, which is a setting here and is written {as_ours}?"
+                return f"here it is a setting: {as_ours}"
             if word in FIELDS:
                 return f"{said.format(word)}it is one of other configs; leave it out"
         return "settings that TRL has no name for go into slipstream={section: {key: value}}"

@@ -63,7 +63,7 @@ class Face:
         """
         checkpoint = self._checkpoint() if self._trained else None
         if checkpoint is None and self._object is not None:
-            if self._peft_config is None:
+            if self._peft_config is None or hasattr(self._object, "peft_config"):
                 return self._object
             self._save_object()  # peft would change the script's own
         if self._loaded is None or self._loaded[0] != checkpoint:
@@ -210,6 +210,9 @@ class Face:
             token: The hub's token; `hub_token` by default.
             revision: Branch to commit to.
             model_name: Of the card, as `dataset_name` and `tags`; see `create_model_card`.
+
+        Raises:
+            ConfigError: The hub cannot be reached, or refuses it. The model is where it was.
         """
         if loading_a_task() is not None:
             return None
@@ -220,11 +223,17 @@ class Face:
         folder = self._model("push_to_hub")
         self._write_card(folder, folder / CARD, model_name, dataset_name, tags)
         name = hub.get("hub_model_id", self.run_dir.name)
-        repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
         given: dict[str, Any] = {} if revision is None else {"revision": revision}
         if not blocking:
             given["run_as_future"] = True
-        return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=commit_message, **given)
+        try:
+            repo = api.create_repo(name, private=hub.get("hub_private_repo"), exist_ok=True).repo_id
+            return api.upload_folder(repo_id=repo, folder_path=folder, commit_message=commit_message, **given)
+        except Exception as error:  # of the hub's client, its transport and its checks
+            raise ConfigError(
+                f"push_to_hub(): {name} was not uploaded: {type(error).__name__}: {str(error).strip()}; the model is "
+                f"in {folder}: upload it later with: hf upload {name} {folder}"
+            ) from error
 
     def _model(self, method: str) -> Path:
         found = self._checkpoint()

@@ -360,7 +360,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
         _worked(
             "save_strategy", "T", "`learner.checkpoint_every`", '`"no"`: at the end only; `"epoch"` as `eval_strategy`'
         ),
-        _worked("save_steps", "T", "`learner.checkpoint_every`"),
+        _worked("save_steps", "T", "`learner.checkpoint_every`", "below 1: a share of `max_steps`"),
         _set("save_total_limit", "T", "learner.keep_checkpoints", "the best one not counted; left out: 2"),
         _worked(
             "load_best_model_at_end",
@@ -465,6 +465,45 @@ FORMER: dict[str, str] = {
     "overwrite_output_dir": "give each run its own output_dir, or resume it; leave it out",
     "no_cuda": "write use_cpu",
     "push_to_hub_token": "write hub_token",
+    "per_gpu_train_batch_size": "write per_device_train_batch_size",
+    "save_safetensors": "checkpoints are safetensors; leave it out",
+    "group_by_length": "rows are packed by length anyway; leave it out",
+    "half_precision_backend": "write bf16 or fp16",
+    "include_tokens_per_second": "metrics.jsonl has train_tokens_per_s; leave it out",
+    "vllm_dtype": "write model_init_kwargs={'dtype': ...}",
+    "vllm_enable_prefix_caching": "it is on; leave it out",
+    "max_new_tokens": "write max_completion_length",
+    "response_length": "write max_completion_length",
+    "rloo_k": "write num_generations",
+    "kl_coef": "write beta",
+    "cliprange": "write epsilon",
+    "num_ppo_epochs": "write num_iterations",
+    "num_mini_batches": "a step is one batch; write per_device_train_batch_size, gradient_accumulation_steps",
+    "total_episodes": "write num_train_epochs, or max_steps",
+    "normalize_reward": "write normalize_advantages",
+    "missing_eos_penalty": "write a reward function for it, or mask_truncated_completions=True",
+    "stop_token": "write generation_kwargs={'stop': [...]}",
+    "reward_model_path": "give the model to the trainer, as reward_funcs",
+    "sft_model_path": "give the model to the trainer, as model",
+}
+
+# Names that are near no field of what they mean, or near another one.
+MISTAKEN: dict[str, str] = {
+    "batch_size": "write per_device_train_batch_size",
+    "per_device_batch_size": "write per_device_train_batch_size",
+    "lr": "write learning_rate",
+    "epochs": "write num_train_epochs",
+    "group_size": "write num_generations",
+    "max_length": "write max_completion_length; vllm_max_model_length bounds prompt and completion together",
+    "max_seq_length": "write max_completion_length; vllm_max_model_length bounds prompt and completion together",
+    "max_tokens": "write max_completion_length",
+    "tokenizer": "give it to the trainer, as processing_class",
+    "model_name_or_path": "give it to the trainer, as model",
+    "use_peft": "give the trainer a peft_config",
+    "lora_r": "give the trainer peft_config=LoraConfig(r=...)",
+    "lora_alpha": "give the trainer peft_config=LoraConfig(lora_alpha=...)",
+    "reward_funcs": "give them to the trainer",
+    "tools": "give them to the trainer",
 }
 
 

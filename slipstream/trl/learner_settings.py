@@ -196,6 +196,22 @@ def number(config: _Config, name: str) -> Any:
     return value
 
 
+def whole(config: _Config, name: str) -> Any:
+    """Return a number without a fraction, None as `number`. Raises `ConfigError` for another one."""
+    value = number(config, name)
+    if value is not None and value != int(value):
+        raise ConfigError(f"{type(config).__name__}({name}={value!r}): must be a whole number")
+    return None if value is None else int(value)
+
+
+def truth(config: _Config, name: str) -> bool:
+    """Return a switch, False if it is left out. Raises `ConfigError` for a value that is neither True nor False."""
+    value = config.field(name)
+    if value not in (None, True, False):
+        raise ConfigError(f"{type(config).__name__}({name}={value!r}): write True or False")
+    return bool(value)
+
+
 _EPSILON = 1e-8
 
 # Fields of peft's LoraConfig that do not change what is trained.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,11 +55,6 @@ def check_object(model: Any, kind: str) -> None:
     """Raise `ConfigError` for a model that is neither a name nor an object that can be saved."""
     if isinstance(model, str | Path):
         return
-    if hasattr(model, "peft_config"):
-        raise ConfigError(
-            f"{kind}(model={type(model).__name__}): servers and learner load the base by its name; give that as text, "
-            f"and the adapter as peft_config"
-        )
     if not callable(getattr(model, "save_pretrained", None)):
         raise ConfigError(
             f"{kind}(model={type(model).__name__}): the model is loaded by the learner and by vLLM, so give its "
@@ -65,11 +62,35 @@ def check_object(model: Any, kind: str) -> None:
         )
 
 
+def adapter_of(model: Any, peft_config: Any, kind: str) -> Any:
+    """Return the trainer's `peft_config`, or that of a model that is one of peft's.
+
+    Raises:
+        ConfigError: Both have one, the model has several adapters, or its adapter has learnt something, which a run
+            cannot go on from.
+    """
+    given = getattr(model, "peft_config", None)
+    if not isinstance(given, Mapping):
+        return peft_config
+    name = type(model).__name__
+    merged = "give model.merge_and_unload() as the model, and a peft_config for a new adapter"
+    if peft_config is not None:
+        raise ConfigError(f"{kind}(model={name}, peft_config=...): the model has an adapter already; {merged}")
+    if len(given) != 1:
+        raise ConfigError(f"{kind}(model={name}) has {len(given)} adapters: {', '.join(given)}; keep one of them")
+    if any("lora_B" in name and bool(values.any()) for name, values in model.named_parameters()):
+        raise ConfigError(
+            f"{kind}(model={name}): an adapter begins at its base here, and this one has trained; {merged}"
+        )
+    return next(iter(given.values()))
+
+
 def save_object(model: Any, processing_class: Any, folder: Path) -> None:
     """Save a model that a script gave as an object, with its tokenizer, for the processes of the run to load."""
     aside = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(aside, ignore_errors=True)
-    model.save_pretrained(aside)
+    base = copy.deepcopy(model).unload() if hasattr(model, "peft_config") else model
+    base.save_pretrained(aside)
     if processing_class is None:
         processing_class = load_processing_class(model.config._name_or_path, False)
     processing_class.save_pretrained(aside)

@@ -11,6 +11,7 @@ import ast
 import contextlib
 import html
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.run.process_keeper import RunFailed
+from protocol.config import ConfigError
 from slipstream.trl.state import TrainerState, read_state
 
 # Number of the start with which the cells end, in the environment of their process.
@@ -62,7 +64,8 @@ def run(run_dir: Path, start: int) -> None:
         start: Number of the start.
 
     Raises:
-        RunFailed: The process failed; the text is its last lines.
+        ConfigError: A setting cannot work; nothing was started.
+        RunFailed: The process failed; the text is what it raised, or its last lines.
         KeyboardInterrupt: The cell was interrupted; all processes have ended.
     """
     with tempfile.TemporaryDirectory(prefix="slipstream-cells-") as folder:
@@ -81,12 +84,21 @@ def run(run_dir: Path, start: int) -> None:
                 process.wait()
                 raise
         if process.returncode:
-            last = output.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-12:]
-            raise RunFailed("\n".join(last) or f"the run ended with {process.returncode}", process.returncode)
+            raise failure(output.read_text(encoding="utf-8", errors="replace"), process.returncode)
+
+
+def failure(output: str, code: int) -> ConfigError | RunFailed:
+    """Return the error with which the cells' process ended: the one that it raised, or its last lines."""
+    lines = output.strip().splitlines()
+    for number in reversed(range(len(lines))):
+        if raised := re.match(r"[\w.]*\b(ConfigError|RunFailed): ", lines[number]):
+            text = "\n".join([lines[number][raised.end() :], *lines[number + 1 :]])
+            return ConfigError(text) if raised[1] == "ConfigError" else RunFailed(text, code)
+    return RunFailed("\n".join(lines[-12:]) or f"the run ended with {code}", code)
 
 
 def _watch(process: subprocess.Popen[bytes], run_dir: Path) -> None:
-    shown, display = -1, None
+    shown, display = read_state(run_dir).global_step or -1, None  # what is there already is another run's
     while True:
         ended = process.poll() is not None
         state = read_state(run_dir)

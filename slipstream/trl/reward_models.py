@@ -44,6 +44,25 @@ class ModelReward:
             logits = model(**{name: values.to(model.device) for name, values in given.items()}).logits
         return [float(value) for value in logits[:, 0]]
 
+    def check(self, kind: str) -> None:
+        """Raise `ConfigError` if the model is a name, and no model of that name can be loaded.
+
+        Args:
+            kind: Name of the trainer's class, for the message.
+        """
+        from transformers import AutoConfig
+
+        if not isinstance(self._model, str):
+            return
+        try:
+            AutoConfig.from_pretrained(self._model, trust_remote_code=self._trust)
+        except (OSError, ValueError, ImportError) as error:
+            first = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"{kind}(reward_funcs={self._model!r}): not a model that can be loaded: {first}; give the folder or "
+                f"hub name of a classifier with one label, or a function"
+            ) from None
+
     def _text(self, prompt: Any, completion: Any, tokenizer: Any) -> str:
         if isinstance(prompt, str):
             return f"{prompt}{completion}"

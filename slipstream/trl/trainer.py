@@ -6,6 +6,7 @@ at that trainer's `train()`, and `train()` of an earlier trainer does nothing.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -17,18 +18,20 @@ from typing import Any, ClassVar, NamedTuple
 from protocol import checkpoints
 from protocol.config import ConfigError
 from protocol.config.load import end_import_at
+from protocol.config.text import nearest
 from rollout_worker.task.task import Task
-from slipstream.script import loading_a_task, of_a_trainer, place_of, run, without_frames
+from rollout_worker.user_code.errors import needs_main_thread
+from slipstream.script import in_arguments, loading_a_task, of_a_trainer, place_of, run, without_frames
 from slipstream.trl import notebook
 from slipstream.trl.configs import AsyncGRPOConfig, GRPOConfig, RLOOConfig, _Config
 from slipstream.trl.evaluation import only_evaluated, read_rollouts, rollouts_task
 from slipstream.trl.face import Face, text_of
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
-from slipstream.trl.models import SAVED, check_object, save_object
-from slipstream.trl.reward_models import rewards_of
+from slipstream.trl.models import SAVED, adapter_of, check_object, save_object
+from slipstream.trl.reward_models import ModelReward, rewards_of
 from slipstream.trl.rollout_func import RolloutFunc, with_results
 from slipstream.trl.state import evaluation_metrics, mean_loss
-from slipstream.trl.translate import Translation, check_fields, translate
+from slipstream.trl.translate import Translation, check_fields, in_fields, plain, translate
 
 # What launchers tell their processes.
 _OF_LAUNCHERS = (
@@ -44,6 +47,33 @@ _OF_LAUNCHERS = (
     ),
     *("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
+
+# Processes of tools that set alarms. Each holds what the script imports.
+_PROCESSES_OF_TOOLS = 4
+
+# Arguments of TRL's trainers of other releases or methods, and of transformers' own.
+_OF_OTHERS = {
+    "tokenizer": "write processing_class",
+    "config": "write args",
+    "policy": "write model",
+    "dataset": "write train_dataset",
+    "reward_model": "write reward_funcs",
+    "reward_func": "write reward_funcs",
+    "reward_function": "write reward_funcs",
+    "reward_weights": "write it into args",
+    "ref_model": "the reference is the model as the run begins, loaded where args has a beta; leave it out",
+    "ref_policy": "the reference is the model as the run begins, loaded where args has a beta; leave it out",
+    "value_model": "no method here has one; leave it out",
+    "model_init": "give a model",
+    "data_collator": "rewards get the rows as they are; leave it out",
+    "compute_metrics": "an evaluation's metrics are its rewards, which may call log_metric; leave it out",
+    "preprocess_logits_for_metrics": "evaluations see no logits; leave it out",
+    "compute_loss_func": "the loss is chosen by loss_type; leave it out",
+    "optimizer_cls_and_kwargs": "write optim and optim_args into args",
+}
+
+# In TRL this module is a package, from which scripts import trainers by their modules (`slipstream.trl`).
+__path__: list[str] = []
 
 # Starts of runs in this process. A worker that runs the script counts the same ones.
 _starts = 0
@@ -94,10 +124,15 @@ class _Trainer(Face):
         environment_factory: Any = None,
         rollout_worker: Any = None,
         weight_transfer: Any = None,
+        **unknown: Any,
     ) -> None:
         given = dict(locals())
         kind = type(self).__name__
+        for name in unknown:
+            remedy = _OF_OTHERS.get(name) or _unknown(name, self.config, [*given])
+            raise ConfigError(f"{kind}({name}=...) is not an argument of TRL's {kind}: {remedy}")
         check_object(model, kind)
+        peft_config = adapter_of(model, peft_config, kind)
         for name, remedy in self.refused.items():
             if given[name]:
                 raise ConfigError(f"{kind}({name}=...) is not supported: {remedy}")
@@ -148,18 +183,36 @@ class _Trainer(Face):
             bool(args.field("trust_remote_code")),
             kind,
         )
-        self.translated(None)
         self.train_dataset = train_dataset
         self.eval_dataset = eval_dataset
-        self.task = Task(
-            train_dataset=train_dataset,
-            eval_dataset=_together(eval_dataset),
-            reward_funcs=rewards if agent is None else [with_results(reward) for reward in rewards or ()],
-            tools=tools or (),
-            environment_factory=environment_factory,
-            agent=agent,
-            reward_weights=args.field("reward_weights"),
-        )
+        self._parts: dict[str, Any] = {
+            "train_dataset": train_dataset,
+            "reward_funcs": rewards if agent is None else [with_results(reward) for reward in rewards or ()],
+            "tools": tools or (),
+            "environment_factory": environment_factory,
+            "agent": agent,
+        }
+        self.task = self._task()
+
+    def _task(self) -> Task:
+        """Return what workers play. It has evaluation rows only where evaluations stand beside the training."""
+        for name in ("eval_strategy", "eval_on_start"):
+            value = plain(self.args.field(name))
+            if value not in (None, False, "no") and self.eval_dataset is None:
+                raise ConfigError(
+                    f"{type(self).__name__}: {name}={value!r} without an eval_dataset; give one, or leave {name} out"
+                )
+        try:
+            return Task(
+                **self._parts,
+                eval_dataset=_together(self.eval_dataset) if self._evaluates() else None,
+                reward_weights=self.args.field("reward_weights"),
+            )
+        except ConfigError as error:
+            raise ConfigError(in_arguments(str(error), type(self).__name__)) from None
+
+    def _evaluates(self) -> bool:
+        return bool(self.translated(None).sections.get("eval"))
 
     @without_frames
     def add_callback(self, callback: Any) -> None:
@@ -184,6 +237,8 @@ class _Trainer(Face):
         Raises:
             ConfigError: As for `slipstream.train`, which lists further exceptions.
         """
+        if self._evaluates() != (self.task.eval_dataset is not None):  # the script has changed args since
+            self.task = self._task()
         name = self._start()
         self._trained = True
         if loading_a_task() is not None:
@@ -191,6 +246,9 @@ class _Trainer(Face):
         resume = self._resumes(resume_from_checkpoint)
         self._save_object()
         made = self.translated(_context_of(self._base))
+        for reward in self.task.rewards:
+            if isinstance(reward, ModelReward):
+                reward.check(type(self).__name__)
         self._leave_out_unread(made)
         if isinstance(self.eval_dataset, Mapping) and made.sections.get("eval"):
             made.notes.append(
@@ -219,6 +277,7 @@ class _Trainer(Face):
         _leave_launcher()
         if self.args.given.get("hub_token") is not None:
             os.environ["HF_TOKEN"] = str(self.args.given["hub_token"])
+        self._let_alarms_ring(made)
         for note in made.notes:
             print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
         if notebook.is_one():
@@ -227,10 +286,28 @@ class _Trainer(Face):
         only = os.environ.get(notebook.ONLY, str(_starts))
         if only != str(_starts):  # a training of a cell before, which has been made
             return
-        words = of_a_trainer(run_dir or self.run_dir)
-        run(self, None, resume, made.sections, words, name())
+        words = of_a_trainer(run_dir or self.run_dir, type(self).__name__)
+        try:
+            run(self, None, resume, made.sections, words, name())
+        except ConfigError as error:
+            raise ConfigError(in_fields(self.args, str(error))) from None
         if notebook.ONLY in os.environ:
             raise SystemExit(0)
+
+    def _let_alarms_ring(self, made: Translation) -> None:
+        """Run tools that set alarms in processes of their own, as in TRL they run in the main thread."""
+        tools, given = self.task.tools, self.args.slipstream.get("worker", {})
+        names = [tool.__name__ for tool in tools if inspect.isfunction(tool) and needs_main_thread(tool)]
+        alone = self.task.environment is None and self.task.agent is None and all(map(inspect.isfunction, tools))
+        if names and alone and "tool_isolation" not in given:
+            made.sections.setdefault("worker", {}).update(
+                {"tool_isolation": "process", "user_threads": _PROCESSES_OF_TOOLS, **given}
+            )
+            made.notes.append(
+                f"{', '.join(names)}: sets an alarm, which needs a main thread: tools run in processes, up to "
+                f"{_PROCESSES_OF_TOOLS} of a worker, each of which runs the script up to its train() (worker."
+                f"tool_isolation, worker.user_threads)"
+            )
 
     def _leave_out_unread(self, made: Translation) -> None:
         """Leave out variables that the chat template does not read, as TRL does, and say so."""
@@ -254,9 +331,10 @@ class _Trainer(Face):
         if newest is not None and Path(given).expanduser().absolute() in (newest.absolute(), self.run_dir.absolute()):
             return True
         have = f"the newest is {newest}" if newest else f"{self.run_dir} holds none"
+        remedy = "write True" if newest else "leave it out"
         raise ConfigError(
             f"train(resume_from_checkpoint={str(given)!r}): a run goes on from its newest checkpoint, and {have}; "
-            f"write True, or give that checkpoint's model/ folder as the model of a new run"
+            f"{remedy}, or give that checkpoint's model/ folder as the model of a new run"
         )
 
     def _save_object(self) -> None:
@@ -286,7 +364,7 @@ class _Trainer(Face):
         if isinstance(several, Mapping):
             each = [self.evaluate(rows, None, f"{metric_key_prefix}_{name}") for name, rows in several.items()]
             return {name: value for metrics in each for name, value in metrics.items()}
-        rows = trains.eval_dataset if eval_dataset is None else eval_dataset
+        rows = _together(self.eval_dataset) if eval_dataset is None else eval_dataset
         if rows is None:
             raise ConfigError(
                 f"{type(self).__name__}.evaluate(): there is no eval_dataset; give one here, or to the trainer"
@@ -377,6 +455,14 @@ class AsyncGRPOTrainer(_Trainer):
     """TRL's `AsyncGRPOTrainer`."""
 
     config, suffix = AsyncGRPOConfig, "AsyncGRPO"
+
+
+def _unknown(name: str, config: type[_Config], own: list[str]) -> str:
+    """Say what to write in place of an argument that no trainer of TRL's has."""
+    if name in config.names():
+        return f"it is a field of {config.__name__}; write args={config.__name__}({name}=...)"
+    close = nearest(name, [argument for argument in own if argument not in ("self", "unknown", "__class__")])
+    return f"did you mean {close}?" if close else "leave it out"
 
 
 def _name_of(processing_class: Any, model: str, kind: str) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -26,7 +26,7 @@ from protocol.config import (
 from slipstream.script import overrides
 from slipstream.trl.configs import _Config
 from slipstream.trl.fields import FIELDS, Field
-from slipstream.trl.learner_settings import learner_settings, number, optimiser_settings
+from slipstream.trl.learner_settings import learner_settings, number, optimiser_settings, truth, whole
 
 Sections = dict[str, dict[str, Any]]
 
@@ -47,6 +47,10 @@ _OTHER_DEFAULTS = {
 
 # Tokens that are left at most where the script bounds them by their probability alone.
 _TOP_K = 64
+
+# Rows that fail, before any has succeeded, with which a run ends. TRL ends at a reward's first error, and its steps are
+# often of a single row, so that a run file's number would take minutes.
+_GIVE_UP_AFTER = 4
 
 # Remedies for values that belong to another field.
 _ELSEWHERE = {("loss_type", "gspo"): "write importance_sampling_level='sequence', with loss_type='grpo'"}
@@ -84,7 +88,7 @@ def translate(config: _Config, model: str, context: int | None, rows: int | None
     notes: list[str] = []
     ignored = []
     for name in config.names():
-        value = _plain(config.field(name))
+        value = plain(config.field(name))
         given = name in config.given
         known = FIELDS[name]
         unsaid = value is None and config.default(name) is None
@@ -113,13 +117,19 @@ def translate(config: _Config, model: str, context: int | None, rows: int | None
         _hub,
     ):
         work(config, sections, notes, context)
+    weights = config.field("reward_weights")
+    if weights is not None and (isinstance(weights, str) or not isinstance(weights, Sequence)):
+        raise ConfigError(
+            f"{type(config).__name__}(reward_weights={weights!r}): give a number for each reward function, such as "
+            f"[1.0, 0.5]"
+        )
     epoch = None if rows is None else max(1, math.ceil(rows / sections["learner"]["groups_per_step"]))
     _checkpoints(config, sections, epoch)
     _evaluation(config, sections, epoch)
-    _differences(config, notes)
+    _differences(config, sections, notes)
     for section, settings in config.slipstream.items():
         sections[section].update(settings)
-    return Translation(dict(sections), notes, config.field("reward_weights"))
+    return Translation(dict(sections), notes, None if weights is None else list(weights))
 
 
 def _model(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
@@ -128,8 +138,11 @@ def _model(config: _Config, sections: Sections, notes: list[str], context: int |
         raise ConfigError(f"model_init_kwargs={given!r}: give a dict, such as {{'dtype': 'bfloat16'}}")
     left = {name: value for name, value in given.items() if name not in _NO_MEANING}
     dtype = left.pop("dtype", left.pop("torch_dtype", None)) or config.field("dtype")
-    if dtype in (None, "auto") and (config.field("bf16") or config.field("fp16")):
-        dtype = "bfloat16" if config.field("bf16") else "float16"
+    bf16, fp16 = truth(config, "bf16"), truth(config, "fp16")
+    if bf16 and fp16:
+        raise ConfigError(f"{type(config).__name__}(bf16=True, fp16=True): the weights have one type; leave one out")
+    if dtype in (None, "auto") and (bf16 or fp16):
+        dtype = "bfloat16" if bf16 else "float16"
     settings = {
         "dtype": None if dtype in (None, "auto") else str(dtype).removeprefix("torch."),
         "revision": left.pop("revision", None),
@@ -158,19 +171,19 @@ def _sharding(config: _Config, sections: Sections, notes: list[str], context: in
 
 def _place(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     path = Path(config.field("output_dir") or "trainer_output").expanduser()
-    if not path.name:
+    if path.name in ("", ".."):
         raise ConfigError(f"output_dir={str(path)!r}: give a folder for the run, such as 'runs/mine'")
     sections["run"] |= {"dir": str(path.parent), "name": path.name.lstrip(".") or "run"}
 
 
 def _steps(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    size = number(config, "num_generations")
+    size = whole(config, "num_generations")
     if size < 2:
         raise ConfigError(
             f"{type(config).__name__}(num_generations={size}): must be at least 2, as a completion is judged by the "
             f"others of its prompt; write num_generations={_default(RolloutSection, 'group_size')}"
         )
-    completions = number(config, "per_device_train_batch_size") * number(config, "gradient_accumulation_steps")
+    completions = whole(config, "per_device_train_batch_size") * whole(config, "gradient_accumulation_steps")
     if completions < 1 or completions % size:
         raise ConfigError(
             f"per_device_train_batch_size x gradient_accumulation_steps = {completions} completions a step are not a "
@@ -190,7 +203,7 @@ def _steps(config: _Config, sections: Sections, notes: list[str], context: int |
             f"num_iterations={updates}: a step here makes that many updates, where TRL counts as many steps; max_steps "
             f"and other numbers of steps are divided by it"
         )
-    steps = number(config, "max_steps")
+    steps = whole(config, "max_steps")
     if steps > 0:
         sections["learner"]["steps"] = _in_steps(config, steps)
     else:
@@ -221,16 +234,20 @@ def _training(config: _Config, sections: Sections, notes: list[str], context: in
 
 
 def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None:
-    strategy, every = _plain(config.field("save_strategy")), number(config, "save_steps")
+    strategy, every = plain(config.field("save_strategy")), number(config, "save_steps")
     if config.field("load_best_model_at_end"):
+        if "no" in (strategy, plain(config.field("eval_strategy")) or "no"):
+            raise ConfigError(
+                f"{type(config).__name__}(load_best_model_at_end=True): the best checkpoint is told by the evaluation "
+                f"of its own step; write eval_strategy='steps' and save_strategy='steps', with one of eval_steps and "
+                f"save_steps a multiple of the other"
+            )
         sections["learner"]["keep_best"] = True
     if strategy == "no":
         sections["learner"]["checkpoint_every"] = 0
     elif strategy in (None, "steps"):
-        if every is not None and every < 1:
-            raise ConfigError(f"save_steps={every}: a share of the steps is not supported; give a number of steps")
         if every is not None:
-            sections["learner"]["checkpoint_every"] = _in_steps(config, int(every))
+            sections["learner"]["checkpoint_every"] = _in_steps(config, _count_of(config, "save_steps", every))
     elif strategy == "epoch":
         sections["learner"]["checkpoint_every"] = _each_epoch(config, "save_strategy", "save_steps", epoch)
     else:
@@ -256,6 +273,7 @@ def _objective(config: _Config, sections: Sections, notes: list[str], context: i
 def _episodes(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
     calls, top_k = number(config, "max_tool_calling_iterations"), number(config, "top_k")
     sections["rollout"]["max_turns"] = 0 if calls is None else calls + 1
+    sections["rollout"]["give_up_after"] = _GIVE_UP_AFTER
     if top_k is not None:
         sections["rollout"]["top_k"] = max(top_k, 0)  # TRL and vLLM write -1 for all tokens, Slipstream 0
     given = {name: config.field(name) for name in ("top_p", "min_p")}
@@ -312,14 +330,25 @@ def _logging(config: _Config, sections: Sections, notes: list[str], context: int
         sections["tracking"]["rollouts_every"] = max(1, int(every))
     trackers = config.field("report_to")
     if trackers is not None:
-        sections["tracking"]["report_to"] = [trackers] if isinstance(trackers, str) else list(trackers)
+        trackers = [trackers] if isinstance(trackers, str) else trackers
+        if not isinstance(trackers, list | tuple):
+            raise ConfigError(
+                f"{type(config).__name__}(report_to={trackers!r}): give a tracker's name or several, such as 'wandb', "
+                f"or 'none'"
+            )
+        if len(trackers) > 1 and "none" in trackers:
+            raise ConfigError(
+                f"{type(config).__name__}(report_to={[*trackers]!r}) says both none and some; leave 'none' out, or "
+                f"write report_to='none'"
+            )
+        sections["tracking"]["report_to"] = list(trackers)
     given = {name: config.field(f"trackio_{name}") for name in ("space_id", "bucket_id")}
     if own := {name: value for name, value in given.items() if value is not None}:
         sections["tracking"]["options"] = {"trackio": own}
 
 
 def _hub(config: _Config, sections: Sections, notes: list[str], context: int | None) -> None:
-    strategy = _plain(config.field("hub_strategy"))
+    strategy = plain(config.field("hub_strategy"))
     if strategy not in (None, "end", "every_save"):
         raise ConfigError(
             f"{type(config).__name__}(hub_strategy={strategy!r}) is not supported: models go to the hub, without what "
@@ -331,7 +360,7 @@ def _hub(config: _Config, sections: Sections, notes: list[str], context: int | N
 
 def _evaluation(config: _Config, sections: Sections, epoch: int | None) -> None:
     strategy, at_start = config.field("eval_strategy") or "no", bool(config.field("eval_on_start"))
-    strategy = _plain(strategy)
+    strategy = plain(strategy)
     if strategy not in ("no", "steps", "epoch"):
         raise ConfigError(
             f"{type(config).__name__}(eval_strategy={strategy!r}) is not known; write eval_strategy='steps' with "
@@ -363,11 +392,18 @@ def _eval_steps(config: _Config) -> int:
     name = "logging_steps" if number(config, "eval_steps") is None else "eval_steps"
     found: float | None = number(config, name)
     given = _LOGGING_STEPS if found is None else found
+    return _count_of(config, name, given)
+
+
+def _count_of(config: _Config, name: str, given: float) -> int:
+    """Return a number of steps that may be given as a share of `max_steps`."""
     steps: float | None = number(config, "max_steps")
     if not (0 < given < 1 or (given >= 1 and given == int(given))):
+        strategy, usual = ("save_strategy", 50) if name == "save_steps" else ("eval_strategy", 20)
         raise ConfigError(
-            f"{type(config).__name__}({name}={given:g}) with eval_strategy='steps': must be a whole number of steps of "
-            f"at least 1, or a share of max_steps between 0 and 1; write eval_steps=20, or eval_strategy='no'"
+            f"{type(config).__name__}({name}={given:g}) with {strategy}='steps': must be a whole number of steps of "
+            f"at least 1, or a share of max_steps between 0 and 1; write {strategy.split('_')[0]}_steps={usual}, or "
+            f"{strategy}='no'"
         )
     if given >= 1:
         return int(given)
@@ -379,9 +415,10 @@ def _eval_steps(config: _Config) -> int:
     return max(1, math.ceil(given * steps))
 
 
-def _differences(config: _Config, notes: list[str]) -> None:
+def _differences(config: _Config, sections: Sections, notes: list[str]) -> None:
     """Add notes on differences that no field expresses, and on defaults that are not TRL's."""
-    names = [name for name in _OTHER_DEFAULTS if config.field(name) is None and not (name == "bf16" and config.fp16)]
+    names = [name for name in _OTHER_DEFAULTS if config.field(name) is None]
+    names = [name for name in names if name != "bf16" or "dtype" not in sections["model"]]
     if left := [f"{name} ({_OTHER_DEFAULTS[name]})" for name in names]:
         notes.append(f"left out, and by default not as in TRL: {', '.join(left)}")
     if config.letter in "GR":
@@ -395,14 +432,15 @@ def _refusal(config: _Config, known: Field, value: Any, given: bool) -> str:
     fine = " or ".join(f"{known.name}={value!r}" for value in known.fine if value not in (None, "", []))
     default = "" if given else ", TRL's default,"
     # Where there are several values to choose from, the note says what each becomes, and not why another is refused.
-    why = f": {known.note}" if known.note and len(known.fine) < 3 and not known.here.endswith("always") else ""
+    several = fine.count(" or ") > 0
+    why = f": {known.note}" if known.note and not several and not known.here.endswith("always") else ""
     remedy = known.remedy or (f"write {fine}" if fine else "leave it out")
     if isinstance(value, str):
         remedy = _ELSEWHERE.get((known.name, value), remedy)
     return f"{type(config).__name__}({known.name}={value!r}){default} is not supported{why}; {remedy}"
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
     """Unwrap a value of one of transformers' enumerations."""
     return value.value if isinstance(value, Enum) else value
 
@@ -424,6 +462,11 @@ def check_fields(config: _Config, sections: Sections) -> None:
         lines = [_of_fields(config, line.removeprefix(f"{kind}: ")) for line in str(error).splitlines()]
         if text := "\n".join(filter(None, lines)):
             raise ConfigError(text) from None
+
+
+def in_fields(config: _Config, text: str) -> str:
+    """Put the script's fields before each line of a message that begins with their setting."""
+    return "\n".join(_of_fields(config, line) or line for line in text.splitlines())
 
 
 def _of_fields(config: _Config, line: str) -> str | None:

@@ -90,6 +90,20 @@ def test_a_callback_ends_the_run_early_with_publication_and_checkpoint(model_pat
     assert (tmp_path / "test" / "summary.json").exists()
 
 
+@pytest.mark.parametrize(("first", "says"), [(True, "before the first step"), (False, "after step 1")])
+def test_the_terminal_tells_where_a_callback_ended_it_and_sums_up_steps_alone(
+    first: bool, says: str, model_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    diary = Diary(should_training_stop=1)
+    if first:
+        diary.on_train_begin = lambda args, state, control, **_: setattr(control, "should_training_stop", True)  # type: ignore[attr-defined]
+    with caplog.at_level("INFO", logger="learner.report.progress"):
+        train(config_for(model_path, tmp_path), FakeQueue(endless()), callbacks=[diary])
+    said = [record.getMessage() for record in caplog.records]
+    assert f"ending {says}: a callback asked for it" in said
+    assert any(line.startswith("groups: ") for line in said) != first
+
+
 def test_a_run_that_a_callback_ended_goes_on_with_resume(model_path: Path, tmp_path: Path) -> None:
     config = config_for(model_path, tmp_path)
     train(config, FakeQueue(endless()), callbacks=[Diary(should_training_stop=2)])

@@ -78,7 +78,7 @@ class Labels:
     worst: float = 0.0
 
 
-def of_files(folder: Path, steps: int, group_size: int) -> list[str]:
+def of_files(folder: Path, steps: int) -> list[str]:
     """Which rules the files of a finished run break: I1, I2, and the steps' and versions' order."""
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -135,7 +135,7 @@ class Night:
         fleet = self._fleet
         for of in found.strikes:
             found.broken += of.broken
-        found.broken += [*audit.of_files(fleet.run_dir, steps, 4), *self._growth.broken()]
+        found.broken += [*audit.of_files(fleet.run_dir, steps), *self._growth.broken()]
         found.growth = self._growth.table()
         found.labels = audit.labels(fleet.run_dir, fleet.kept, fleet.model, fleet.seed)
         if found.labels.worst > audit.TOLERANCE:

@@ -229,7 +229,7 @@ SAID = [
 @pytest.mark.parametrize(("text", "train_s", "trainer_s"), SAID)
 def test_messages_name_what_a_script_gives_in_place_of_options(text: str, train_s: str, trainer_s: str) -> None:
     assert TRAIN.reworded(text) == train_s
-    assert of_a_trainer(Path("/a/out")).reworded(text) == trainer_s
+    assert of_a_trainer(Path("/a/out"), "GRPOTrainer").reworded(text) == trainer_s
 
 
 @pytest.mark.parametrize("kind", [ConfigError, RunFailed])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -78,7 +81,7 @@ def save_checkpoints(run_dir: Path, *steps: int) -> None:
 def test_save_model_takes_the_newest_by_number_or_the_best(tmp_path: Path, wants_best: bool, saved: str) -> None:
     evaluated = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True}
     args = GRPOConfig(str(tmp_path / "mine"), **(evaluated if wants_best else {}))
-    trainer = GRPOTrainer("org/model", accuracy, args, ROWS)
+    trainer = GRPOTrainer("org/model", accuracy, args, ROWS, eval_dataset=ROWS)
     save_checkpoints(trainer.run_dir, 1_000_000, 999_999, 999_998)
     checkpoints.write_best(trainer.run_dir, Best(999_998, 0.5))
     trainer.save_model(tmp_path / "out")
@@ -347,6 +350,18 @@ def test_what_a_config_comes_to_is_a_run_file() -> None:
             RunConfig.model_validate({**sections_of(config, context), "task": {"path": "task.py:trainer"}})
 
 
+def test_a_share_of_the_steps_is_a_number_of_them() -> None:
+    made = translate(GRPOConfig(max_steps=50, save_steps=0.1, eval_strategy="steps", eval_steps=0.25), "m/m", None)
+    assert made.sections["learner"]["checkpoint_every"] == 5
+    assert made.sections["eval"]["every"] == 13
+
+
+def test_a_broken_reward_ends_the_run_after_few_rows() -> None:
+    assert translate(GRPOConfig(), "m/m", None).sections["rollout"]["give_up_after"] == 4
+    own = GRPOConfig(slipstream={"rollout": {"give_up_after": 0}})
+    assert translate(own, "m/m", None).sections["rollout"]["give_up_after"] == 0
+
+
 def test_the_context_of_a_small_model_bounds_the_lengths() -> None:
     made = sections_of(GRPOConfig(), context=256)
     assert (made["vllm"]["max_model_len"], made["rollout"]["max_turn_tokens"]) == (256, 255)
@@ -438,12 +453,15 @@ def test_fsdp_shares_the_weights_out(fsdp: Any) -> None:
         (
             GRPOConfig,
             "max_stalenes",
-            r": did you mean max_staleness\? .*slipstream=\{'queue': \{'max_staleness': \.\.\.\}\}$",
+            r": did you mean max_staleness, which is a setting here .*\{'queue': \{'max_staleness': \.\.\.\}\}\?$",
         ),
         (AsyncGRPOConfig, "max_stalenes", r": did you mean max_staleness\?$"),
         (GRPOConfig, "groups_per_step", r": here it is a setting: slipstream=\{'learner': \{'groups_per_step': "),
         (GRPOConfig, "warmup_ratio", r": it is gone there; write warmup_steps"),
         (GRPOConfig, "vllm_devic", r": did you mean"),
+        (RLOOConfig, "rloo_k", r": it is gone there; write num_generations$"),
+        (GRPOConfig, "batch_size", r": write per_device_train_batch_size$"),
+        (GRPOConfig, "epochs", r": write num_train_epochs$"),
         (AsyncGRPOConfig, "use_vllm", r": it is one of other configs; leave it out$"),
         (GRPOConfig, "xyzzy", r": settings that TRL has no name for go into slipstream="),
     ],
@@ -489,6 +507,15 @@ def test_a_field_of_a_newer_trl_is_told_from_a_misspelt_one(monkeypatch: pytest.
             "from slipstream.trl.experimental.async_grpo.async_rollout_worker import AsyncRolloutWorker",
             "TRL 1.18 removed .*write: from slipstream.trl import AsyncGRPOConfig, AsyncGRPOTrainer$",
         ),
+        ("from slipstream.trl.trainer.grpo_trainer import GRPOTrainer", None),
+        ("from slipstream.trl.trainer.async_grpo_config import AsyncGRPOConfig", None),
+        ("from slipstream.trl.trainer import RLOOTrainer", None),
+        (
+            "from slipstream.trl.trainer.async_grpo_trainer import AsyncRolloutLoop",
+            "has AsyncGRPOTrainer, not AsyncRolloutLoop; workers are processes of the run; .*rollout_func or an agent",
+        ),
+        ("import slipstream.trl.generation.async_vllm_client", "the run starts vLLM and talks to it by itself"),
+        ("import slipstream.trl.trainer.dpo_trainer", "not trl.trainer.dpo_trainer; import it from TRL"),
         ("import slipstream.trl.models_x", "not trl.models_x; import it from TRL: from trl.models_x import ...$"),
         ("from slipstream.trl import SFTTrainer", "not SFTTrainer; import it from TRL: from trl import SFTTrainer$"),
     ],
@@ -511,6 +538,8 @@ def test_what_is_ignored_is_listed_in_one_line() -> None:
 def test_a_default_that_is_not_trl_s_is_said_until_the_script_decides() -> None:
     (said,) = (note for note in translate(GRPOConfig(), "m/m", None).notes if note.startswith("left out, and by"))
     assert "bf16 (True there; here model.dtype = " in said
+    loaded = GRPOConfig(model_init_kwargs={"dtype": "bfloat16"})
+    assert not [note for note in translate(loaded, "m/m", None).notes if "bf16" in note]
     decided = GRPOConfig(bf16=True, gradient_checkpointing=False, save_total_limit=3)
     assert not [note for note in translate(decided, "m/m", None).notes if note.startswith("left out, and by")]
 
@@ -542,6 +571,8 @@ class Model:
 class Adapted:
     """As a model of peft is."""
 
+    def save_pretrained(self) -> None: ...
+
     peft_config: dict[str, Any] = {}  # noqa: RUF012
 
 
@@ -553,7 +584,11 @@ class Tokenizer:
     ("changes", "says"),
     [
         ({"model": Model()}, r"GRPOTrainer\(model=Model\).*as text, or an object of transformers"),
-        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\).*give that as text, and the adapter as peft_config"),
+        (
+            {"model": Adapted(), "peft_config": Model()},
+            r"model=Adapted, peft_config=.*has an adapter already; give model",
+        ),
+        ({"model": Adapted()}, r"GRPOTrainer\(model=Adapted\) has 0 adapters"),
         ({"peft_config": Model()}, r"peft_config=Model\) is not supported: the adapter is LoRA"),
         ({"quantization_config": Model()}, r"quantization_config=Model\) is not supported; give a BitsAndBytesConfig"),
         ({"args": GRPOConfig(optim="lomo")}, r"GRPOConfig\(optim='lomo'\): learner.optim = \"lomo\": must be "),
@@ -566,12 +601,46 @@ class Tokenizer:
         ({"optimizers": (Model(), None)}, "optimizers="),
         ({"rollout_worker": accuracy}, "rollout_worker="),
         ({"processing_class": Model()}, "processing_class=Model.*save_pretrained"),
-        ({"environment_factory": Model}, r"Task\(environment=\.\.\.\): Model has no method reset"),
+        ({"environment_factory": Model}, r"GRPOTrainer\(environment_factory=\.\.\.\): Model has no method reset"),
         ({"args": Model()}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": RLOOConfig(beta=0)}, "import GRPOConfig from slipstream.trl, too"),
         ({"args": GRPOConfig(num_iterations=0)}, "num_iterations=0"),
         ({"train_dataset": None}, "GRPOTrainer: a `train_dataset` is required where no environment"),
-        ({"reward_funcs": None}, "at least one reward"),
+        ({"reward_funcs": None}, r"GRPOTrainer\(reward_funcs=\(\)\): give a list of at least one reward"),
+        ({"train_dataset": [{"text": "a"}]}, r"GRPOTrainer\(train_dataset=...\): the first row has no 'prompt' column"),
+        (
+            {"args": GRPOConfig(reward_weights=[1, 2])},
+            r"GRPOConfig\(reward_weights=\[1, 2\]\): give one number for each",
+        ),
+        ({"tokenizer": "m/m"}, r"GRPOTrainer\(tokenizer=...\) is not an argument of TRL's .*: write processing_class$"),
+        ({"max_steps": 3}, r"it is a field of GRPOConfig; write args=GRPOConfig\(max_steps=...\)$"),
+        ({"reward_fncs": accuracy}, r"did you mean reward_funcs\?$"),
+        ({"args": GRPOConfig(num_generations=7.5)}, r"num_generations=7.5\): must be a whole number$"),
+        ({"args": GRPOConfig(bf16="yes")}, r"bf16='yes'\): write True or False$"),
+        ({"args": GRPOConfig(report_to=3)}, r"report_to=3\): give a tracker's name"),
+        ({"args": GRPOConfig(reward_weights="1.0")}, r"reward_weights='1.0'\): give a number for each"),
+        ({"args": GRPOConfig(bf16=True, fp16=True)}, r"bf16=True, fp16=True\): the weights have one type"),
+        ({"args": GRPOConfig(report_to=["none", "wandb"])}, "says both none and some; leave 'none' out"),
+        ({"args": GRPOConfig(max_steps=2.5)}, r"max_steps=2.5\): must be a whole number$"),
+        ({"args": GRPOConfig("..")}, r"output_dir='\.\.': give a folder"),
+        (
+            {"args": GRPOConfig(save_steps=0)},
+            r"save_steps=0\) with save_strategy='steps': .*write save_steps=50, or save_str",
+        ),
+        (
+            {"args": GRPOConfig(save_steps=0.1)},
+            "save_steps=0.1. is a share of the steps.*give a whole number, or max_steps",
+        ),
+        (
+            {"args": GRPOConfig(load_best_model_at_end=True)},
+            r"load_best_model_at_end=True\): .* evaluation of its own step; write eval_strategy='steps' and save_st",
+        ),
+        (
+            {"args": GRPOConfig(multi_objective_aggregation="x")},
+            r"'x'\) is not supported; write multi_objective_aggregation='sum_then_normalize' or",
+        ),
+        ({"args": GRPOConfig(eval_strategy="steps")}, "eval_strategy='steps' without an eval_dataset; give one"),
+        ({"args": GRPOConfig(eval_on_start=True)}, "eval_on_start=True without an eval_dataset; give one"),
     ],
 )
 def test_an_argument_that_cannot_be_kept_is_refused(changes: dict[str, Any], says: str) -> None:
@@ -852,6 +921,11 @@ def test_the_newest_model_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.Mo
         ("sums", {"private": True, "exist_ok": True}),
         {"repo_id": "me/sums", "folder_path": model, "commit_message": "done"},
     ]
+    monkeypatch.setattr(Hub, "upload_folder", lambda *_, **__: (tmp_path / "not there").read_text())
+    with pytest.raises(
+        ConfigError, match=r"push_to_hub\(\): sums was not uploaded: FileNotFoundError.*hf upload sums /"
+    ):
+        pushing.push_to_hub()
 
 
 def metrics(step: int, **more: Any) -> dict[str, Any]:
@@ -984,6 +1058,18 @@ def test_a_trainer_in_a_function_is_found_by_its_start(
     assert (sys.argv, sys.modules["__main__"]) == (arguments, main)
 
 
+def test_a_logger_that_a_script_made_writes_after_its_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    file = tmp_path / "main.py"
+    logs = "import logging, sys\nprint('shown by the script')\nhandler = logging.StreamHandler(sys.stdout)\n"
+    file.write_text(logs + IN_A_FUNCTION.replace("[0.0]", 'handler.stream.write("later\\n") and [0.0]'))
+    monkeypatch.setenv("SLIPSTREAM_SCRIPT_ARGUMENTS", '["hello"]')
+    task = load_task(TaskSection(path=f"{file}:__start_1__"))
+    task.rewards[0](["a"])
+    assert capsys.readouterr().out == "later\n"
+
+
 def test_a_script_without_that_start_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "main.py"
     file.write_text("pass")
@@ -991,20 +1077,25 @@ def test_a_script_without_that_start_is_refused(tmp_path: Path) -> None:
         load_task(TaskSection(path=f"{file}:__start_1__"))
 
 
-def test_a_trainer_in_a_function_trains(script: Script) -> None:
+@pytest.mark.parametrize(
+    "head", ["def main():", "if __name__ == '__main__':"], ids=["in a function", "a global of the script alone"]
+)
+def test_a_trainer_that_an_import_does_not_make_trains(head: str, script: Script) -> None:
     """With the real supervisor, and the real check of the task; the rest is a stand-in."""
     stand_in(script, "echo '{\"steps\": 5}' >runs/mine/summary.json; exit 0")
     made = f"GRPOConfig('runs/mine', max_steps=5, slipstream=dict({sections()[len('model=MODEL, ') :]}))"
     script.write(
         PATCHED
-        + "def main():\n"
+        + f"{head}\n"
+        + "    import sys\n    print('read once', file=sys.stderr)\n"
         + f"    own = GRPOTrainer(MODEL['path'], accuracy, {made}, [{{'prompt': 'Multiply 2 by 3.'}}])\n"
         + "    print('trained', own.train().global_step)\n"
-        + "if __name__ == '__main__':\n    main()\n",
+        + ("if __name__ == '__main__':\n    main()\n" if "def" in head else ""),
         HEAD,
     )
     done = run(script)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr.count("read once") == 1
     assert done.stdout.splitlines()[-1] == "trained 5"
     assert f'path = "{script.path}:__start_1__"' in (script.folder / "runs" / "mine" / "run.toml").read_text()
 
@@ -1083,12 +1174,28 @@ else:
             text=True,
             timeout=60,
         )
-        assert done.stdout.strip() == ("failed 4" if fail == "4" else "done"), done.stderr
+        assert done.stdout.splitlines()[-1] == ("failed 4" if fail == "4" else "done"), done.stderr
     assert ran.read_text() == "yes"
     journals(tmp_path / "mine", 2)
     drawn = notebook.table(read_state(tmp_path / "mine"))
     assert drawn.count("<tr>") == 2
     assert "<td>0.200000</td>" in drawn
+
+
+def test_a_notebook_s_training_fails_with_its_own_error_and_draws_no_other_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    monkeypatch.setattr(notebook, "_draw", lambda state, _: drawn.append(state.global_step))
+    raises = "from protocol.config import ConfigError\nprint('a bar')\nraise ConfigError('a = 1: no;\\nwrite 2')"
+    monkeypatch.setattr(sys.modules["__main__"], "In", [raises], raising=False)
+    journals(tmp_path / "mine", 2)
+    with pytest.raises(ConfigError, match=r"^a = 1: no;\nwrite 2$"):
+        notebook.run(tmp_path / "mine", 1)
+    assert drawn == []
+    with pytest.raises(ConfigError):
+        notebook.run(tmp_path / "other", 1)
+    assert drawn == [0]
 
 
 def test_a_model_as_a_reward_is_its_logit(tmp_path: Path) -> None:
@@ -1120,6 +1227,18 @@ def test_a_model_as_a_reward_is_its_logit(tmp_path: Path) -> None:
         assert said == pytest.approx(float(model(whole).logits), abs=1e-5)
 
 
+def test_a_reward_model_that_is_not_there_is_refused_before_the_start(
+    supervised: list[tuple[RunConfig, bool]], monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    made = GRPOTrainer(str(model_folder), "./no_such_model", GRPOConfig(), ROWS)
+    monkeypatch.setattr(sys.modules[__name__], "trainer", made)
+    with pytest.raises(
+        ConfigError, match=r"GRPOTrainer\(reward_funcs='./no_such_model'\): not a model .*give the folder"
+    ):
+        made.train()
+    assert not supervised
+
+
 def test_a_reward_with_a_server_is_left_to_it_and_classes_must_match() -> None:
     served = GRPOConfig(slipstream={"task": {"reward_servers": {"org/judge": "http://j"}}})
     assert GRPOTrainer("m/m", "org/judge", served, ROWS).task.rewards == ["org/judge"]
@@ -1149,6 +1268,8 @@ def test_several_evaluation_data_sets_are_one_beside_the_training_and_each_by_it
 ) -> None:
     sets = {"easy": ROWS, "hard": [{"prompt": "hard"}]}
     several = GRPOTrainer("org/model", accuracy, None, ROWS, eval_dataset=sets)
+    assert several.task.eval_dataset is None  # nothing beside the training reads it
+    several = GRPOTrainer("org/model", accuracy, GRPOConfig(eval_strategy="steps"), ROWS, eval_dataset=sets)
     assert several.task.eval_dataset == [*ROWS, {"prompt": "hard"}]
     streams = {"easy": SimpleNamespace(__iter__=None), **sets}
     assert GRPOTrainer("m/m", accuracy, None, ROWS, eval_dataset=streams).eval_dataset is streams
@@ -1171,6 +1292,65 @@ def test_what_a_template_does_not_read_is_left_out(
     trainer.train()
     assert {*supervised[0][0].chat.chat_template_kwargs} == read
     assert "the template reads no" in capsys.readouterr().err
+
+
+@contextlib.contextmanager
+def within(seconds: int) -> Iterator[None]:
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.alarm(seconds)
+    yield
+    signal.alarm(0)
+
+
+def asks_with_an_alarm(text: str) -> str:
+    """Ask.
+
+    Args:
+        text: A question.
+    """
+    with within(5):
+        return text
+
+
+class Asked:
+    """The least that is an environment."""
+
+    def reset(self, **_: Any) -> None: ...
+
+
+def asks(text: str) -> str:
+    """Ask without an alarm.
+
+    Args:
+        text: A question.
+    """
+    return text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given", "worker"),
+    [
+        ({"tools": [asks_with_an_alarm]}, {}, ("process", 4)),
+        ({"tools": [asks_with_an_alarm]}, {"user_threads": 9}, ("process", 9)),
+        ({"tools": [asks_with_an_alarm]}, {"tool_isolation": "thread"}, ("thread", 64)),
+        ({"tools": [asks]}, {}, ("thread", 64)),
+        ({"tools": [asks_with_an_alarm], "environment_factory": Asked}, {}, ("thread", 64)),
+    ],
+)
+def test_a_tool_that_sets_an_alarm_has_a_main_thread(
+    arguments: dict[str, Any],
+    given: dict[str, Any],
+    worker: tuple[str, int],
+    supervised: list[tuple[RunConfig, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+    model_folder: Path,
+) -> None:
+    rows = [{"prompt": [{"role": "user", "content": "Ask."}]}]
+    made = GRPOTrainer(str(model_folder), accuracy, GRPOConfig(slipstream={"worker": given}), rows, **arguments)
+    monkeypatch.setattr(sys.modules[__name__], "trainer", made)
+    made.train()
+    ((config, _),) = supervised
+    assert (config.worker.tool_isolation, config.worker.user_threads) == worker
 
 
 def test_fp16_is_the_servers() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from protocol.config import ConfigError, RunConfig
 from slipstream.trl import AsyncGRPOConfig, GRPOConfig, GRPOTrainer
 from slipstream.trl.learner_settings import lora_settings, quantisation_settings
+from slipstream.trl.models import save_object
 from slipstream.trl.translate import translate
 
 
@@ -100,3 +102,31 @@ def test_a_quantised_base_becomes_settings() -> None:
     assert quantisation_settings(four, "GRPOTrainer") == {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
     eight = transformers.BitsAndBytesConfig(load_in_8bit=True)
     assert quantisation_settings(eight, "GRPOTrainer") == {"load_in_8bit": True}
+
+
+def test_a_model_of_peft_is_its_base_and_its_adapter(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="needs slipstream-rl[lora]")
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    small = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    base = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=16, **small))
+    weights = {name: values.clone() for name, values in base.state_dict().items()}
+    model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    trainer = GRPOTrainer(model, accuracy, GRPOConfig(str(tmp_path / "run")), [{"prompt": "a"}])
+    assert trainer.model is model
+    made = trainer.translated(None).sections["lora"]
+    assert (made["r"], made["target_modules"]) == (4, ["q_proj"])
+
+    class Tokenizer:
+        def save_pretrained(self, folder: Path) -> None: ...
+
+    save_object(model, Tokenizer(), tmp_path / "saved")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "saved").state_dict()
+    assert set(saved) == set(weights)
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+    assert any("lora_A" in name for name, _ in model.named_parameters())  # the script's own is as it was
+    with torch.no_grad():
+        next(values for name, values in model.named_parameters() if "lora_B" in name).fill_(0.1)
+    with pytest.raises(ConfigError, match=r"this one has trained; give model\.merge_and_unload\(\) as the model"):
+        GRPOTrainer(model, accuracy, GRPOConfig(), [{"prompt": "a"}])

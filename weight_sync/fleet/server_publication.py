@@ -69,7 +69,7 @@ class ServerSync:
         """Prepare to publish to one server.
 
         Args:
-            tolerance: Largest `probe_max_abs_diff` that proves a version, in nats.
+            tolerance: What nine in ten differences of a proven version stay below, in nats.
             dtype: Type that the server computes in.
             rounds_more: Whether the server is quantised.
         """

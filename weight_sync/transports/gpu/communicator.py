@@ -43,9 +43,10 @@ class CudaStream:
     """A stream apart from the one that trains or generates."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        """Make a stream on a GPU; `device` without an index, as accelerate names the only one, is the current one."""
+        self._device = device if device.index is not None else torch.device("cuda", torch.cuda.current_device())
         make: Any = torch.cuda.Stream
-        self._stream = make(device)
+        self._stream = make(self._device)
         self.pointer = int(self._stream.cuda_stream)
 
     def current(self) -> AbstractContextManager[Any]:

@@ -57,6 +57,7 @@ def export_storage(tensor: torch.Tensor, gpu: str) -> Handle:
 
 def open_storage(handle: Handle, device: torch.device) -> torch.Tensor:
     """Open another process's memory as uint8 [handle.size], for as long as the tensor lives. Raises RuntimeError."""
+    torch.cuda.current_device()  # starts CUDA: torch does not do it here, and a process without it would crash
     make: Any = torch.UntypedStorage
     storage = make._new_shared_cuda(
         device.index or 0,

@@ -6,7 +6,7 @@ Queue, each vLLM server, each rank of the learner and each worker is a host (`te
 1 % of the frames lost, 50 Mbit/s. Each link is cut without a word for `--cut` seconds, then a worker gets another
 address. Prints a line of JSON for each: which optimiser steps were made meanwhile, what the status said of it, and how
 many seconds after the mend the run made its next step, and the host took part again. At the end the ledger is audited
-as in `tests.chaos`. Needs root, and real vLLM servers need a core each. Exit code 1 if something was lost.
+as in `tests.nights.audit`. Needs root, and real vLLM servers need a core each. Exit code 1 if something was lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import load
 from protocol.status import Status
-from tests.chaos import broken_rules
 from tests.kit.network import Host, Network, network, why_not
+from tests.nights.audit import of_files
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
 
@@ -197,7 +197,7 @@ async def play(arguments: argparse.Namespace) -> int:
                 print(json.dumps({"moved": "worker-0", "next step after s": round(goes_on, 1)}), flush=True)
             learner = run.processes["rank-0"]
             code = await asyncio.to_thread(learner.wait, ENDS_WITHIN_S)
-            broken = broken_rules(Path(folder) / "links", 4, arguments.steps)
+            broken = of_files(Path(folder) / "links", arguments.steps)
             print(json.dumps({"ended with": code, "broken": broken}), flush=True)
             return int(bool(code or broken))
         except (AssertionError, subprocess.TimeoutExpired) as error:

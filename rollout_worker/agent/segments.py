@@ -60,13 +60,17 @@ def why_new(tree: Tree, node: TreeNode) -> NewSegment:
         compared = _same_messages(node.messages, of_line), of_line, line[-1].tools
         found = max(found, compared, key=lambda each: each[0])
     same, said, tools = found
-    known = [message for message in said if message.role == "assistant"]
-    if same == 0 and not any(_is_same(one, other) for one in answers for other in known):
+    # By digest: to compare each with each would block the loop for conversations of a thousand answers.
+    known = {chained_answer(b"", message) for message in said if message.role == "assistant"}
+    if same == 0 and known.isdisjoint(chained_answer(b"", message) for message in answers):
         return NewSegment("conversation")
     if same == min(len(said), len(node.messages)):
         return NewSegment("history" if tools == node.tools else "tools")
     was, now = said[same], node.messages[same]
-    detail = f"message {same} was {_shown(was)} and is {_shown(now)}"
+    texts = _shown(was), _shown(now)
+    if texts[0] == texts[1] and was.reasoning != now.reasoning:
+        texts = f"{texts[0]} after {_thought(was)}", f"{texts[1]} after {_thought(now)}"
+    detail = f"message {same} was {texts[0]} and is {texts[1]}"
     if "system" in (was.role, now.role):
         return NewSegment("system", detail)
     return NewSegment("answer" if was.role == now.role == "assistant" else "history", detail)
@@ -81,6 +85,8 @@ def _same_messages(given: Sequence[ChatMessage], said: Sequence[ChatMessage]) ->
 
 
 def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
+    if one == other:
+        return True
     if one.role == other.role == "assistant":
         return chained_answer(b"", one) == chained_answer(b"", other) and repeats(one, other)
     # A tool's message names its call, which clients may name differently.
@@ -90,3 +96,7 @@ def _is_same(one: ChatMessage, other: ChatMessage) -> bool:
 def _shown(message: ChatMessage) -> str:
     calls = "".join(f" {call.name}({call.arguments})" for call in message.calls)
     return f"{message.role}: {short((message.content or '') + calls)}"
+
+
+def _thought(message: ChatMessage) -> str:
+    return "no reasoning" if message.reasoning is None else f"the reasoning {short(message.reasoning)}"

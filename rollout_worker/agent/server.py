@@ -14,7 +14,9 @@ import resource
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
@@ -31,6 +33,8 @@ from rollout_worker.task.agent import Endpoint
 from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
+# aiohttp writes a traceback for whatever is no HTTP, with the line at fault, which may hold a key.
+_SILENT = logging.Logger(f"{__name__}.http", logging.CRITICAL + 1)
 
 CHATS, COMPLETIONS, RESPONSES, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
@@ -39,6 +43,11 @@ POSTED = (CHATS, RESPONSES, MESSAGES, COMPLETIONS)
 _TWICE = "/v1"
 # Bytes that a body may have: a base, and for each token of a full context, as JSON may write it.
 _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
+# Bodies larger than this wait, unread, while an episode's others have as many bytes as it may hold at once.
+_SMALL_BYTES, _HELD_BYTES = 32 << 10, 128 << 20
+_MIN_HELD, _MAX_HELD = 4, 64
+# Bytes of a body that waits to be read; a connection may hold a few times as many.
+_BUFFER_BYTES = 16 << 10
 # Seconds for the first request of a connection, for a body, and between two requests.
 _HEADER_S, _BODY_S, _IDLE_S = 30.0, 60.0, 60.0
 _LINGER_S, _CLOSE_S = 1.0, 1.0
@@ -54,7 +63,17 @@ _PLAIN = "identity"
 # Keeps clients from retrying: the worker has retried already.
 _FINAL = {"x-should-retry": "false"}
 
-SESSION = web.RequestKey("session", Session)
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """An episode's session, the secret part of its key, and a place for each large body that it may hold at once."""
+
+    secret: bytes
+    session: Session
+    places: asyncio.Semaphore
+
+
+OPENED = web.RequestKey("opened", Opened)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -74,8 +93,8 @@ class AgentServer:
         self._port = port
         self._most_bytes = _BODY_BYTES + _BYTES_PER_TOKEN * max_model_len
         self._url = ""
-        # Secret part and session by the public part of a key.
-        self._keys: dict[str, tuple[bytes, Session]] = {}
+        # By the public part of a key.
+        self._keys: dict[str, Opened] = {}
         self._over: OrderedDict[str, bytes] = OrderedDict()
         self._runner: web.AppRunner | None = None
         self._listener: asyncio.Server | None = None
@@ -105,6 +124,8 @@ class AgentServer:
             handler_cancellation=True,
             auto_decompress=False,  # Decompression would run on the loop, even for refused bodies.
             access_log=None,
+            logger=_SILENT,
+            read_bufsize=_BUFFER_BYTES,
         )
         await self._runner.setup()
         _allow_many_files()
@@ -126,8 +147,8 @@ class AgentServer:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for _, session in self._keys.values():
-            session.end()
+        for opened in self._keys.values():
+            opened.session.end()
         for timer in self._new.values():
             timer.cancel()
         if self._listener is not None:
@@ -138,17 +159,18 @@ class AgentServer:
     def open(self, session: Session) -> Endpoint:
         """Return an endpoint with a key for this session alone."""
         name, secret = secrets.token_hex(8), secrets.token_urlsafe(32)
-        self._keys[name] = secret.encode(), session
+        held = max(_MIN_HELD, min(_MAX_HELD, _HELD_BYTES // self._most_bytes))
+        self._keys[name] = Opened(secret.encode(), session, asyncio.Semaphore(held))
         return Endpoint(self._url, f"{_KEY}{name}-{secret}", MODEL, session.temperature)
 
     def close(self, endpoint: Endpoint) -> None:
         """End a session: abort its running requests and withdraw its key."""
         name = endpoint.api_key.removeprefix(_KEY).partition("-")[0]
-        secret, session = self._keys.pop(name)
-        self._over[name] = secret
+        opened = self._keys.pop(name)
+        self._over[name] = opened.secret
         if len(self._over) > _MAX_REMEMBERED:
             self._over.popitem(last=False)
-        session.end()
+        opened.session.end()
 
     def _connected(self) -> asyncio.BaseProtocol:
         server = self._runner.server if self._runner is not None else None
@@ -174,7 +196,7 @@ class AgentServer:
             return _error_response(error, error_body(error) if is_anthropic else error.body)
 
         try:
-            request[SESSION] = self._session_of(request.headers)
+            request[OPENED] = self._opened_by(request.headers)
             return await handler(request)
         except ApiError as error:
             return failed(error)
@@ -192,23 +214,36 @@ class AgentServer:
                 ApiError(500, "the endpoint failed unexpectedly: see the worker's log", "internal", kind=SERVER)
             )
 
-    def _session_of(self, headers: Mapping[str, str]) -> Session:
+    def _opened_by(self, headers: Mapping[str, str]) -> Opened:
         own = headers.get(_OWN_KEY)
         authorization = headers.get(hdrs.AUTHORIZATION, "") if own is None else f"bearer {own}"
         scheme, _, key = authorization.partition(" ")
         name, _, secret = key.strip().removeprefix(_KEY).partition("-")
         given = secret.encode("utf-8", "replace")
         found = self._keys.get(name)
-        if found is not None and scheme.lower() == "bearer" and hmac.compare_digest(found[0], given):
-            return found[1]
+        if found is not None and scheme.lower() == "bearer" and hmac.compare_digest(found.secret, given):
+            return found
         if (expected := self._over.get(name)) is not None and hmac.compare_digest(expected, given):
             raise over()
         text = "this is not the key of an episode: give endpoint.api_key as the client's api_key"
         raise ApiError(401, text, "invalid_api_key")
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
-        body = await request[SESSION].complete(await self._body(request))
+        async with self._held(request) as given:
+            body = await request[OPENED].session.complete(given)
         return web.Response(body=body, content_type="application/json")
+
+    @asynccontextmanager
+    async def _held(self, request: web.Request) -> AsyncIterator[bytes]:
+        """Read a body, and hold it while its request is answered. Of an episode's large bodies only some are held at
+        once; the others wait unread, as those answered first need nothing of them."""
+        opened, length = request[OPENED], request.content_length
+        if length is not None and length > self._most_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._most_bytes, length)
+        is_small = length is not None and length <= _SMALL_BYTES
+        async with contextlib.nullcontext() if is_small else opened.places:
+            opened.session.check_open()
+            yield await self._body(request)
 
     async def _body(self, request: web.Request) -> bytes:
         coding = request.headers.get(hdrs.CONTENT_ENCODING, _PLAIN)
@@ -219,38 +254,51 @@ class AgentServer:
             raise ApiError(415, text, "unsupported_encoding")
         try:
             async with asyncio.timeout(_BODY_S):
-                return await request.read()
+                return await self._read(request)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
+
+    async def _read(self, request: web.Request) -> bytes:
+        # Not `request.read`: it keeps the body for as long as the connection stays open.
+        body = bytearray()
+        async for part in request.content.iter_any():
+            body += part
+            if len(body) > self._most_bytes:
+                raise web.HTTPRequestEntityTooLarge(self._most_bytes, len(body))
+        return bytes(body)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, CHAT)
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
-        return await self._answer(request, request[SESSION].responses)
+        return await self._answer(request, request[OPENED].session.responses)
 
     async def _message(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, ANTHROPIC)
 
     async def _count(self, request: web.Request) -> web.StreamResponse:
-        return _json({"input_tokens": await request[SESSION].count(await self._body(request), ANTHROPIC)})
+        async with self._held(request) as given:
+            return _json({"input_tokens": await request[OPENED].session.count(given, ANTHROPIC)})
 
     async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
-        reply = await request[SESSION].answer(await self._body(request), api)
-        if not reply.is_streamed:
-            return web.Response(body=reply.whole(), content_type="application/json")
+        async with self._held(request) as given:
+            reply = await request[OPENED].session.answer(given, api)
+            is_streamed = reply.is_streamed
+            body = reply.events() if is_streamed else reply.whole()
+        if not is_streamed:
+            return web.Response(body=body, content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(reply.events())
+        await response.write(body)
         await response.write_eof()
         return response
 
     async def _response(self, request: web.Request) -> web.Response:
-        return _json(request[SESSION].responses.kept(request.match_info["id"]))
+        return _json(request[OPENED].session.responses.kept(request.match_info["id"]))
 
     async def _forget_response(self, request: web.Request) -> web.Response:
         id = request.match_info["id"]
-        request[SESSION].responses.forget(id)
+        request[OPENED].session.responses.forget(id)
         return _json({"id": id, "object": "response", "deleted": True})
 
     async def _models(self, request: web.Request) -> web.Response:

@@ -200,7 +200,7 @@ class Session:
     async def _one_of_mine(self, answering: Coroutine[Any, Any, T]) -> T:
         """Wait for an answer, which is aborted where the session ends."""
         try:
-            self._check_open()
+            self.check_open()
         except ApiError:
             answering.close()
             raise
@@ -270,7 +270,8 @@ class Session:
         whys = [f"{metrics[f'agent/new_segments/{why}']:g} x {new.text}" for why, new in self._whys.items()]
         return {"segments": f"{len(self._tree.drafts)}, of which {'; '.join(whys)}"[:TEXT_CHARACTERS]}
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise `ApiError` where the session has ended."""
         if self._over:
             raise over()
 

@@ -307,6 +307,10 @@ def _must_call(
             faults.append(ApiErrorKind("tool_choice", f"{_short(name)}: no tool has this name; name one of the tools"))
         names = tuple(each for each in names if each == name)
     elif choice != "required":
+        if not isinstance(choice, dict) or not isinstance(choice.get("type"), str):
+            text = f"{_short(choice)}; give auto, none, required, or {{type: function, function: {{name: ...}}}}"
+            faults.append(ApiErrorKind("tool_choice", text, "invalid_type"))
+            return ()
         names = ()
     if names and keeps_mask(rollout):
         return names
@@ -322,7 +326,10 @@ def _check_form(
     """Check that the answer is to be text, with any number of calls; `must_call`: with one call of these."""
     if given.get("modalities", ["text"]) != ["text"]:
         faults.append(ApiErrorKind("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
-    if given.get("parallel_tool_calls", True) is not True and given.get("tools") and not must_call:
+    parallel = given.get("parallel_tool_calls", True)
+    if not isinstance(parallel, bool):
+        faults.append(ApiErrorKind("parallel_tool_calls", f"{_short(parallel)}; give true or false", "invalid_type"))
+    elif not parallel and given.get("tools") and not must_call:
         text = "the policy may always write several calls; leave it out, and take the first"
         unenforced.append(ApiErrorKind("parallel_tool_calls", text, "unsupported_value"))
     if given.get("top_logprobs", 0) != 0:

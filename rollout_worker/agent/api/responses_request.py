@@ -67,7 +67,11 @@ def read_response_parameters(given: Mapping[str, Any], reading: Reading, others:
         chat["logprobs"] = _LOGPROBS in given.get("include", [])
     if given.get("background", False) is not False:
         faults.append(ApiErrorKind("background", "a response is waited for; leave it out", "unsupported_value"))
-    if given.get("truncation", "disabled") != "disabled":
+    if not isinstance(given.get("truncation", ""), str):
+        faults.append(
+            ApiErrorKind("truncation", f"{short(given['truncation'])}; give auto or disabled", "invalid_type")
+        )
+    elif given.get("truncation", "disabled") != "disabled":
         unfollowed.append(ApiErrorKind("truncation", "nothing is cut; cut the input in the agent", "unsupported_value"))
     if not isinstance(given.get("store", True), bool):
         faults.append(ApiErrorKind("store", f"{short(given['store'])}; give true or false", "invalid_type"))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import tracemalloc
 import zlib
 from urllib.parse import urlsplit
 
@@ -68,6 +69,83 @@ async def test_i9_a_body_that_is_no_request_is_a_400_and_the_loop_goes_on(body):
 async def test_i8_a_body_that_is_too_large_is_not_read():
     reply, _ = await talk(lambda client: client.ask([{"role": "user", "content": "x" * (2 << 20)}]))
     assert (reply.status, reply.error["code"]) == (413, "too_large")
+
+
+async def test_i8_of_an_episodes_large_bodies_only_some_are_held_at_once(monkeypatch):
+    """The engine shows how many: each that is held is sampled for at once."""
+    monkeypatch.setattr(agent_server, "_MIN_HELD", 2)
+    monkeypatch.setattr(agent_server, "_MAX_HELD", 2)
+    running = []
+
+    async def ask(client):
+        statuses = []
+        for size in (10, 100_000):
+            running.append(0)
+            asked = [client.ask(metadata={"x": "y" * size}, max_tokens=5) for _ in range(6)]
+            statuses += [reply.status for reply in await asyncio.gather(*asked)]
+        return statuses
+
+    server = fake(TALKATIVE, latency_s=0.2)
+    sample = server.engine.sample
+
+    async def watched(*given):
+        asyncio.get_running_loop().call_later(0.1, lambda: running.append(max(running.pop(), server.engine.running)))
+        return await sample(*given)
+
+    monkeypatch.setattr(server.engine, "sample", watched)
+    config = kit.config(kit.WORKER, rollout={"max_turns": 20, "max_episode_tokens": 400, "group_size": 2})
+    once = asyncio.Lock()
+
+    async def agent(endpoint):
+        async with once, client_of(endpoint) as client:
+            running.clear()
+            assert await ask(client) == [200] * 12
+            found.append(list(running))
+        return 1.0
+
+    found = []
+    run = await roll(agent_task(agent), server, config=config)
+    assert run.queue.failures == {}, run.queue.failures
+    assert found == [[6, 2], [6, 2]]
+
+
+async def test_i8_a_connection_that_stays_open_keeps_no_body():
+    async def ask(client):
+        parts = urlsplit(client.endpoint.base_url)
+        body = json.dumps({"model": "policy", "messages": [USER], "n": 99, "user": "y" * 1_000_000}).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {client.endpoint.api_key}\r\n"
+        opened = []
+        tracemalloc.start()
+        try:
+            for _ in range(20):
+                reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
+                writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+                opened.append(writer)
+            return tracemalloc.get_traced_memory()[0]
+        finally:
+            tracemalloc.stop()
+            for writer in opened:
+                writer.close()
+
+    held, _ = await talk(ask)
+    assert held < 8_000_000
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\x01\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nx-api-key: %s\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b" " * 9000 + b"%s\r\n\r\n",
+    ],
+)
+async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
+    with caplog.at_level(logging.DEBUG):
+        answer, _ = await talk(lambda client: raw(client.endpoint, wrong % client.endpoint.api_key.encode()))
+    assert answer.startswith(b"HTTP/1.0 400")
+    assert "sk-slipstream" not in caplog.text
+    assert "Traceback" not in caplog.text
 
 
 async def test_a_prompt_that_is_too_long_is_a_400_that_agents_know():

@@ -2,6 +2,7 @@
 
 import pytest
 
+from rollout_worker.agent import segments
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of, results_of
 from tests.kit.fake_vllm.policies import in_turn, scripted
@@ -114,6 +115,10 @@ def few_shot(message):
     return [*shot, {"role": "user", "content": "3?"}], TOOLS
 
 
+def reasoned(message):
+    return [SYSTEM, USER, {**message, "reasoning_content": "I guess."}, *results_of(message)], TOOLS
+
+
 def same_again(message):
     return [SYSTEM, USER, message, *results_of(message)], TOOLS
 
@@ -124,6 +129,7 @@ def same_again(message):
         (another_system, "system", "the system message was changed: message 0 was system: 'Be brief.'"),
         (fewer_tools, "tools", "the tools were changed"),
         (changed_answer, "answer", "came back changed: message 2 was assistant: 'So: multiply({"),
+        (reasoned, "answer", "after no reasoning and is assistant: 'So: multiply({"),
         (changed_question, "history", "message 1 was user: 'Multiply 12 by 34.' and is user: 'Multiply.'"),
         (without_the_question, "history", "message 1 was user: 'Multiply 12 by 34.' and is assistant"),
         (other_conversation, "conversation", "a conversation of its own"),
@@ -156,3 +162,24 @@ async def test_a_rollout_says_how_many_segments_it_has_and_why(then, reason, wor
     else:
         (text,) = told
         assert words in text
+
+
+async def test_i9_why_a_segment_is_new_is_found_without_comparing_each_answer_with_each(monkeypatch):
+    """A thousand of each took 3 s, in which the loop of the worker stood still."""
+    made = []
+    digest = segments.chained_answer
+    monkeypatch.setattr(segments, "chained_answer", lambda *given: made.append(given) or digest(*given))
+
+    def shots(name):
+        return [USER, *({"role": "assistant", "content": f"{name}{number}"} for number in range(60)), USER]
+
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            for name in "xy":
+                asked = [{**message, "content": name + message["content"]} for message in shots(name)]
+                assert (await client.ask(asked)).status == 200
+        return 1.0
+
+    run = await roll(agent_task(agent), fake(scripted(TOKENIZER, lambda text, index: "so")), config=CONFIG)
+    assert [len(rollout.segments) for rollout in run.rollouts] == [2, 2]
+    assert 0 < len(made) < 1000

@@ -105,6 +105,23 @@ def test_what_passes(fields):
     assert read(**fields).messages == [USER]
 
 
+@pytest.mark.parametrize("refuse", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        *({"tool_choice": value} for value in (True, 0, "", "any", [], {}, {"type": 3}, [{"type": "function"}])),
+        *({"parallel_tool_calls": value} for value in (0, "false", [], {})),
+        {"parallel_tool_calls": 0, "tools": [MULTIPLY]},
+        {"temperature": "hot"},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_whatever_is_done_with_what_is_not_followed(fields, refuse):
+    with pytest.raises(ApiError) as caught:
+        read(refuse=refuse, **fields)
+    assert caught.value.params == [next(iter(fields))]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [

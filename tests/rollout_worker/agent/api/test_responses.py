@@ -311,6 +311,7 @@ def test_what_is_not_followed_is_named_in_the_words_of_the_request(fields, count
         ({"previous_response_id": 3}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"background": True}, "background"),
+        ({"truncation": 3}, "truncation"),
         ({"store": "no"}, "store"),
         ({"include": "all"}, "include"),
         ({"text": "x"}, "text"),

@@ -5,6 +5,7 @@ import json
 import logging
 import tracemalloc
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -107,6 +108,29 @@ async def test_i8_of_an_episodes_large_bodies_only_some_are_held_at_once(monkeyp
     run = await roll(agent_task(agent), server, config=config)
     assert run.queue.failures == {}, run.queue.failures
     assert found == [[6, 2], [6, 2]]
+
+
+async def test_large_bodies_that_wait_are_told_that_the_episode_is_over(monkeypatch):
+    monkeypatch.setattr(agent_server, "_MIN_HELD", 1)
+    monkeypatch.setattr(agent_server, "_MAX_HELD", 1)
+    asked = []  # on threads, which outlive the loop of the agents
+
+    async def large(endpoint):
+        async with client_of(endpoint) as client:
+            return await client.ask(metadata={"x": "y" * 100_000}, max_tokens=5)
+
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            assert (await client.ask(max_tokens=5)).status == 200
+        asked.extend(threads.submit(asyncio.run, large(endpoint)) for _ in range(4))
+        await asyncio.sleep(0.2)  # so that all of them have been sent
+        return 1.0
+
+    with ThreadPoolExecutor(8) as threads:
+        run = await roll(agent_task(agent), fake(TALKATIVE, latency_s=0.5))
+        replies = [each.result() for each in asked]
+    assert [rollout.turns for rollout in run.rollouts] == [1, 1]
+    assert [(reply.status, reply.error["code"]) for reply in replies] == [(410, "episode_over")] * 8
 
 
 async def test_i8_a_connection_that_stays_open_keeps_no_body():

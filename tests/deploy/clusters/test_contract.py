@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.clusters import ray
 from deploy.clusters.slurm import SlurmJob
 from deploy.run.engine import ThisMachine
 from deploy.run.processes import Child, Children, Program
@@ -46,7 +47,9 @@ time.sleep(300)
 """
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+@pytest.fixture(
+    params=["local", pytest.param("slurm", marks=pytest.mark.slurm), pytest.param("ray", marks=pytest.mark.ray)]
+)
 def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     """Opens the `Children` of an engine that has settled, with room for one worker."""
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
@@ -54,6 +57,12 @@ def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.M
     config.run_dir.mkdir(parents=True)
     if request.param == "local":
         yield lambda: ThisMachine().children(GRACE_S)
+    elif request.param == "ray":
+        request.getfixturevalue("ray_here")
+        cluster = ray.connect(config)
+        children = cluster.children(GRACE_S)
+        asyncio.run(cluster.settle(config, print))
+        yield lambda: children
     else:
         slurm: SlurmCluster = request.getfixturevalue("slurm_here")
         environment = slurm.allocation(config, run_file)

@@ -49,6 +49,7 @@ class Program:
         cores: CPU cores it may use; empty for all.
         health: URL that answers 200 once the process is up; None if it has no such route.
         terminal: Stream that goes to the terminal; the other goes to the log.
+        leaves: Whether it may leave a run that goes on: a server that joined it, once it was removed.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Program:
     cores: Collection[int] = ()
     health: str | None = None
     terminal: Literal["stdout", "stderr"] | None = None
+    leaves: bool = False
 
 
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:

@@ -1,16 +1,24 @@
 """A real Ray cluster of three nodes on this machine, for the tests of one process.
 
-Each node has 8 CPUs as Ray counts them, and 2 GPUs that are not there.
+Each node has 8 CPUs as Ray counts them, 2 GPUs that are not there, and the label place=first.
 """
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 CPUS, GPUS, NODES = 8, 2, 3
 
 # Ray's default is a third of the memory for each node's object store; nothing here puts an object into one.
 STORE_BYTES = 80 * 2**20
+
+_ASK = """
+import ray, sys
+ray.init(sys.argv[1], log_to_driver=False, logging_level="ERROR")
+print(ray.cluster_resources().get("CPU", 0), ray.available_resources().get("CPU", 0))
+"""
 
 
 class RayNodes:
@@ -20,7 +28,8 @@ class RayNodes:
         from ray.cluster_utils import Cluster
 
         self._node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": STORE_BYTES}
-        self._cluster = Cluster(initialize_head=True, head_node_args={**self._node, "include_dashboard": False})
+        head = {**self._node, "include_dashboard": False, "labels": {"place": "first"}}
+        self._cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(NODES - 1):
                 self.add()
@@ -29,9 +38,25 @@ class RayNodes:
             raise
         self.address: str = self._cluster.address
 
-    def add(self) -> Any:
-        """Add a node and return it."""
-        return self._cluster.add_node(**self._node)
+    def add(self, label: str = "first") -> Any:
+        """Add a node, labelled place=`label`, and return it."""
+        return self._cluster.add_node(**self._node, labels={"place": label})
+
+    def cpus(self) -> float:
+        """Return the CPUs of all nodes."""
+        return self._asked()[0]
+
+    def free_cpus(self) -> float:
+        """Return those that nothing is placed on."""
+        return self._asked()[1]
+
+    def _asked(self) -> tuple[float, float]:
+        """Ask in a process of its own: one that is connected cannot connect to another cluster."""
+        done = subprocess.run(
+            [sys.executable, "-c", _ASK, self.address], capture_output=True, text=True, timeout=120, check=True
+        )
+        whole, free = done.stdout.split()
+        return float(whole), float(free)
 
     def lose(self, node: Any) -> None:
         """Let a node go without notice."""

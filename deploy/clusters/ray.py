@@ -14,6 +14,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import secrets
 import socket
 import sys
 import tempfile
@@ -28,6 +29,7 @@ from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
 from protocol.config import ConfigError, RunConfig
 from protocol.config.fingerprint import release
+from protocol.config.sections.cluster import ClusterSection
 
 # Time-out of a short question to an actor or the cluster.
 ASK_S = 30.0
@@ -176,7 +178,22 @@ def nodes(found: Sequence[dict[str, Any]]) -> list[Node]:
 def _check_room(config: RunConfig) -> None:
     if config.cluster.ray_grows:
         return
-    check_room(Parts.of(config).needs(), nodes(_ray().nodes()))
+    found, needs = _ray().nodes(), Parts.of(config).needs()
+    for part, _, _ in needs:
+        setting, labels = _labels(config.cluster, part)
+        if not [node for node in found if node["Alive"] and labels.items() <= node.get("Labels", {}).items()]:
+            raise ConfigError(
+                f"cluster.{setting} = {[f'{name}={value}' for name, value in labels.items()]}: no node of the Ray "
+                f"cluster has these labels; start nodes with ray start --labels"
+            )
+    check_room(needs, nodes(found))
+
+
+def _labels(cluster: ClusterSection, part: Part) -> tuple[str, dict[str, str]]:
+    """Return the setting that chooses the nodes of a part, and the labels that they have."""
+    setting = "worker_node_selector" if part == "worker" and cluster.worker_node_selector else "node_selector"
+    selector: list[str] = getattr(cluster, setting)
+    return setting, dict(label.split("=", 1) for label in selector)
 
 
 def check_room(needs: Sequence[tuple[Part, Resources, int]], found: Sequence[Node]) -> None:
@@ -233,14 +250,12 @@ class RayCluster:
         """Make the placement group, and wait until it has room."""
         util = _ray().util
         cluster = config.cluster
-        labels = []
-        for part, _, _ in places:
-            selector = (cluster.worker_node_selector if part == "worker" else []) or cluster.node_selector
-            labels.append(dict(label.split("=", 1) for label in selector))
+        labels = [_labels(cluster, part)[1] for part, _, _ in places]
         self._group = util.placement_group(
             [bundle(needed) for _, needed, _ in places],
             strategy="PACK",
-            name=f"slipstream-{config.run.name}",
+            # Ray takes each name once, and another run may have this one's.
+            name=f"slipstream-{config.run.name}-{secrets.token_hex(4)}",
             **({"bundle_label_selector": labels} if any(labels) else {}),
         )
         told = False

@@ -150,6 +150,11 @@ def workers_of(run_file: Path) -> list[int]:
             "cluster.head_cpus = 9: no node of the Ray cluster has more than 8 CPU cores; lower it",
         ),
         (
+            ["--cluster.worker_node_selector", '["pool=cpu"]'],
+            "cluster.worker_node_selector = ['pool=cpu']: no node of the Ray cluster has these labels; start nodes "
+            "with ray start --labels",
+        ),
+        (
             ["--cluster.ray_env", '["NOT_THERE"]'],
             "cluster.ray_env = NOT_THERE: there is no such variable here; export it, or leave it out",
         ),

@@ -107,7 +107,7 @@ class _Cluster:
         self._refused = client.ApiException
         self._silent = (urllib3.exceptions.HTTPError, OSError)
 
-    def ask(self, method: str, path: str, body: Manifest | None = None, **query: object) -> bytes:
+    def ask(self, method: str, path: str, body: Manifest | None = None, **query: Any) -> bytes:
         """Return the answer's body. Raises `_Refused`."""
         headers = {"Accept": "*/*", **({"Content-Type": "application/apply-patch+yaml"} if body else {})}
         request = self._api.param_serialize(
@@ -129,7 +129,7 @@ class _Cluster:
             raise _Refused(answer.status, _words(data) or f"{answer.status} {answer.reason}")
         return data
 
-    def get(self, path: str, **query: object) -> Any:
+    def get(self, path: str, **query: Any) -> Any:
         return json.loads(self.ask("GET", path, **query))
 
 
@@ -252,7 +252,7 @@ class _Applied:
             if _role(pod) != "learner":
                 continue
             last = self._shown.get(name, "")
-            since = {"sinceTime": last} if last else {}
+            since: dict[str, Any] = {"sinceTime": last} if last else {}
             path = f"/api/v1/namespaces/{self._namespace}/pods/{name}/log"
             try:
                 text = self._cluster.ask("GET", path, container="learner", timestamps="true", **since)

@@ -1,4 +1,4 @@
-"""Commands of `docs/clusters.md` and `docs/machines.md` are ones that this release takes, and their settings are valid."""
+"""Commands of `docs/clusters.md` and `docs/machines.md` are ones that we take, and their settings are valid."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from protocol.config import load
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = ("clusters.md", "machines.md")
 RUN_FILE = '[model]\npath = "m"\n\n[task]\npath = "task.py:task"\n\n'
+
+
+@pytest.fixture(autouse=True)
+def _token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both pages ask for one first."""
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
 
 
 def blocks(page: str, kind: str) -> list[str]:

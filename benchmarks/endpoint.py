@@ -23,10 +23,11 @@ from rollout_worker.tools.toolbox import ToolBox
 from tests.kit.worker import multiply, task
 
 
-def endpoint(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
+def endpoint(url: str, model: str, groups: int, turns: int, api: str = "chat/completions") -> dict[str, float]:
     """Measure our worker with agents that run in another process.
 
     Args:
+        api: Path of the API that they ask by: chat/completions, responses or messages.
         url: Address of the fake vLLM.
         model: Folder of the model.
         groups: Number of groups to measure.
@@ -38,7 +39,7 @@ def endpoint(url: str, model: str, groups: int, turns: int) -> dict[str, float]:
     Raises:
         RuntimeError: If an episode did not run as scripted.
     """
-    with players() as port, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+    with players(api) as port, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_endpoint(url, model, groups, turns, port))
 
 
@@ -77,9 +78,9 @@ class _Elsewhere:
 
 
 @contextmanager
-def players() -> Iterator[int]:
+def players(api: str) -> Iterator[int]:
     """Run the process that plays episodes, and yield the port that it listens at."""
-    command = [sys.executable, "-m", "benchmarks.endpoint"]
+    command = [sys.executable, "-m", "benchmarks.endpoint", api]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
@@ -88,8 +89,47 @@ def players() -> Iterator[int]:
             process.terminate()
 
 
-async def _players() -> None:
-    schemas = ToolBox([multiply]).schemas
+def _chat(body: dict[str, Any], messages: list[Any]) -> bool:
+    """Add an answer and its results to the messages. Returns whether there is more to ask."""
+    message = body["choices"][0]["message"]
+    messages.append(message)
+    for call in message.get("tool_calls") or []:
+        product = multiply(**json.loads(call["function"]["arguments"]))
+        messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(product)})
+    return bool(message.get("tool_calls"))
+
+
+def _responses(body: dict[str, Any], messages: list[Any]) -> bool:
+    messages += body["output"]
+    calls = [item for item in body["output"] if item["type"] == "function_call"]
+    for call in calls:
+        product = str(multiply(**json.loads(call["arguments"])))
+        messages.append({"type": "function_call_output", "call_id": call["call_id"], "output": product})
+    return bool(calls)
+
+
+def _messages(body: dict[str, Any], messages: list[Any]) -> bool:
+    messages.append({"role": "assistant", "content": body["content"]})
+    calls = [block for block in body["content"] if block["type"] == "tool_use"]
+    results = [
+        {"type": "tool_result", "tool_use_id": call["id"], "content": str(multiply(**call["input"]))} for call in calls
+    ]
+    if results:
+        messages.append({"role": "user", "content": results})
+    return bool(calls)
+
+
+_FUNCTION = ToolBox([multiply]).schemas[0]["function"]
+# By path: how an answer is read, the field of the conversation, and the tools.
+APIS = {
+    "chat/completions": (_chat, "messages", {"type": "function", "function": _FUNCTION}),
+    "responses": (_responses, "input", {"type": "function", **_FUNCTION}),
+    "messages": (_messages, "messages", {**_FUNCTION, "input_schema": _FUNCTION["parameters"]}),
+}
+
+
+async def _players(api: str) -> None:
+    read, conversation, tool = APIS[api]
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=30)
     async with aiohttp.ClientSession(connector=connector) as session:
 
@@ -97,15 +137,10 @@ async def _players() -> None:
             base_url, key, model, messages = json.loads(line)
             headers = {"Authorization": f"Bearer {key}"}
             while True:
-                body = {"model": model, "messages": messages, "tools": schemas}
-                async with session.post(f"{base_url}/chat/completions", json=body, headers=headers) as response:
-                    message = (await response.json())["choices"][0]["message"]
-                messages.append(message)
-                if not message.get("tool_calls"):
-                    break
-                for call in message["tool_calls"]:
-                    product = multiply(**json.loads(call["function"]["arguments"]))
-                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": str(product)})
+                body = {"model": model, conversation: messages, "tools": [tool]}
+                async with session.post(f"{base_url}/{api}", json=body, headers=headers) as response:
+                    if not read(await response.json(), messages):
+                        break
             writer.write(key.encode() + b"\n")
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -120,4 +155,4 @@ async def _players() -> None:
 
 if __name__ == "__main__":
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_players())
+        runner.run(_players(sys.argv[1]))

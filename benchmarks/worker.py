@@ -17,7 +17,8 @@ endpoint_us_per_turn: CPU microseconds of the worker's event loop that a turn ta
     agents in another process ask for it at their endpoints.
 endpoint_process_us_per_turn: The same for the whole process. It includes the threads of user code, in which agents wait
     here, and in which the native loop's tools run.
-endpoint: All figures of that way.
+endpoint: All figures of that way; `responses` and `messages`: the same where agents ask by those APIs, and
+    `responses_us_per_turn` and the like.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +43,12 @@ from benchmarks.worker_ways import chat_us_per_turn
 from tests.kit.fake_vllm.tokenizer import save_model_folder
 
 TURN_S = 0.02
-WAYS = {**OTHER_WAYS, "endpoint": endpoint}
+WAYS = {
+    **OTHER_WAYS,
+    "endpoint": endpoint,
+    "responses": partial(endpoint, api="responses"),
+    "messages": partial(endpoint, api="messages"),
+}
 
 
 def main() -> None:
@@ -79,7 +86,9 @@ def compare(url: str, model: str, rounds: int, groups: int, turns: int) -> dict[
     result |= result.pop("waiting")
     for figure, name in (("loop_cpu", "endpoint_us_per_turn"), ("cpu", "endpoint_process_us_per_turn")):
         figure = f"{figure}_ms_per_episode"
-        result[name] = round(1000 * (result["endpoint"][figure] - result["ours"][figure]) / turns, 1)
+        for way in ("endpoint", "responses", "messages"):
+            more = 1000 * (result[way][figure] - result["ours"][figure]) / turns
+            result[name.replace("endpoint", way)] = round(more, 1)
     result["chat_us_per_turn"] = asyncio.run(chat_us_per_turn())
     result["turns"] = turns
     return result

@@ -20,10 +20,11 @@ from rollout_worker.chat.build import build_chat_format
 from rollout_worker.chat.format_check import check_tool_format
 from rollout_worker.episodes.conversation import ConversationSource
 from rollout_worker.episodes.episode import Episode, EpisodeSetup
-from rollout_worker.episodes.source import GroupPlan, prompt_ids, side_by_side
+from rollout_worker.episodes.source import GroupPlan, SourceContext, prompt_ids, side_by_side
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity
+from rollout_worker.sources import source_of
 from rollout_worker.task.task import Task
 from rollout_worker.ticket_loop import Worker
 from rollout_worker.tools.toolbox import ToolBox
@@ -106,20 +107,20 @@ async def measured(
         RuntimeError: If a group failed.
     """
     async with UserCode(run_config.worker.user_threads) as code, InferenceClient(60.0) as client:
-        tools = ToolBox(the_task.tools, run_config.worker.tool_timeout_s, code)
-        chat = build_chat_format(run_config, tools.schemas)
+        tokenizer = build_chat_format(run_config, []).tokenizer
+        context = SourceContext(run_config, the_task, code, tokenizer, lambda key, text: None)
         probe = LagProbe()
-        for count in (WARM_UP_GROUPS, groups):
-            stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
-            source = ConversationSource(chat, tools, run_config.max_open)
-            worker = Worker(run_config, the_task, stand_in, "bench", source, client, code, FailureNotices())
-            async with asyncio.TaskGroup() as tasks:
-                probing = tasks.create_task(probe.run())
-                wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
-                await worker.run(asyncio.Event())
-                cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
-                loop_s = time.thread_time() - loop
-                probing.cancel()
+        async with source_of(the_task).open(context) as source:
+            for count in (WARM_UP_GROUPS, groups):
+                stand_in = StandInQueue(tickets_for(count, GROUP_SIZE), serving_at(url, version=1))
+                worker = Worker(run_config, the_task, stand_in, "bench", source, client, code, FailureNotices())
+                async with asyncio.TaskGroup() as tasks:
+                    probing = tasks.create_task(probe.run())
+                    wall, cpu, loop = time.perf_counter(), time.process_time(), time.thread_time()
+                    await worker.run(asyncio.Event())
+                    cpu_s, wall_s = time.process_time() - cpu, time.perf_counter() - wall
+                    loop_s = time.thread_time() - loop
+                    probing.cancel()
     if stand_in.failures:
         raise RuntimeError(f"groups failed: {stand_in.failures}")
     rollouts = [rollout for group in stand_in.groups for rollout in group.rollouts]

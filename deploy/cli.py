@@ -27,12 +27,12 @@ from deploy.commands.arguments import (
     reading,
 )
 from deploy.commands.look import QueueUrl, RunFilePath
-from deploy.run.process_keeper import RunFailed
+from deploy.run.process_keeper import TAKEN_OVER, RunFailed
 from deploy.run.supervisor import SIGNALS
 from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
-from protocol import access
-from protocol.client import QueueError
+from protocol import access, reasons
+from protocol.client import QueueError, QueueRefused
 from protocol.config import (
     ConfigError,
     Finding,
@@ -189,6 +189,10 @@ def learner(
     devices.forbid_peers(config)
     try:
         run(config, queue, resume, take_over)
+    except QueueRefused as error:
+        if error.reason != reasons.SESSION_SUPERSEDED:
+            raise
+        raise RunFailed(f"another learner has taken the run over: {error}", TAKEN_OVER) from error
     except (LearnerFailed, PublishError) as error:
         raise RunFailed(str(error)) from error
 

@@ -37,12 +37,14 @@ fi
 # They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
 copies=$((2 * $(nproc) + 1))  # nproc heeds the next line
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not ray" --durations=15
-# Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m slurm, -m ray
+pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not ray and not frameworks" --durations=15
+# Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m "slurm or ray"
 if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2
     has_ray || python -m pip install -q "$PWD[ray]" >/dev/null 2>&1 || echo "test: no Ray here: runs on it are not tried" >&2
     pytest "${all[@]}" -m "slurm or ray" --durations=5 tests/deploy/clusters
+    # Downloads an environment for each framework: deploy/test.sh -m frameworks
+    pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks
 fi
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
 exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

@@ -1,17 +1,16 @@
-"""`python -m learner run.toml [--resume [--take-over]] [--section.key value]`, also by `accelerate launch -m learner`.
+"""`python -m learner run.toml [--queue URL] [--resume [--take-over]] [--section.key value]`, or by `accelerate launch`.
 
 `python -m learner --rank` is another rank, which rank 0 starts on its own machine and which ends with it.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import os
 import signal
 import sys
 import threading
-
-USAGE = "usage: python -m learner run.toml [--resume [--take-over]] [--section.key value ...]"
 
 
 def main(arguments: list[str]) -> int:
@@ -29,15 +28,11 @@ def main(arguments: list[str]) -> int:
     from protocol.config import ConfigError, load
     from weight_sync.publisher import PublishError
 
-    resume, take_over = "--resume" in arguments, "--take-over" in arguments
-    rest = [argument for argument in arguments if argument not in ("--resume", "--take-over")]
-    if not rest or rest[0].startswith("-"):
-        print(USAGE, file=sys.stderr)
-        return 2
+    given, settings = _parser().parse_known_args(arguments)
     try:
-        config = load(rest[0], rest[1:], needs=["model", "chat", "callbacks"])
+        config = load(given.run_file, settings, needs=["model", "chat", "callbacks"])
         access.hide_token()  # Callbacks, and programs that they start, must not read the token.
-        run(config, resume=resume, take_over=take_over)
+        run(config, given.queue, given.resume, given.take_over)
     except ConfigError as error:
         print(f"learner: {error}", file=sys.stderr)
         return 2
@@ -45,6 +40,17 @@ def main(arguments: list[str]) -> int:
         print(f"learner: {error}", file=sys.stderr)
         return 1
     return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m learner", usage="%(prog)s run.toml [options] [--section.key value ...]", allow_abbrev=False
+    )
+    parser.add_argument("run_file", metavar="run.toml")
+    parser.add_argument("--queue", metavar="URL", help="URL of the queue, or of several, separated by commas")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--take-over", action="store_true", help="with --resume: end one that lives")
+    return parser
 
 
 def follow_rank_0() -> int:

@@ -49,6 +49,7 @@ def train(
     checkpoint: Checkpoint | None = None,
     resume: bool = False,
     callbacks: Sequence[TrainerCallback] = (),
+    after: int | None = None,
 ) -> None:
     """Begin a session at the queue and train to the last step.
 
@@ -57,14 +58,16 @@ def train(
         stop: Says when a signal asks for the end.
         resume: Whether the run continues; otherwise it begins at step 0.
         callbacks: The user's, see `learner.callbacks`.
+        after: See `start.session`.
 
     Raises:
+        ConfigError: Another learner has begun a session meanwhile.
         QueueError: The queue refuses, or cannot be reached.
         PublishError: No server can be given the weights.
         LearnerFailed: A step cannot be trained, or a callback failed.
         Stopped: A signal ended the run.
     """
-    session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
+    session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after)
     Loop(config, trainer, client, publisher, progress, stop, session).run()
 
 

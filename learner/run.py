@@ -80,13 +80,14 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
         Watch(client, progress),
         ExitStack() as ranks,
     ):
-        checkpoint = None if resume else start.starting_point(config, resume)
+        checkpoint, after = None if resume else start.starting_point(config, resume), None
         try:
             if resume:
                 resuming.check_adapter(config, resume)
                 with progress.phase("waiting for the queue"):
                     position = client.call(lambda queue: queue.position())
                 start.check_alone(position, take_over)
+                after = None if take_over else position.session
                 checkpoint = start.starting_point(config, resume, position, progress.warn)
                 if checkpoint is not None and start.is_over(config, checkpoint, position):
                     progress.say(places.nothing_to_do(config.run.name, checkpoint.info.step, config.learner.steps))
@@ -127,7 +128,7 @@ def run(config: RunConfig, queue_url: str | None = None, resume: bool = False, t
             raise
         followers = following_ranks(config, team)
         with Publisher(config, url, ranks=followers) as publisher:
-            loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks)
+            loop.train(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after)
 
 
 def follow(place: RankInfo) -> None:

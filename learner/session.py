@@ -25,8 +25,9 @@ from learner.report.sampler_checks import ServerWatch
 from learner.report.token_views import Texts
 from learner.skipping import Attempts
 from learner.training.trainer import Trainer
-from protocol.client import QueueError
-from protocol.config import RunConfig
+from protocol import reasons
+from protocol.client import QueueError, QueueRefused
+from protocol.config import ConfigError, RunConfig
 from protocol.messages import RunPosition
 from weight_sync.publisher import Publisher
 
@@ -70,14 +71,20 @@ def begin_session(
     checkpoint: Checkpoint | None,
     resume: bool,
     callbacks: Sequence[TrainerCallback] = (),
+    after: int | None = None,
 ) -> Session:
     """Begin a session at the queue and make its parts. Arguments and errors are those of `train`."""
     # torch calls it right before weights change.
     trainer.optimiser.optimizer.register_step_pre_hook(lambda *_: stop.hold())
     trainer.team.guard(stop)
-    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size)
+    begin = start.session(config, checkpoint, resume, trainer.policy.vocabulary_size, after)
     with progress.phase("waiting for the queue"):
-        position = client.call(lambda queue: queue.begin_session(begin))
+        try:
+            position = client.call(lambda queue: queue.begin_session(begin))
+        except QueueRefused as refusal:
+            if refusal.reason == reasons.SESSION_SUPERSEDED:
+                raise ConfigError(f"--resume: {refusal}") from None
+            raise
     session = position.session
     publisher.session, publisher.run_id = session, position.run
 

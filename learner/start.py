@@ -133,11 +133,14 @@ def settings(config: RunConfig) -> dict[str, str]:
     }
 
 
-def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int) -> BeginSession:
+def session(
+    config: RunConfig, checkpoint: Checkpoint | None, resume: bool, vocabulary: int, after: int | None = None
+) -> BeginSession:
     """Make the learner's declaration to the queue: where it starts, and the fingerprint of the rollouts it accepts.
 
     Args:
         vocabulary: Token ids that the model knows.
+        after: The newest session when it looked whether it is alone; None: it begins whoever else has.
 
     Raises:
         ConfigError: No tokenizer can be loaded.
@@ -148,7 +151,7 @@ def session(config: RunConfig, checkpoint: Checkpoint | None, resume: bool, voca
     expected = fingerprint.of(config, tokenizer(config.model))
     others = changed(config, checkpoint.info) if checkpoint else []
     process = this_process()
-    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others, process)
+    return BeginSession(done.step, version, config.learner.steps, resume, expected, vocabulary, others, process, after)
 
 
 def this_process() -> LearnerProcess:

@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import re
 import shlex
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Literal, Self, TypeVar
 from urllib.parse import urlsplit
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 T = TypeVar("T")
 
@@ -41,6 +43,42 @@ def mcp_command(address: str) -> list[str]:
     if not words[0]:
         raise ValueError(f"{address!r} is not a command line: it names no program; write that first")
     return words
+
+
+class McpServerAddress(BaseModel):
+    """An MCP server, and which of its tools a task gets.
+
+    Attributes:
+        address: URL or command line.
+        prefix: Stands before the names of its tools.
+        include: Names of the tools that are used, as the server has them; all if there are none.
+        exclude: Names of tools that are left out.
+        transport: How a URL is spoken to: http (streamable HTTP), or the older sse.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    address: str
+    prefix: str = Field("", pattern=r"^[A-Za-z0-9_.-]{0,64}$")
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    transport: Literal["http", "sse"] = "http"
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        if mcp_command(self.address) and self.transport == "sse":
+            raise ValueError(f"{self.address!r} is a command line, which is spoken to over stdio; leave out transport")
+        return self
+
+
+def mcp_server(given: Any) -> McpServerAddress:
+    """Return the server that is given as a URL, a command line, or a mapping of these fields. Raises ValueError."""
+    if isinstance(given, McpServerAddress):
+        return given
+    if isinstance(given, Mapping):
+        return McpServerAddress.model_validate(dict(given))
+    mcp_command(given)
+    return McpServerAddress(address=given)
 
 
 def _is_url(text: str) -> bool:

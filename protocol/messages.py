@@ -544,7 +544,8 @@ class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     """Begins a learner session at step 0, or from a checkpoint of `step` and policy `version`.
 
     `fingerprint`: the fingerprint that workers must have. `vocabulary`: the model's token ids are below it. `changed`:
-    settings that are others than before a resume, for people. `process`: who begins it.
+    settings that are others than before a resume, for people. `process`: who begins it. `after`: the newest session
+    that it knows of; the queue refuses if another process has begun one since. None: it begins in any case.
     """
 
     step: Natural
@@ -555,6 +556,7 @@ class BeginSession(msgspec.Struct, tag="begin", tag_field="do"):
     vocabulary: int | None = None
     changed: list[str] = []
     process: LearnerProcess | None = None
+    after: int | None = None
 
 
 class Checkpointed(msgspec.Struct, tag="checkpointed", tag_field="do"):

@@ -1,12 +1,12 @@
 """A run of the multiply example over hosts with addresses of their own, whose links are cut in turn.
 
-    python -m tests.links [--cut 60] [--steps 400] [--servers 2] [--ranks 2] [--workers 3] [--latency 0.02] [--loss 0.01]
+    python -m tests.links [--cut 60] [--steps 400] [--servers 2] [--ranks 2] [--workers 3] [--links queue worker-0]
 
 Queue, each vLLM server, each rank of the learner and each worker is a host (`tests.kit.network`): 20 ms to the others,
 1 % of the frames lost, 50 Mbit/s. Each link is cut without a word for `--cut` seconds, then a worker gets another
 address. Prints a line of JSON for each: which optimiser steps were made meanwhile, what the status said of it, and how
 many seconds after the mend the run made its next step, and the host took part again. At the end the ledger is audited
-as in `tests.chaos`. Needs root, and real vLLM servers need a core each. Exit code 1 if something was lost.
+as in `tests.nights.audit`. Needs root, and real vLLM servers need a core each. Exit code 1 if something was lost.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import load
 from protocol.status import Status
-from tests.chaos import broken_rules
 from tests.kit.network import Host, Network, network, why_not
+from tests.nights.audit import of_files
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
 
@@ -69,7 +69,7 @@ class Run:
             meet = (f"--master-addr={self.there.hosts['rank-0'].address}", "--master-port=29500")
             size = (f"--nnodes={ranks}", "--nproc-per-node=1", f"--node-rank={number}")
             command = [sys.executable, "-m", "torch.distributed.run", *size, *meet, "-m", "learner", file]
-            self._run(host, self._token, *command, *self._settings)
+            self._run(host, self._token, *command, "--queue", self._queue, *self._settings)
         for number in range(workers):
             host = self.there.hosts[f"worker-{number}"]
             self._start(host.name, "worker", file, "--queue", self._queue, "--name", host.name, role="worker")
@@ -134,8 +134,8 @@ async def cut(run: Run, name: str, seconds: float) -> dict[str, Any]:
     while time.monotonic() - began < seconds:
         await asyncio.sleep(1)
         if name != "queue" and not said and (status := await run.status()) is not None:
-            said = named_in(status, name)
             said_after = time.monotonic() - began
+            said = named_in(status, name, said_after)
     run.there.join(name)
     made = run.step() - before
     goes_on = await run.step_after(run.step(), GOES_ON_WITHIN_S)
@@ -163,8 +163,8 @@ async def _takes_part(run: Run, name: str) -> float | None:
     raise AssertionError(f"{name} does not take part again")
 
 
-def named_in(status: Status, name: str) -> str:
-    """Return what the status says is wrong with a host; "" if nothing."""
+def named_in(status: Status, name: str, within_s: float = 0.0) -> str:
+    """Return what the status says is wrong with a host, of the learner's what it has said `within_s`; "" if nothing."""
     for server in status.servers:
         if server.name == name and server.state != "serving":
             return f"{server.state}: {server.reason}"
@@ -172,7 +172,8 @@ def named_in(status: Status, name: str) -> str:
         if worker.worker_id == name and worker.seen_s_ago > SILENT_S:
             return f"not seen for {worker.seen_s_ago:.0f} s"
     if name.startswith("rank"):
-        return (status.stall.why or "") if status.stall.stalled else " ".join(each.text for each in status.notices)
+        new = [each.text for each in status.notices if each.since_s < within_s]
+        return (status.stall.why or "") if status.stall.stalled else " ".join(new)
     return ""
 
 
@@ -196,7 +197,7 @@ async def play(arguments: argparse.Namespace) -> int:
                 print(json.dumps({"moved": "worker-0", "next step after s": round(goes_on, 1)}), flush=True)
             learner = run.processes["rank-0"]
             code = await asyncio.to_thread(learner.wait, ENDS_WITHIN_S)
-            broken = broken_rules(Path(folder) / "links", 4, arguments.steps)
+            broken = of_files(Path(folder) / "links", arguments.steps)
             print(json.dumps({"ended with": code, "broken": broken}), flush=True)
             return int(bool(code or broken))
         except (AssertionError, subprocess.TimeoutExpired) as error:

@@ -54,7 +54,11 @@ FOLDERS = {
         *("rollout_worker/inference", "rollout_worker/task", "rollout_worker/data", "rollout_worker/tools"),
         *("rollout_worker/chat", "rollout_worker/chat/parsers", "rollout_worker/user_code", "rollout_worker/vision"),
     },
+    "rollout_worker/agent/api": {
+        *("rollout_worker/tools", "rollout_worker/chat/parsers", "rollout_worker/user_code", "rollout_worker/vision"),
+    },
     "rollout_worker/agent": {
+        "rollout_worker/agent/api",
         *("rollout_worker/episodes", "rollout_worker/inference", "rollout_worker/task", "rollout_worker/data"),
         *("rollout_worker/tools", "rollout_worker/chat", "rollout_worker/chat/parsers", "rollout_worker/user_code"),
     },

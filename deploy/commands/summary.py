@@ -30,6 +30,9 @@ _OUT = (ServerState.STALE, ServerState.QUARANTINED, ServerState.DOWN)
 _QUIET_S = 25.0
 # The run stands still where a step takes so many times the usual, and so many seconds more at least.
 _SLOW, _SLOW_S = 3.0, 20.0
+# Between two statuses of one queue: more seconds of the machine's clock than the queue ran are a clock that was set.
+_CLOCK_SET_S = 120.0
+_YOUNG_S = 30.0
 # Characters of what is shown of a text.
 _SHOWN_CHARACTERS = 160
 # Kinds of incidents that are shown by themselves, those that cost most.
@@ -146,14 +149,30 @@ class _Record:
         self._open: dict[str, Incident] = {}
         self._closed: list[Incident] = []
         self._steps: list[tuple[float, int]] = []
+        # Seconds by which the machine's clock was set while the queue ran, all steps together.
+        self._set_by = 0.0
+        # Steps of entries without a status.
+        self._rows: list[history.Row] = []
 
     def add(self, entry: Entry) -> None:
-        for row in entry.steps:
-            self._step(row.get("at") or entry.at, int(row.get("step") or 0))
-        status = entry.status
-        if status is None:
+        self._rows += entry.steps
+        status, before, since = entry.status, self._before, self.newest_at
+        if status is None:  # its steps are timed with the next one's
             return
-        at, before, since = entry.at, self._before, self.newest_at
+        was_set_by = self._set_by
+        if before is not None and since is not None and _is_one_life(before, status):
+            ran = status.uptime_s - before.uptime_s
+            if (jump := entry.at - self._set_by - since - ran) >= _CLOCK_SET_S:
+                self._set_by += jump
+                text = (
+                    f"went ahead by {_span(jump)}: it was set, or the machine slept; later times are by the one before"
+                )
+                self._closed.append(Incident("the clock", text, since, since))
+        at = entry.at - self._set_by
+        for row in self._rows:
+            stepped = (row.get("at") or entry.at) - was_set_by
+            self._step(stepped if stepped <= at else stepped + was_set_by - self._set_by, int(row.get("step") or 0))
+        has_steps, self._rows = bool(self._rows), []
         self.began = at if self.began is None else self.began
         if before is not None and since is not None:
             self._closed += _at_once(before, status, since, at)
@@ -166,7 +185,7 @@ class _Record:
             self._closed.append(incident)
         for about, (text, began) in wrong.items():
             self._open.setdefault(about, Incident(about, text, began))
-        if not entry.steps and status.step:
+        if not has_steps and status.step:
             self._step(at, status.step)
         self._before, self.newest_at = status, at
 
@@ -187,6 +206,11 @@ class _Record:
                 incident.lost_s += ended - began - usual
         lost_s = sum(ended - began - usual for began, ended in stood)
         return sorted(incidents, key=lambda incident: incident.began), lost_s
+
+
+def _is_one_life(before: Status, after: Status) -> bool:
+    """Return whether two statuses, one after the other, are of one process of the queue: a new one's first is young."""
+    return _YOUNG_S <= before.uptime_s <= after.uptime_s
 
 
 def _wrong(status: Status, at: float) -> Iterator[tuple[str, tuple[str, float]]]:

@@ -66,11 +66,15 @@ def _first_error(lines: Sequence[str]) -> str | None:
         if in_usage:
             continue
         if _bare(line) == _TRACEBACK:
-            return _end_of_traceback(lines[place:]) or line.strip()
+            if cause := _end_of_traceback(lines[place:]):
+                return cause
+            continue  # a full disk or a kill has cut it off: its beginning says nothing
         if _ERROR.search(line) and not _BELOW_ERROR.match(line):
             if line != _bare(line) and _bare(line)[:1].isspace():
                 # The part of the log that was read begins within a traceback.
-                return _end_of_traceback([line, *lines[place:]]) or line.strip()
+                if cause := _end_of_traceback([line, *lines[place:]]):
+                    return cause
+                continue
             after = lines[place + 1 : place + 2]
             cause = _end_of_traceback(lines[place + 1 :]) if after and _bare(after[0]) == _TRACEBACK else None
             return cause or line.strip()

@@ -7,6 +7,7 @@ starts the processes, asks the policy, and shows on the terminal each wait and e
 from __future__ import annotations
 
 import asyncio
+import shutil
 import signal
 import time
 from collections import Counter
@@ -25,6 +26,9 @@ from protocol.config import RunConfig
 
 # Exit code for a wrong setting: a restarted process would end in the same way.
 WRONG_SETTING = 2
+
+# Exit code of a learner from which another one has taken the run.
+TAKEN_OVER = 76
 
 # Exit codes of a process that was stopped on purpose.
 STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
@@ -66,7 +70,12 @@ class Over:
     remedy: str = ""
 
 
-Verdict = Done | Again | Over
+@dataclass(frozen=True)
+class Elsewhere:
+    """Another learner has taken the run over. The rest is kept running for it, until the run is finished."""
+
+
+Verdict = Done | Again | Over | Elsewhere
 
 
 class RestartPolicy:
@@ -109,6 +118,8 @@ class RestartPolicy:
         if code == 0 and role in ("worker", "learner") and not goes_on:
             return Done()
         code = code or 1
+        if role == "learner" and code == TAKEN_OVER:
+            return Elsewhere()
         if role == "learner":
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
         if code == WRONG_SETTING:
@@ -131,6 +142,9 @@ HEALTH_EVERY_S = 0.25
 GIVE_UP_POLL_S = 1.0
 
 LAST_LINES = 20
+
+# With less room a process may not even say why it ends.
+FULL_BELOW_BYTES = 256 * 1024
 
 # vLLM's engine processes react late to SIGTERM once their server is gone.
 ORPHANS_GRACE_S = 1.0
@@ -190,6 +204,14 @@ class ProcessKeeper:
                     self._terminal.say(f"{name} is done")
                     await self._children.end([child])
                     return
+                case Elsewhere():
+                    self._terminal.complain(
+                        f"{name} has ended, as another one has taken the run over; the queue, servers and workers here "
+                        f"are kept for it until the run is finished"
+                    )
+                    await self._children.end([child])
+                    await self._until_finished(http)
+                    return
                 case Over(end_code, why, remedy):
                     ended = "; ".join(filter(None, [f"{describe_end(name, code)} {why}".rstrip(), remedy]))
                     self._terminal.complain(f"{describe_end(name, code)}; stopping the others")
@@ -197,8 +219,8 @@ class ProcessKeeper:
                 case Again(pause_s, attempt):
                     cause = child.first_error()
                     self._terminal.complain(
-                        f"{describe_end(name, code)}{f': {cause}' if cause else ''}; starting it again in "
-                        f"{pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
+                        f"{describe_end(name, code)}{f': {cause}' if cause else ''}{_disk_is_full(child.log)}; "
+                        f"starting it again in {pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
                     )
                     # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
@@ -213,6 +235,17 @@ class ProcessKeeper:
             if not (await self._ask_queue(access.STATUS, http)).get(reasons.GAVE_UP):
                 return
             await asyncio.sleep(GIVE_UP_POLL_S)
+
+    async def _until_finished(self, http: aiohttp.ClientSession) -> None:
+        """Wait until the queue says that the run is finished, and tell a standstill, which no learner here shows."""
+        stalled = False
+        while not (await self._ask_queue(access.POLICY, http)).get("finished"):
+            stall = (await self._ask_queue(access.STATUS, http)).get("stall") or {}
+            if stall.get("stalled") and not stalled:
+                self._terminal.complain(f"stalled: no step for {stall.get('since_s', 0):.0f} s: {stall.get('why')}")
+            stalled = bool(stall.get("stalled"))
+            await asyncio.sleep(GIVE_UP_POLL_S)
+        self._terminal.say("the run is finished")
 
     async def _goes_on(self, http: aiohttp.ClientSession) -> bool:
         """Tell whether the queue says that the run is not finished."""
@@ -258,10 +291,22 @@ class ProcessKeeper:
 
 def _quoted(child: Child) -> str:
     """Quote the child's log: its first error, else its last lines."""
+    full = _disk_is_full(child.log)
     if cause := child.first_error():
-        return f"; the first error in {child.log}:\n{cause}"
+        return f"{full}; the first error in {child.log}:\n{cause}"
     lines = "\n".join(child.tail()[-LAST_LINES:])
-    return f"; the last lines of {child.log}:\n{lines}" if lines.strip() else ""
+    return f"{full}; the last lines of {child.log}:\n{lines}" if lines.strip() else full
+
+
+def _disk_is_full(log: Path) -> str:
+    """Say so where a log may end early because its disk is full; else return an empty text."""
+    try:
+        free = shutil.disk_usage(log.parent).free
+    except OSError:
+        return ""
+    if free >= FULL_BELOW_BYTES:
+        return ""
+    return f"; the disk of {log.parent} is full ({free:,} bytes are free): make room, as its log may end early"
 
 
 def _session() -> aiohttp.ClientSession:

@@ -8,12 +8,17 @@ server whose proof has failed meanwhile is not trained (I5).
 A batch that is left out makes no version. The next one, which was judged for the version after, takes its place and is
 judged anew, and so do all that follow. Leasing other groups for the step instead could wait forever, since the groups
 held for later steps may be all that admission allows.
+
+A lease that lapses, because the queue could not be reached for longer than it lasts, is no loss: this learner is the
+only one that leases, so its drafts lease their groups anew, each its own. Groups that are in training meanwhile are
+acknowledged as they would have been, and none gets into a second draft (I1).
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -40,6 +45,8 @@ from protocol.messages import (
     ServerState,
 )
 
+logger = logging.getLogger(__name__)
+
 LEASE_WAIT_S = 30.0
 RELEASE_TIMEOUT_S = 5.0
 
@@ -49,7 +56,7 @@ class Starved(QueueError):
 
 
 class LeaseLost(QueueError):
-    """The queue took a lease back while its groups were in training."""
+    """The queue refuses to renew a lease, as another learner has begun."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,7 @@ class Feeder:
         self._branches, self._routed = branches, routed
         self._ready: SimpleQueue[_Prepared | BaseException] = SimpleQueue()
         self._permits = asyncio.Semaphore(config.learner.prefetch_steps)
-        self._leases: set[str] = set()
+        self._leases: dict[str, Draft] = {}
         self._leased = asyncio.Event()
         self._step = start.step + 1
         self._taken: Draft | None = None
@@ -114,7 +121,7 @@ class Feeder:
 
         Raises:
             Starved: No group comes any more.
-            LeaseLost: The queue took a lease back.
+            LeaseLost: The queue refuses to renew a lease.
             RunFinished: The run was finished before the learner's last step.
             QueueError: The queue refuses, or cannot be reached.
             BaseException: The error that `fail` was called with.
@@ -136,7 +143,7 @@ class Feeder:
     def trained(self, batch: Batch, report: LearnerReport) -> RunPosition:
         """Acknowledge a batch: from here on its version is taken. Raises `QueueError` if the queue disagrees."""
         ack = LeaseAck(self._start.session, batch.ticket_ids, step=batch.step, version=batch.version + 1, report=report)
-        self._leases.discard(batch.lease_id)
+        self._leases.pop(batch.lease_id, None)
         position = self._client.call(lambda queue: queue.ack(batch.lease_id, ack))
         self._spans.trained(batch.ticket_ids, batch.step, batch.version)
         self._step += 1
@@ -225,7 +232,7 @@ class Feeder:
 
     async def _drop(self, draft: Draft, dropped: Mapping[str, str]) -> None:
         if not draft.ticket_ids:
-            self._leases.discard(draft.lease_id)
+            self._leases.pop(draft.lease_id, None)
         if dropped:
             self._spans.dropped(dropped, draft.step, draft.version)
             await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dict(dropped)))
@@ -234,7 +241,7 @@ class Feeder:
         draft.revoke(revoked)
         self._spans.dropped(revoked, draft.step, draft.version)
         if not draft.ticket_ids:
-            self._leases.discard(draft.lease_id)
+            self._leases.pop(draft.lease_id, None)
         # The queue has dropped the rest itself.
         tainted = {ticket: reason for ticket, reason in revoked.items() if reason == reasons.UNVERIFIED_SERVER}
         if tainted:
@@ -250,15 +257,20 @@ class Feeder:
             if not reply.groups:
                 continue
             self._last_arrival = self._clock()
-            self._leases.add(draft.lease_id)
+            self._leases[draft.lease_id] = draft
             self._renew_every_s = reply.expires_in_s / 3
             self._leased.set()
             groups = [codec.decode(bytes(raw), Group) for raw in reply.groups]
+            if not self._of_others(draft).isdisjoint(group.ticket_id for group in groups):
+                # Another draft's lease has lapsed, and its groups came here.
+                await self._client.queue.release(draft.lease_id, self._start.session)
+                await self._lease_anew()
+                continue
             self._spans.came(groups)
             dropped = draft.add(map(LeasedGroup, groups, reply.version_at_arrival))
             self._spans.dropped(dropped, draft.step, draft.version)
             if not draft.ticket_ids:
-                self._leases.discard(draft.lease_id)
+                self._leases.pop(draft.lease_id, None)
             if dropped:
                 await self._client.queue.ack(draft.lease_id, LeaseAck(self._start.session, dropped=dropped))
 
@@ -299,14 +311,32 @@ class Feeder:
                 await self._renew(lease_id)
 
     async def _renew(self, lease_id: str, have: Sequence[str] = ()) -> dict[str, str]:
-        """Renew a lease. Returns which groups of `have` must not be trained, and why."""
+        """Renew a lease. Returns which groups of `have` must not be trained, and why.
+
+        Raises:
+            LeaseLost: The queue refuses, and not because the lease has lapsed.
+        """
         try:
             return await self._client.queue.renew(lease_id, self._start.session, have)
         except QueueRefused as refusal:
             # A lease that was acknowledged in the meantime is rightly gone.
             if lease_id not in self._leases:
                 return {}
-            raise LeaseLost(
-                f"lease {lease_id} expired while its groups were in training ({refusal}): raise "
-                f"queue.lease_timeout_s, and go on with --resume"
-            ) from refusal
+            if refusal.reason != reasons.LEASE_LAPSED:
+                raise LeaseLost(f"lease {lease_id} cannot be renewed: {refusal}") from refusal
+            logger.warning("%s; leasing them anew", refusal)
+            lost = await self._lease_anew()
+            return {ticket: reason for ticket, reason in lost.items() if ticket in have}
+
+    async def _lease_anew(self) -> dict[str, str]:
+        """Lease for each draft its own groups, where its lease has lapsed. Returns those that no draft may train, with
+        their reasons."""
+        lost: dict[str, str] = {}
+        for lease_id, draft in list(self._leases.items()):
+            request = LeaseRequest(self._start.session, lease_id, 0, have=draft.ticket_ids, wait_s=0.0)
+            lost |= (await self._client.queue.lease(request)).revoked
+        return lost
+
+    def _of_others(self, draft: Draft) -> set[str]:
+        """Return the groups that other drafts hold, those in training among them."""
+        return {ticket for other in self._leases.values() if other is not draft for ticket in other.ticket_ids}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from types import TracebackType
 from typing import Self
 
@@ -21,6 +22,9 @@ from protocol.status import Status
 ASK_EVERY_S = 2.0
 
 TICK_EVERY_S = 1.0
+
+# Seconds without an answer after which the terminal says so. A restart of the queue takes fewer.
+SILENT_AFTER_S = 8.0
 
 # As long as a cause lasts it is shown again, lest it be lost above the steps.
 SAY_CAUSE_EVERY_S = 600.0
@@ -66,12 +70,28 @@ class Watch:
         failed = ""
         while True:
             try:
-                await asyncio.to_thread(self._tell, await self._client.queue.status())
+                await asyncio.to_thread(self._tell, await self._status())
             except QueueError as error:  # the learner's own calls meet it too, and end the run
                 if str(error) != failed:
                     logger.warning("the queue's status cannot be shown: %s", error)
                 failed = str(error)
             await asyncio.sleep(ASK_EVERY_S)
+
+    async def _status(self) -> Status:
+        """Ask for the status, and say when the queue does not answer, and when it does again: its own words are not to
+        be had then."""
+        began = time.monotonic()
+        asking = asyncio.ensure_future(self._client.queue.status())
+        try:
+            if (await asyncio.wait([asking], timeout=SILENT_AFTER_S))[0]:
+                return await asking
+            text = f"the queue has not answered for {SILENT_AFTER_S:.0f} s: is its process stopped, its host cut off?"
+            await asyncio.to_thread(self._progress.warn, text)
+            status = await asking
+        finally:
+            asking.cancel()
+        await asyncio.to_thread(self._progress.say, f"the queue answers again, after {time.monotonic() - began:.0f} s")
+        return status
 
     async def _tick(self) -> None:
         while True:

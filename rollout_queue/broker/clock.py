@@ -13,6 +13,9 @@ TICK_S = 0.25
 # A longer time between two readings is one in which the process was stopped: SIGSTOP, a paused machine.
 _MAX_GAP_S = 1.0
 
+# A step of the machine's clock that people are told of. Smaller ones are corrections.
+_TOLD_STEP_S = 5.0
+
 
 class AwakeClock:
     """Counts the seconds in which this process runs.
@@ -54,12 +57,19 @@ class WallClock:
     ) -> None:
         self._source = source
         self._monotonic = monotonic
-        self._ahead = source() - monotonic()
+        self._ahead = self._machine_ahead = source() - monotonic()
 
     def __call__(self) -> float:
         passed = self._monotonic()
         self._ahead = max(self._ahead, self._source() - passed)
         return passed + self._ahead
+
+    def find_step(self) -> float:
+        """Return by how many seconds the machine's clock was set since the last call; 0 for less than a few."""
+        ahead = self._source() - self._monotonic()
+        step = ahead - self._machine_ahead
+        self._machine_ahead = ahead
+        return step if abs(step) >= _TOLD_STEP_S else 0.0
 
     def not_before(self, at: float) -> None:
         """Go on from `at`, seconds since 1970, if it is later than now."""
@@ -72,6 +82,20 @@ class Clock:
 
     monotonic: Callable[[], float] = field(default_factory=AwakeClock)
     wall: Callable[[], float] = field(default_factory=WallClock)
+
+    def describe_step(self) -> str | None:
+        """Describe a step of the machine's clock since the last call, for people; None if there was none."""
+        step = self.wall.find_step() if isinstance(self.wall, WallClock) else 0.0
+        if not step:
+            return None
+        if step > 0:
+            follows = "times that are shown go on from there, and no deadline is changed"
+        else:
+            follows = "times that are shown go on as if it had not been, and no deadline is changed"
+        at = time.strftime("%H:%M:%S", time.localtime(self.wall()))
+        return (
+            f"at {at} this machine's clock was set {'ahead' if step > 0 else 'back'} by {abs(step):,.0f} s: {follows}"
+        )
 
     def not_before(self, at: float) -> None:
         """Let `wall` go on from `at` if that is later than now."""

@@ -206,6 +206,10 @@ async def _tell_pages(broker: Broker, shown: int) -> int:
         `shown` from now on.
     """
     history, viewers = broker.history, broker.viewers
+    if (clock := broker.clock.describe_step()) is not None:
+        logger.warning("%s", clock)
+        # Each is news, even if only its figures differ.
+        broker.observations.notices.say("clock", clock, broker.now, key=f"at {broker.now:.0f}")
     now, failure = status.assemble(broker), history.failure
     change = history.add(now, broker.clock.wall(), _steps_before(broker))
     if history.failure is not None and failure is None:

@@ -146,6 +146,20 @@ def ack(ledger: Ledger, fleet: ServerRegistry, message: LeaseAck, ended: dict[st
     return Decision(tuple(records), run if run != ledger.run else None)
 
 
+def _require_no_other(ledger: Ledger, message: BeginSession) -> None:
+    """Refuse a learner that has looked whether it is alone before another one began. One that asks again is the same
+    process."""
+    run, other = ledger.run, ledger.run.learner
+    if message.after is None or message.after == run.session or (other is not None and other == message.process):
+        return
+    who = "another learner" if other is None else f"the learner of process {other.pid} on {other.host}"
+    raise Refusal(
+        reasons.SESSION_SUPERSEDED,
+        f"{who} has begun a session of this run while this one started, and is left alone: stop it first, or take the "
+        f"run from it with --resume --take-over",
+    )
+
+
 def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecord]) -> Decision:
     """Start a learner session, fresh or from a checkpoint made after `message.step` steps.
 
@@ -157,9 +171,11 @@ def begin(ledger: Ledger, message: BeginSession, forgotten: Sequence[TicketRecor
         forgotten: Tickets trained after that step whose payloads are gone.
 
     Raises:
-        Refusal: The start does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE).
+        Refusal: The start does not fit the run (RUN_EXISTS, STEP_UNKNOWN, OUT_OF_RANGE), or another process has begun a
+            session meanwhile (SESSION_SUPERSEDED).
     """
     run = ledger.run
+    _require_no_other(ledger, message)
     version, step = _first_version(ledger, message), message.step
     limits = ledger.config.queue
     given_up = (message.version + limits.max_staleness + 1, version)

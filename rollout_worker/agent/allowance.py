@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from protocol.messages import FinishReason
-from rollout_worker.agent.messages import CONTEXT, TURNS, ApiError
+from rollout_worker.agent.api.messages import CONTEXT, TURNS, ApiError
 from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget
 from rollout_worker.episodes.runner import MAX_SEGMENTS
 

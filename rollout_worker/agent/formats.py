@@ -14,8 +14,9 @@ from jsonschema import SchemaError
 
 from protocol.config import ConfigError
 from rollout_worker import user_code
-from rollout_worker.agent.messages import ApiError
-from rollout_worker.agent.request import schemas_digest
+from rollout_worker.agent.api.messages import ApiError
+from rollout_worker.agent.api.request import schemas_digest
+from rollout_worker.agent.forced_calls import Frame, frame_of
 from rollout_worker.chat.base import ChatFormat
 from rollout_worker.chat.format_check import check_answer_format
 from rollout_worker.chat.parsers.base import Message
@@ -35,6 +36,7 @@ class Proven:
 
     Attributes:
         parameters: The tools' parameters, by name.
+        frames: The texts around a call's arguments, by the tool's name; without those whose format has none.
         appends_users: Whether a user's message may be appended to a turn: as far as the check can tell, the format
             writes the same there as in a whole conversation.
     """
@@ -42,6 +44,7 @@ class Proven:
     chat: ChatFormat
     parameters: Mapping[str, Parameters]
     appends_users: bool
+    frames: Mapping[str, Frame]
     _prompts: OrderedDict[bytes, list[int]] = field(default_factory=OrderedDict)
 
     async def prompt_ids(self, conversation: Sequence[Message], comes_again: bool) -> list[int]:
@@ -67,9 +70,11 @@ class ChatFormats:
     Args:
         plain: The format without tools.
         build: Builds a format for schemas; it is called in a thread and may raise `ConfigError`.
+        forces_calls: Whether answers may be held to calls (`rollout.top_k`).
     """
 
-    def __init__(self, plain: ChatFormat, build: Build) -> None:
+    def __init__(self, plain: ChatFormat, build: Build, forces_calls: bool = False) -> None:
+        self._forces_calls = forces_calls
         self._plain = plain
         self._build = build
         self._one_at_a_time = asyncio.Lock()
@@ -94,12 +99,19 @@ class ChatFormats:
             raise ApiError(400, f"tools: the model cannot be shown these: {found}", "invalid_tools", ["tools"])
         return found
 
+    async def _frames(self, chat: ChatFormat, names: Sequence[str]) -> dict[str, Frame]:
+        if not self._forces_calls or chat.parses_by_user_code:
+            return {}
+        found = {name: await frame_of(chat, name) for name in names}
+        return {name: frame for name, frame in found.items() if frame is not None}
+
     def _built(self, tools: Sequence[dict[str, Any]]) -> Proven | str:
         try:
             functions = [tool["function"] for tool in tools]
             parameters = {each["name"]: Parameters(each["parameters"], strict=False) for each in functions}
             chat = self._build(tools) if tools else self._plain
-            return Proven(chat, parameters, asyncio.run(check_answer_format(chat)).appended is not False)
+            appends = asyncio.run(check_answer_format(chat)).appended is not False
+            return Proven(chat, parameters, appends, asyncio.run(self._frames(chat, list(parameters))))
         except SchemaError as error:
             return f"a tool's parameters are not a JSON schema: {error.message}"[:500]
         except ConfigError as error:

@@ -1,18 +1,14 @@
-"""Turns a sampled turn into the answer that an agent gets, whole or in chunks as in OpenAI's API, and counts its
-calls."""
+"""Turns a sampled turn into the message that an agent gets, and counts its calls."""
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import secrets
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
-
-import msgspec
 
 from protocol import reasons
-from rollout_worker.agent.messages import Call, ChatMessage
+from rollout_worker.agent.api.messages import Call, ChatMessage
 from rollout_worker.agent.tree import GivenCall
 from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
 from rollout_worker.tools.arguments import Parameters, small
@@ -62,7 +58,13 @@ async def _read(call: ToolCall, parameters: Parameters | None) -> ReadCall:
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
     """Return a text up to the first of the texts that end an answer."""
-    return text[: min((place for end in stop if (place := text.find(end)) >= 0), default=len(text))]
+    end = first_stop(text, stop)
+    return text if end is None else text[: text.find(end)]
+
+
+def first_stop(text: str, stop: Sequence[str]) -> str | None:
+    """Return the text that ended an answer; None if none did."""
+    return min((end for end in stop if end in text), key=text.find, default=None)
 
 
 class Outgoing:
@@ -77,7 +79,6 @@ class Outgoing:
     def __init__(self) -> None:
         self.calls = self.failures = 0
         self.metrics: dict[str, float] = {}
-        self._numbers = itertools.count()
 
     def given(
         self, parsed: ParsedTurn, read: Sequence[ReadCall], stop: Sequence[str]
@@ -88,7 +89,8 @@ class Outgoing:
             if isinstance(call := each.call, ToolCall):
                 own = None if call.id is None else encodable(call.id)
                 name = encodable(call.name)
-                id = own or f"call{next(self._numbers):05d}"  # nine letters and digits, as Mistral's templates ask
+                # As OpenAI's, since some clients rewrite any other. Where templates show ids, notations have their own.
+                id = own or f"call_{secrets.token_hex(12)}"
                 calls.append(Call(id, name, each.arguments))
                 given.append(GivenCall(id, name, own))
         content = before_stop(encodable(parsed.content), stop)
@@ -114,110 +116,3 @@ class Outgoing:
         """Return the name that a tool is counted under: its own for the first tools, then a common one."""
         known = f"tools/{name[:NAME_CHARACTERS]}/calls" in self.metrics
         return counted_as(name, 0 if known else sum(metric.endswith("/calls") for metric in self.metrics))
-
-
-Finish = Literal["stop", "length", "tool_calls"]
-
-
-@dataclass(frozen=True, slots=True)
-class ReplyChoice:
-    """One answer to a request.
-
-    Attributes:
-        reply: The message.
-        tokens: Number of sampled tokens.
-        logprobs: Text and log-prob of each token; None where they were not asked for.
-    """
-
-    reply: ChatMessage
-    finish_reason: Finish
-    tokens: int
-    logprobs: Sequence[tuple[str, float]] | None = None
-
-    def message(self) -> dict[str, Any]:
-        reply = self.reply
-        message: dict[str, Any] = {"role": "assistant", "content": reply.content, "refusal": None}
-        if reply.reasoning is not None:
-            message["reasoning_content"] = reply.reasoning
-        if reply.calls:
-            message["tool_calls"] = [_call(call) for call in reply.calls]
-        return message
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """The answers to a request. `created`: seconds since the epoch; `prompt_tokens`: tokens of the prompt."""
-
-    id: str
-    created: int
-    model: str
-    choices: Sequence[ReplyChoice]
-    prompt_tokens: int
-
-    def whole(self) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "message": choice.message(),
-                "logprobs": _logprobs(choice),
-                "finish_reason": choice.finish_reason,
-            }
-            for index, choice in enumerate(self.choices)
-        ]
-        return msgspec.json.encode(self._object("chat.completion", choices=choices, usage=self._usage()))
-
-    def chunks(self, usage: bool) -> Iterator[bytes]:
-        """Yield server-sent events. `usage`: whether one before the end holds the usage."""
-        for index, choice in enumerate(self.choices):
-            for delta in _deltas(choice):
-                yield self._event(usage, [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            last = {"index": index, "delta": {}, "logprobs": _logprobs(choice), "finish_reason": choice.finish_reason}
-            yield self._event(usage, [last])
-        if usage:
-            yield _event(self._object("chat.completion.chunk", choices=[], usage=self._usage()))
-        yield b"data: [DONE]\n\n"
-
-    def _event(self, usage: bool, choices: list[dict[str, Any]]) -> bytes:
-        return _event(self._object("chat.completion.chunk", choices=choices, **({"usage": None} if usage else {})))
-
-    def _object(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, **fields}
-
-    def _usage(self) -> dict[str, int]:
-        sampled = sum(choice.tokens for choice in self.choices)
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": sampled,
-            "total_tokens": self.prompt_tokens + sampled,
-        }
-
-
-def _deltas(choice: ReplyChoice) -> Iterator[dict[str, Any]]:
-    reply = choice.reply
-    yield {"role": "assistant", "content": "" if reply.content is not None else None}
-    if reply.reasoning is not None:
-        yield {"reasoning_content": reply.reasoning}
-    if reply.content:
-        yield {"content": reply.content}
-    for place, call in enumerate(reply.calls):
-        begun = {"index": place, **_call(Call(call.id, call.name, ""))}
-        yield {"tool_calls": [begun]}
-        yield {"tool_calls": [{"index": place, "function": {"arguments": call.arguments}}]}
-
-
-def _call(call: Call) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-
-
-def _logprobs(choice: ReplyChoice) -> dict[str, Any] | None:
-    if choice.logprobs is None:
-        return None
-    content = [
-        {"token": token, "logprob": logprob, "bytes": list(token.encode("utf-8", "replace")), "top_logprobs": []}
-        for token, logprob in choice.logprobs
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return b"data: " + msgspec.json.encode(value) + b"\n\n"

@@ -14,7 +14,7 @@ import resource
 import secrets
 import socket
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -23,14 +23,20 @@ from aiohttp import hdrs, web
 
 from protocol import reasons
 from protocol.config import LOOPBACK, ConfigError
-from rollout_worker.agent.messages import SERVER, ApiError, over
-from rollout_worker.agent.session import MODEL, Session
+from rollout_worker.agent.api.anthropic import AnthropicApi, error_body
+from rollout_worker.agent.api.base import Api
+from rollout_worker.agent.api.messages import SERVER, ApiError, over
+from rollout_worker.agent.session import CHAT, MODEL, Session
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.user_code.values import encodable
 
 logger = logging.getLogger(__name__)
 
-CHATS, COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/models"
+CHATS, COMPLETIONS, RESPONSES, MODELS = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models"
+MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"
+POSTED = (CHATS, RESPONSES, MESSAGES, COMPLETIONS)
+# Anthropic's clients put /v1 before every route themselves, so that it stands there twice after `endpoint.base_url`.
+_TWICE = "/v1"
 # Bytes that a body may have: a base, and for each token of a full context, as JSON may write it.
 _BODY_BYTES, _BYTES_PER_TOKEN = 1 << 20, 32
 # Seconds for the first request of a connection, for a body, and between two requests.
@@ -40,6 +46,9 @@ _MAX_CONNECTIONS = 8192
 # Keys of finished episodes are remembered, so that their agents get an error that says so.
 _MAX_REMEMBERED = 8192
 _KEY = "sk-slipstream-"
+# Headers of Anthropic's clients: their key, and the version of their API.
+_OWN_KEY, _VERSION = "x-api-key", "anthropic-version"
+ANTHROPIC = AnthropicApi()
 # The content coding of a body that is not compressed.
 _PLAIN = "identity"
 # Keeps clients from retrying: the worker has retried already.
@@ -79,8 +88,13 @@ class AgentServer:
             [
                 web.post(CHATS, self._chat),
                 web.post(COMPLETIONS, self._complete),
-                web.get(MODELS, self._models),
-                web.get(MODELS + "/{model}", self._model),
+                web.post(RESPONSES, self._respond),
+                web.get(RESPONSES + "/{id}", self._response),
+                web.delete(RESPONSES + "/{id}", self._forget_response),
+                *(web.post(prefix + MESSAGES, self._message) for prefix in ("", _TWICE)),
+                *(web.post(prefix + COUNT, self._count) for prefix in ("", _TWICE)),
+                *(web.get(prefix + MODELS, self._models) for prefix in ("", _TWICE)),
+                *(web.get(prefix + MODELS + "/{model}", self._model) for prefix in ("", _TWICE)),
             ]
         )
         self._runner = web.AppRunner(
@@ -151,29 +165,36 @@ class AgentServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Require the key of an episode for every route, and answer errors in the form of OpenAI's API."""
+        """Require the key of an episode for every route, and answer errors in the form of the API."""
         if (timer := self._new.pop(request.protocol, None)) is not None:
             timer.cancel()
+        is_anthropic = _VERSION in request.headers or request.path.endswith((MESSAGES, COUNT))
+
+        def failed(error: ApiError) -> web.Response:
+            return _error_response(error, error_body(error) if is_anthropic else error.body)
+
         try:
-            request[SESSION] = self._session_of(request.headers.get(hdrs.AUTHORIZATION, ""))
+            request[SESSION] = self._session_of(request.headers)
             return await handler(request)
         except ApiError as error:
-            return _error_response(error)
+            return failed(error)
         except web.HTTPRequestEntityTooLarge:
             text = f"the body is larger than {self._most_bytes} bytes, which is more than vllm.max_model_len takes"
-            return _error_response(ApiError(413, text, reasons.TOO_LARGE))
+            return failed(ApiError(413, text, reasons.TOO_LARGE))
         except web.HTTPException as error:
-            text = f"there is no {request.method} {request.path} here; there are {CHATS}, {COMPLETIONS} and {MODELS}"
-            return _error_response(ApiError(error.status, text, "unknown_url"))
+            text = f"there is no {request.method} {request.path} here; there are {', '.join(POSTED)} and {MODELS}"
+            return failed(ApiError(error.status, text, "unknown_url"))
         except (ConnectionError, asyncio.CancelledError):
             raise
         except Exception:
             logger.exception("a request of an agent failed unexpectedly")
-            return _error_response(
+            return failed(
                 ApiError(500, "the endpoint failed unexpectedly: see the worker's log", "internal", kind=SERVER)
             )
 
-    def _session_of(self, authorization: str) -> Session:
+    def _session_of(self, headers: Mapping[str, str]) -> Session:
+        own = headers.get(_OWN_KEY)
+        authorization = headers.get(hdrs.AUTHORIZATION, "") if own is None else f"bearer {own}"
         scheme, _, key = authorization.partition(" ")
         name, _, secret = key.strip().removeprefix(_KEY).partition("-")
         given = secret.encode("utf-8", "replace")
@@ -203,17 +224,37 @@ class AgentServer:
             raise ApiError(408, f"the body did not come within {_BODY_S:g} s", "timeout") from None
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked, completion = await request[SESSION].answer(await self._body(request))
-        if not asked.stream:
-            return web.Response(body=completion.whole(), content_type="application/json")
+        return await self._answer(request, CHAT)
+
+    async def _respond(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, request[SESSION].responses)
+
+    async def _message(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, ANTHROPIC)
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        return _json({"input_tokens": await request[SESSION].count(await self._body(request), ANTHROPIC)})
+
+    async def _answer(self, request: web.Request, api: Api) -> web.StreamResponse:
+        reply = await request[SESSION].answer(await self._body(request), api)
+        if not reply.is_streamed:
+            return web.Response(body=reply.whole(), content_type="application/json")
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        await response.write(b"".join(completion.chunks(asked.usage)))
+        await response.write(reply.events())
         await response.write_eof()
         return response
 
+    async def _response(self, request: web.Request) -> web.Response:
+        return _json(request[SESSION].responses.kept(request.match_info["id"]))
+
+    async def _forget_response(self, request: web.Request) -> web.Response:
+        id = request.match_info["id"]
+        request[SESSION].responses.forget(id)
+        return _json({"id": id, "object": "response", "deleted": True})
+
     async def _models(self, request: web.Request) -> web.Response:
-        return _json({"object": "list", "data": [_policy()]})
+        return _json({"object": "list", "data": [_policy()], "has_more": False, "first_id": MODEL, "last_id": MODEL})
 
     async def _model(self, request: web.Request) -> web.Response:
         if request.match_info["model"] != MODEL:
@@ -222,7 +263,10 @@ class AgentServer:
 
 
 def _policy() -> dict[str, Any]:
-    return {"id": MODEL, "object": "model", "created": 0, "owned_by": "slipstream"}
+    """Return the policy as OpenAI's API describes a model, and as Anthropic's does."""
+    openai = {"object": "model", "created": 0, "owned_by": "slipstream"}
+    anthropic = {"type": "model", "display_name": MODEL, "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active"}
+    return {"id": MODEL, **openai, **anthropic}
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -230,8 +274,8 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
 
 
-def _error_response(error: ApiError) -> web.Response:
-    response = _json(error.body, error.status, _FINAL)
+def _error_response(error: ApiError, body: Mapping[str, Any]) -> web.Response:
+    response = _json(body, error.status, _FINAL)
     if error.status in (401, 408, 410, 413, 415):
         response.force_close()  # the rest of the body is not read
     return response

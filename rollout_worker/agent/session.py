@@ -7,9 +7,9 @@ import itertools
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,13 +20,17 @@ from protocol.messages import FinishReason, Rollout
 from protocol.rollouts import NEW_SEGMENTS, SERVER_MOVES
 from protocol.versions import SERVED_MODEL_NAME
 from rollout_worker import user_code
-from rollout_worker.agent import request
 from rollout_worker.agent.allowance import Allowance
+from rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
+from rollout_worker.agent.api.chat import ChatApi
+from rollout_worker.agent.api.messages import SERVER, ApiError, over
+from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
+from rollout_worker.agent.api.request import Asked, schemas_digest
+from rollout_worker.agent.api.responses import ResponsesApi
+from rollout_worker.agent.forced_calls import one_call
 from rollout_worker.agent.formats import ChatFormats, Proven
-from rollout_worker.agent.messages import SERVER, ApiError, ChatMessage, over, read_messages
-from rollout_worker.agent.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
-from rollout_worker.agent.request import Asked, read_parameters
-from rollout_worker.agent.response import Completion, Outgoing, ReadCall, ReplyChoice, before_stop, read_calls
+from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
+from rollout_worker.agent.segments import MEANT, NewSegment, why_new
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
@@ -39,6 +43,7 @@ from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.inference.wire import OwnParams, Sampled
+from rollout_worker.task.reward_base import TEXT_CHARACTERS
 from rollout_worker.tools.base import ToolResult
 from rollout_worker.user_code.values import encodable
 
@@ -97,6 +102,8 @@ class AgentClock:
 
 MODEL = SERVED_MODEL_NAME
 
+CHAT = ChatApi()
+
 # Larger bodies are read in a thread: reading them would block the loop.
 _INLINE_BYTES = 32 * 1024
 
@@ -147,14 +154,17 @@ class Session:
     Attributes:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
+        responses: The episode's responses.
     """
 
     def __init__(self, shared: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
+        self.responses = ResponsesApi()
         self.agent_clock = AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._shared = shared
+        self._reading = Reading(MODEL, shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
         self._deadline = deadline
         self._tree = Tree()
@@ -164,6 +174,8 @@ class Session:
         self._sampled_tokens = 0
         self._allowance = Allowance(shared.episodes.limits)
         self._outgoing = Outgoing()
+        # The first new segment for each reason.
+        self._whys: dict[str, NewSegment] = {}
         self._name, self._numbers = secrets.token_hex(4), itertools.count()
         self._generate_s = 0.0
         self._span = tracing.current()
@@ -173,9 +185,13 @@ class Session:
         """The limit that the last request met; None if it met none."""
         return self._allowance.ended_as
 
-    async def answer(self, body: bytes) -> tuple[Asked, Completion]:
-        """Answer a request for a chat. Returns what its body asked for, and the answer. Raises `ApiError`."""
-        return await self._one_of_mine(self._answer(body))
+    async def answer(self, body: bytes, api: Api = CHAT) -> Reply:
+        """Answer a request. Raises `ApiError`."""
+        return await self._one_of_mine(self._answer(body, api))
+
+    async def count(self, body: bytes, api: Api) -> int:
+        """Return the number of tokens of a request's prompt, as it would be sampled after. Raises `ApiError`."""
+        return await self._one_of_mine(self._count(body, api))
 
     async def complete(self, body: bytes) -> bytes:
         """Answer a request for a plain completion. Returns the answer's body. Raises `ApiError`."""
@@ -233,6 +249,7 @@ class Session:
             tool_failures=self._outgoing.failures,
             metrics=metrics,
             timings=timings,
+            extra=self._segments(metrics),
         )
         messages = [message for answer in line for message in (*answer.shown, answer.message)]
         begins = len(line[0].shown) if line else 0
@@ -246,35 +263,65 @@ class Session:
             self._sampled_tokens,
         )
 
+    def _segments(self, metrics: Mapping[str, float]) -> dict[str, str]:
+        """Return how many segments the episode has, and why, for people; empty for one segment."""
+        if not self._whys:
+            return {}
+        whys = [f"{metrics[f'agent/new_segments/{why}']:g} x {new.text}" for why, new in self._whys.items()]
+        return {"segments": f"{len(self._tree.drafts)}, of which {'; '.join(whys)}"[:TEXT_CHARACTERS]}
+
     def _check_open(self) -> None:
         if self._over:
             raise over()
 
-    async def _answer(self, body: bytes) -> tuple[Asked, Completion]:
-        if len(body) < _INLINE_BYTES:
-            asked, messages = self._read(body)
-        else:
-            asked, messages = await user_code.in_thread(self._read, body=body)
-        self._count_unenforced(asked)
-        key = request.schemas_digest(asked.tools)
+    async def _answer(self, body: bytes, api: Api) -> Reply:
+        request = await self._read(body, api)
+        asked = request.asked
+        self._count_unenforced(asked.unenforced)
+        key = schemas_digest(asked.tools)
         proven = await self._shared.formats.of(asked.tools, key)
-        place = self._tree.place(key, messages)
+        if asked.must_call:
+            asked = self._held_to_calls(asked, proven)
+            request = replace(request, asked=asked)
+        place = self._tree.place(key, request.messages)
         if place.before is not None:
             place.before.claims += 1
         try:
             context = await self._context(proven, place)
             turns = await self._turns(proven, place, context, asked)
-            choices = [self._recorded(proven, place, context, asked, turn) for turn in turns]
+            choices = [
+                self._recorded(proven, place, context, asked, turn, is_more=turn is not turns[0]) for turn in turns
+            ]
         finally:
             if place.before is not None:
                 place.before.claims -= 1
-        name = f"chatcmpl-{self._name}-{next(self._numbers)}"
-        return asked, Completion(name, int(time.time()), MODEL, choices, len(context.ids))
+        name, now = f"{self._name}-{next(self._numbers)}", int(time.time())
+        answered = Answered(name, now, MODEL, self.temperature, self._shared.rollout.top_p, choices, len(context.ids))
+        return Reply(api, request, answered)
+
+    def _held_to_calls(self, asked: Asked, proven: Proven) -> Asked:
+        """Return a request that is held to a call of one of `must_call`, where the chat format allows that."""
+        frames = {name: proven.frames[name] for name in asked.must_call if name in proven.frames}
+        if len(frames) == len(asked.must_call):
+            return replace(asked, form=one_call(frames, asked.tools))
+        text = "tool_choice: the model's chat format writes no JSON that a call could be held to; give auto"
+        if self._reading.refuse:
+            raise ApiError(400, text, "unsupported_value", ["tool_choice"])
+        unenforced = {"tool_choice": text}
+        self._count_unenforced(unenforced)
+        return replace(asked, must_call=(), unenforced={**asked.unenforced, **unenforced})
+
+    async def _count(self, body: bytes, api: Api) -> int:
+        request = await self._read(body, api)
+        key = schemas_digest(request.asked.tools)
+        proven = await self._shared.formats.of(request.asked.tools, key)
+        context = await self._context(proven, self._tree.place(key, request.messages))
+        return len(context.ids)
 
     async def _complete(self, body: bytes) -> bytes:
         plain = await user_code.in_thread(self._read_plain, body=body)
         asked = plain.asked
-        self._count_unenforced(asked)
+        self._count_unenforced(asked.unenforced)
         proven = await self._shared.formats.of([])
         tokenizer = proven.chat.tokenizer
         ids = plain.prompt
@@ -287,8 +334,9 @@ class Session:
         shown: list[Message] = [{"role": "user", "content": encodable(tokenizer.decode(suffix or ids))}]
         place, context = TreeNode(before, (), b""), _Context(ids, suffix, shown)
         choices = []
-        for turn in await self._turns(proven, place, context, asked):
-            self._keep(place, context, turn)
+        turns = await self._turns(proven, place, context, asked)
+        for turn in turns:
+            self._keep(place, context, turn, is_more=turn is not turns[0])
             sampled = turn.sampled
             text = encodable(tokenizer.decode(sampled.token_ids, skip_special_tokens=plain.skip_special))
             text = before_stop(text, asked.stop)
@@ -297,21 +345,22 @@ class Session:
             choices.append(PlainChoice(text, sampled.token_ids, sampled.logprobs, tokens, cut))
         return encoded(f"cmpl-{self._name}-{next(self._numbers)}", MODEL, ids, choices, plain)
 
-    def _count_unenforced(self, asked: Asked) -> None:
-        for name, text in asked.unenforced.items():
+    def _count_unenforced(self, unenforced: Mapping[str, str]) -> None:
+        for name, text in unenforced.items():
             counted = f"agent/unenforced/{name}"
             self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
             told = f"requests go on, though they ask for what is not followed (agent.unenforced = warn): {text}"
             self._shared.episodes.notices.add("agent", counted, told)
 
-    def _read(self, body: bytes) -> tuple[Asked, list[ChatMessage]]:
-        shared = self._shared
-        asked = read_parameters(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
-        return asked, read_messages(asked.messages)
+    async def _read(self, body: bytes, api: Api) -> Request:
+        def read() -> Request:
+            return api.read(_decoded(body), self._reading)
+
+        return read() if len(body) < _INLINE_BYTES else await user_code.in_thread(read)
 
     def _read_plain(self, body: bytes) -> PlainAsked:
-        shared = self._shared
-        return read_plain(_decoded(body), MODEL, shared.rollout, self.temperature, shared.refuse)
+        reading = self._reading
+        return read_plain(_decoded(body), MODEL, reading.rollout, reading.temperature, reading.refuse)
 
     async def _context(self, proven: Proven, place: TreeNode) -> _Context:
         """Return the ids to sample after: an answer and the suffix that the format gives, or the whole rendered
@@ -382,9 +431,12 @@ class Session:
         calls = await read_calls(parsed, proven.parameters)
         return _Turn(sampled, parsed, calls, budget.ends_as if cut else None)
 
-    def _keep(self, place: TreeNode, context: _Context, turn: _Turn) -> Answer:
-        """Record a turn."""
+    def _keep(self, place: TreeNode, context: _Context, turn: _Turn, is_more: bool) -> Answer:
+        """Record a turn. `is_more`: whether its request has another answer already."""
         sampled, parsed = turn.sampled, turn.parsed
+        appends = context.suffix is not None and place.before is not None and place.before.is_last
+        if self._tree.drafts and not appends:
+            self._count_segment(NewSegment("branch") if is_more else why_new(self._tree, place))
         if context.suffix is None or place.before is None:
             answer = self._tree.begin(place.before, context.ids, sampled, context.shown, parsed)
         else:
@@ -394,18 +446,32 @@ class Session:
         self.failure, self._allowance.ended_as = None, turn.ended_as
         return answer
 
-    def _recorded(self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn) -> ReplyChoice:
+    def _count_segment(self, new: NewSegment) -> None:
+        counted = f"agent/new_segments/{new.reason}"
+        self._outgoing.metrics[counted] = self._outgoing.metrics.get(counted, 0.0) + 1.0
+        self._whys.setdefault(new.reason, new)
+        if new.reason not in MEANT:
+            told = (
+                f"an episode has more segments than conversations: {new.text}. What was sampled before is read again, "
+                f"and trains in the segment that it was sampled in"
+            )
+            self._shared.episodes.notices.add("agent", counted, told)
+
+    def _recorded(
+        self, proven: Proven, place: TreeNode, context: _Context, asked: Asked, turn: _Turn, is_more: bool
+    ) -> ReplyChoice:
         sampled, parsed = turn.sampled, turn.parsed
-        answer, tokens = self._keep(place, context, turn), len(sampled.token_ids)
+        answer, tokens = self._keep(place, context, turn, is_more), len(sampled.token_ids)
         self._outgoing.count(turn.calls, proven.parameters)
         reply, calls = self._outgoing.given(parsed, turn.calls, asked.stop)
-        self._tree.remember(answer, place.key, reply, calls)
+        self._tree.remember(answer, place, reply, calls)
         logprobs = None
         if asked.logprobs:
             texts = [encodable(proven.chat.tokenizer.decode([token])) for token in sampled.token_ids]
             logprobs = list(zip(texts, sampled.logprobs, strict=True))
         cut = sampled.finish_reason == "length"
-        return ReplyChoice(reply, "length" if cut else "tool_calls" if reply.calls else "stop", tokens, logprobs)
+        finish: Finish = "length" if cut else "tool_calls" if reply.calls else "stop"
+        return ReplyChoice(reply, finish, tokens, logprobs, first_stop(parsed.content, asked.stop))
 
 
 def _decoded(body: bytes) -> Any:

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from protocol import reasons
 from protocol.config import ConfigError, RunConfig
+from protocol.config.sections.sampling import keeps_mask
 from protocol.messages import FinishReason
 from rollout_worker import user_code
 from rollout_worker.agent import AgentServer, ChatFormats, Session
@@ -55,7 +56,7 @@ class AgentSource:
         assert agent is not None
         check_settings(config)
         chat = context.build_chat([])
-        formats = ChatFormats(chat, context.build_chat)
+        formats = ChatFormats(chat, context.build_chat, keeps_mask(config.rollout))
         most = max_open(config, agent, context.code.max_at_once(user_code.Kind.AGENT))
         async with AgentServer(worker.agent_host, worker.agent_port, config.vllm.max_model_len) as server:
             yield cls(Agent(agent, context.task.agent_errors), chat, formats, server, config, most)

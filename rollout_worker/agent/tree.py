@@ -9,10 +9,10 @@ request with a new conversation begins a segment too, and its whole prompt is re
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
-from rollout_worker.agent.messages import ChatMessage, chained, chained_answer
+from rollout_worker.agent.api.messages import ChatMessage, chained, chained_answer, repeats
 from rollout_worker.chat.parsers.base import Message, ParsedTurn
 from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.wire import Sampled
@@ -38,7 +38,9 @@ class Answer:
         message: The answer itself, as the policy wrote it.
         text: The answer as text.
         calls: Its calls, as the agent was given them.
-        reasoning: Its reasoning, as the agent was given it.
+        given: The answer, as the agent was given it; None for a plain completion.
+        asked: The messages that its request added, as the agent wrote them.
+        tools: Digest of its request's tools.
         claims: Number of running requests that go on from it.
     """
 
@@ -50,7 +52,9 @@ class Answer:
     draft: SegmentDraft
     start: int
     end: int
-    reasoning: str | None = None
+    given: ChatMessage | None = None
+    asked: Sequence[ChatMessage] = ()
+    tools: bytes = b""
     claims: int = 0
 
     @property
@@ -91,13 +95,17 @@ class TreeNode:
 
     Attributes:
         before: The answer that it goes on from; None if it begins anew.
-        rest: The messages after that answer.
+        rest: The messages after that answer; a tool's has the id that the agent was given for its call.
         key: Digest of the whole conversation.
+        tools: Digest of its tools.
+        messages: The whole conversation, as the agent wrote it.
     """
 
     before: Answer | None
     rest: Sequence[ChatMessage]
     key: bytes
+    tools: bytes = b""
+    messages: Sequence[ChatMessage] = ()
 
 
 @dataclass(slots=True)
@@ -117,17 +125,29 @@ class Tree:
 
     def place(self, tools: bytes, messages: Sequence[ChatMessage]) -> TreeNode:
         """Find the position of a request with these messages. `tools`: digest of its tools."""
-        key, begins = tools, 0
+        key, begins, turns = tools, 0, 0
         found: list[Answer] = []
+        # Ids of the calls in recognised answers, as the client writes them, and the place of each in its answer.
+        known: dict[str, tuple[int, int]] = {}
         for number, each in enumerate(messages, start=1):
             as_answer = chained_answer(key, each) if each.role == "assistant" and self._answers else None
-            if as_answer is not None and (again := self._repeated(as_answer, each, found)):
-                key, found, begins = as_answer, again, number
+            again = self._repeated(as_answer, each, found) if as_answer is not None else []
+            for place, call in enumerate(each.calls):
+                known.pop(call.id, None)
+                if again:
+                    known[call.id] = turns, place
+            if as_answer is not None and again:
+                key, found, begins, turns = as_answer, again, number, turns + 1
             else:
-                key = chained(key, each)
+                key = chained(key, _with_answers(each, known.get(each.answers or ""), "turn {}, call {}".format))
         # Among equal answers, prefer one that no other request goes on from.
         before = min(found, key=lambda answer: (not answer.is_last, answer.claims), default=None)
-        return TreeNode(before, messages[begins:], key)
+        line = before.line() if before is not None else []
+        rest = [
+            _with_answers(each, known.get(each.answers or ""), lambda turn, place: line[turn].calls[place].id)
+            for each in messages[begins:]
+        ]
+        return TreeNode(before, rest, key, tools, messages)
 
     def before(self, ids: Sequence[int]) -> Answer | None:
         """Return the answer that a prompt of these ids goes on from: of the segments that it begins with the longest's
@@ -150,23 +170,31 @@ class Tree:
         """Add an answer that was sampled after a whole prompt. `before`: as in `TreeNode`."""
         return self._begin(before, prompt, (), sampled, shown, parsed)
 
-    def remember(self, answer: Answer, key: bytes, given: ChatMessage, calls: tuple[GivenCall, ...]) -> None:
-        """Remember an answer as the agent gets it. `key`: digest of the conversation before it."""
-        answer.calls, answer.reasoning = calls, given.reasoning
-        self._answers[chained_answer(key, given)].append(answer)
+    def remember(self, answer: Answer, place: TreeNode, given: ChatMessage, calls: tuple[GivenCall, ...]) -> None:
+        """Remember an answer as the agent gets it, and the position of its request."""
+        answer.calls, answer.given = calls, given
+        answer.asked, answer.tools = place.rest, place.tools
+        self._answers[chained_answer(place.key, given)].append(answer)
+
+    def lines(self) -> Iterator[list[Answer]]:
+        """Yield the answers of each segment's line, the newest segment's first."""
+        for draft in reversed(self.drafts):
+            yield self._last[id(draft)].line()
 
     def _repeated(self, key: bytes, message: ChatMessage, before: Sequence[Answer]) -> list[Answer]:
-        """Return the answers that a message may repeat. Its reasoning is as it was given, or left out.
+        """Return the answers that a message may repeat; those that it repeats to the letter, if there are any.
 
         Args:
             key: Digest of the conversation that the message ends.
             before: Answers that the conversation may have gone on from; empty for any.
         """
-        return [
+        found = [
             answer
             for answer in self._answers.get(key, ())
-            if message.reasoning in (None, answer.reasoning) and (not before or answer.before in before)
+            if answer.given is not None and repeats(message, answer.given) and (not before or answer.before in before)
         ]
+        exact = [answer for answer in found if _is_exact(message, answer.given)] if len(found) > 1 else []
+        return exact or found
 
     def _begin(
         self,
@@ -196,6 +224,16 @@ class Tree:
         self.last = Answer(before, shown, parsed.message(), parsed.text, (), draft, start, end)
         self._last[id(draft)] = self.last
         return self.last
+
+
+def _is_exact(message: ChatMessage, given: ChatMessage | None) -> bool:
+    ids = [[call.id for call in each.calls] for each in (message, given) if each is not None]
+    return given is not None and (message.content or "", ids[0]) == (given.content or "", ids[1])
+
+
+def _with_answers(message: ChatMessage, place: tuple[int, int] | None, named: Callable[[int, int], str]) -> ChatMessage:
+    """Return a tool's message whose call is named by its place; any other as it is."""
+    return message if place is None else replace(message, answers=named(*place))
 
 
 def shown_to_policy(before: Answer | None, added: Sequence[ChatMessage]) -> Iterator[tuple[ChatMessage, Message]]:

@@ -51,7 +51,8 @@ class Task:
             or async, that returns one float or None per rollout, or the name of a classifier that has a server in
             `task.reward_servers`.
         tools: Sync or async functions with type hints and a Google-style docstring, or `Tool` objects.
-        mcp_servers: URLs or command lines of MCP servers, which are connected where the task runs.
+        mcp_servers: URLs or command lines of MCP servers, which are connected where the task runs; or mappings with
+            address, prefix, include, exclude, transport.
         environment: A class, or a function that returns an instance, for episodes to be played in. Its
             `reset(**columns)` begins the episode, and its other public methods are tools. Optional methods are
             `get_reward()`, which rewards the episode, so that `rewards` may be left out, and `respond(messages)`, which
@@ -77,7 +78,7 @@ class Task:
     dataset: DataSource = _NOT_GIVEN
     rewards: Sequence[Callable[..., Any] | str] = _NOT_GIVEN
     tools: Sequence[Callable[..., Any] | Tool] = ()
-    mcp_servers: Sequence[str] = ()
+    mcp_servers: Sequence[str | Mapping[str, Any]] = ()
     environment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     agent: Callable[..., Any] | None = None
     agent_errors: AgentErrors = "fail"

@@ -11,16 +11,20 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit
 
+from pydantic import ValidationError
+
 from protocol import reasons
+from protocol.addresses import McpServerAddress, mcp_server
 from protocol.config import ConfigError
+from protocol.config.text import nearest
 from rollout_worker.tools.base import NAME
-from rollout_worker.tools.mcp_connection import McpFailed, McpServer, command_of, taken_note_of
+from rollout_worker.tools.mcp_connection import McpFailed, McpServer, shown, taken_note_of
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import encodable
 
@@ -83,21 +87,32 @@ class McpTool:
         return text
 
 
-def check_addresses(addresses: Sequence[str]) -> None:
+def check_addresses(addresses: Sequence[str | Mapping[str, Any] | McpServerAddress]) -> None:
     """Check that addresses can be those of MCP servers, without a connection.
 
     Raises:
-        ConfigError: An address is neither a URL nor a command line.
+        ConfigError: An address is neither a URL nor a command line, nor a mapping with one.
     """
     if isinstance(addresses, str) or not isinstance(addresses, Sequence):
         raise ConfigError(f"Task(mcp_servers={addresses!r:.200}): give a list of URLs or command lines")
     for address in addresses:
-        command_of(address)
+        _server(address)
+
+
+def _server(given: str | Mapping[str, Any] | McpServerAddress) -> McpServerAddress:
+    try:
+        return mcp_server(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ConfigError(f"mcp_servers: {shown(str(given))}: {place}: {first['msg']}") from None
+    except ValueError as error:
+        raise ConfigError(f"mcp_servers: {error}") from None
 
 
 @contextlib.asynccontextmanager
 async def mcp_tools(
-    addresses: Sequence[str],
+    addresses: Sequence[str | Mapping[str, Any] | McpServerAddress],
     folder: Path,
     connect_timeout_s: float = CONNECT_TIMEOUT_S,
     errors: TextIO | None = None,
@@ -105,7 +120,7 @@ async def mcp_tools(
     """Connect to MCP servers until the end of the context, and yield all their tools.
 
     Args:
-        addresses: URLs (streamable HTTP) or command lines (stdio).
+        addresses: URLs (streamable HTTP) or command lines (stdio), or `McpServerAddress` or its fields.
         folder: Folder in which command lines run.
         connect_timeout_s: Maximum seconds for a server to connect, and again to list its tools.
         errors: File for the servers' stderr; None for this process's.
@@ -121,19 +136,24 @@ async def mcp_tools(
             f"mcp_servers = {list(addresses)!r:.200} needs the mcp extra (not installed: mcp): pip install "
             f"'slipstream-rl[mcp]'"
         )
+    given = list({(each := _server(address)).address: each for address in addresses}.values())
     thread = _LoopThread()
     servers: list[McpServer] = []
     try:
-        servers += await thread.run(_made(addresses, folder, connect_timeout_s, errors))
+        servers += await thread.run(_made(given, folder, connect_timeout_s, errors))
         lists = await asyncio.gather(
-            *(thread.run(_listed(server, connect_timeout_s)) for server in servers), return_exceptions=True
+            *(
+                thread.run(_listed(server, each, connect_timeout_s))
+                for server, each in zip(servers, given, strict=True)
+            ),
+            return_exceptions=True,
         )
         for found in lists:
             if isinstance(found, BaseException):
                 raise found
         yield [
-            McpTool(server, thread, schema["function"]["name"], schema)
-            for server, schemas in zip(servers, lists, strict=True)
+            McpTool(server, thread, schema["function"]["name"].removeprefix(each.prefix), schema)
+            for server, each, schemas in zip(servers, given, lists, strict=True)
             for schema in schemas  # type: ignore[union-attr]
         ]
     finally:
@@ -166,20 +186,22 @@ class _LoopThread:
 
 
 async def _made(
-    addresses: Sequence[str], folder: Path, connect_timeout_s: float, errors: TextIO | None
+    given: Sequence[McpServerAddress], folder: Path, connect_timeout_s: float, errors: TextIO | None
 ) -> list[McpServer]:
     """Create the servers on their own loop, and import the library there, because that takes a second."""
     import mcp as _  # noqa: F401
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
-    servers = [McpServer(address, folder, connect_timeout_s, errors) for address in dict.fromkeys(addresses)]
+    servers = [
+        McpServer(each.address, folder, connect_timeout_s, errors, uses_sse=each.transport == "sse") for each in given
+    ]
     for server in servers:
         server.check_program()
     return servers
 
 
-async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
-    """Connect to a server and return the schemas of its tools, from all pages.
+async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) -> list[dict[str, Any]]:
+    """Connect to a server and return the schemas of the tools that are used, from all pages.
 
     Raises:
         ConfigError: The server cannot be reached, does not answer in time, or has no usable tools.
@@ -222,9 +244,27 @@ async def _listed(server: McpServer, timeout_s: float) -> list[dict[str, Any]]:
     except Exception as error:
         text = str(error) if isinstance(error, McpFailed) else f"{server.shown}: {type(error).__name__}: {error}"
         raise ConfigError(f"mcp_servers: {text:.500}; {remedy}") from None
+    schemas = _chosen(schemas, given, server.shown)
     if not schemas:
         raise ConfigError(f"mcp_servers: {server.shown} has no tools that can be used; leave it out, or fix it")
     return schemas
+
+
+def _chosen(schemas: Sequence[dict[str, Any]], given: McpServerAddress, shown: str) -> list[dict[str, Any]]:
+    """Return the schemas of the tools that are used, under their names for the policy."""
+    names = [schema["function"]["name"] for schema in schemas]
+    for field, asked in (("include", given.include), ("exclude", given.exclude)):
+        for name in asked:
+            if name not in names:
+                close = nearest(name, names)
+                meant = f"did you mean {close}?" if close else f"it has {', '.join(names)}"
+                raise ConfigError(f"mcp_servers: {shown} has no tool {name!r}, which {field} names; {meant:.300}")
+    chosen = [name for name in names if name not in given.exclude and (not given.include or name in given.include)]
+    return [
+        {**schema, "function": {**schema["function"], "name": given.prefix + name}}
+        for schema, name in zip(schemas, names, strict=True)
+        if name in chosen
+    ]
 
 
 def _remedy(server: McpServer) -> str:

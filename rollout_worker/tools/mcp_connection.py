@@ -27,6 +27,7 @@ from urllib.parse import urlsplit, urlunsplit
 from protocol import access
 from protocol.addresses import mcp_command
 from protocol.config import ConfigError
+from rollout_worker.tools.mcp_stderr import StderrTail
 from rollout_worker.user_code.process_guard import guarded_command
 
 if TYPE_CHECKING:
@@ -146,7 +147,11 @@ _CLOSED_WITHIN_S = 10.0
 
 _HTTP_CONNECT_S = 30.0
 
+_FOREVER_S = 1e6
+
 _SHOWN_CHARACTERS = 120
+
+_STDERR_CHARACTERS = 300
 
 
 class McpFailed(Exception):
@@ -162,6 +167,7 @@ class McpServer:
         connect_timeout_s: Maximum seconds to connect.
         errors: File for the server's stderr; None for this process's.
         clock: Returns monotonic seconds.
+        uses_sse: Whether a URL is spoken to over SSE.
 
     Raises:
         ConfigError: The address cannot be that of a server.
@@ -174,7 +180,9 @@ class McpServer:
         connect_timeout_s: float,
         errors: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
+        uses_sse: bool = False,
     ) -> None:
+        self._uses_sse = uses_sse
         self.shown = shown(address)
         self.command = command_of(address)
         self._address = address
@@ -185,6 +193,8 @@ class McpServer:
         self._opening: asyncio.Task[_Connection] | None = None
         self._connection: _Connection | None = None
         self._failure, self._again_at = "", -float("inf")
+        # Of the newest process.
+        self._stderr: StderrTail | None = None
 
     async def connect(self) -> None:
         """Connect, unless a connection is open.
@@ -214,12 +224,13 @@ class McpServer:
                 if error.code not in of_call:
                     self._give_up(connection)
                 if error.code == CONNECTION_CLOSED:
-                    raise McpFailed(f"the connection to the MCP server {self.shown} was lost: {error}") from None
+                    lost = f"the connection to the MCP server {self.shown} was lost: {error}"
+                    raise McpFailed(await self._with_stderr(lost)) from None
                 if is_last or error.code in (*of_call, PARSE_ERROR):
                     raise McpFailed(f"the MCP server {self.shown} answered: {error}") from None
-            except McpFailed:
+            except McpFailed as error:
                 self._give_up(connection)
-                raise
+                raise McpFailed(await self._with_stderr(str(error))) from None
         raise AssertionError("the last try has an end")
 
     async def close(self) -> None:
@@ -247,10 +258,18 @@ class McpServer:
             self._connection = connection
             return connection
         except McpFailed as error:
-            self._failure, self._again_at = str(error), self._clock() + RETRY_AFTER_S
-            raise
+            self._failure = await self._with_stderr(str(error))
+            self._again_at = self._clock() + RETRY_AFTER_S
+            raise McpFailed(self._failure) from None
         finally:
             self._opening = None
+            if self._stderr is not None:
+                self._stderr.file.close()  # the process has its own
+
+    async def _with_stderr(self, text: str) -> str:
+        """Return an error with what a process wrote last."""
+        lines = "" if self._stderr is None else await asyncio.to_thread(self._stderr.last_lines)
+        return f"{text}; it wrote last: {lines[-_STDERR_CHARACTERS:]}" if lines else text
 
     def _give_up(self, connection: _Connection) -> None:
         connection.retire()
@@ -261,6 +280,11 @@ class McpServer:
         from mcp import StdioServerParameters, stdio_client
         from mcp.client.streamable_http import streamable_http_client
 
+        if self._uses_sse:
+            from mcp.client.sse import sse_client
+
+            # The caller bounds the time of a call; a server may be silent for as long as nobody calls.
+            return sse_client(self._address, timeout=_HTTP_CONNECT_S, sse_read_timeout=_FOREVER_S)
         if not self.command:
             import httpx2
 
@@ -278,7 +302,8 @@ class McpServer:
             cwd=self._folder,
             encoding_error_handler="replace",
         )
-        return stdio_client(parameters, self._errors or sys.stderr)
+        self._stderr = StderrTail(self._errors or sys.stderr)
+        return stdio_client(parameters, self._stderr.file)
 
     def check_program(self) -> None:
         """Check that the program of a command line exists.

@@ -10,7 +10,7 @@ import asyncio
 import copy
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,6 +19,7 @@ from typing import Any, TextIO, cast
 from jsonschema import SchemaError
 
 from protocol import reasons
+from protocol.addresses import McpServerAddress
 from protocol.config import ConfigError, RunConfig
 from rollout_worker.chat.parsers.base import MalformedCall, ToolCall
 from rollout_worker.tools.argument_text import short
@@ -226,7 +227,7 @@ def _failure(
 async def open_tools(
     config: RunConfig,
     tools: Sequence[Callable[..., Any] | Tool],
-    mcp_servers: Sequence[str],
+    mcp_servers: Sequence[str | Mapping[str, Any] | McpServerAddress],
     code: UserCode,
     errors: TextIO | None = None,
 ) -> AsyncIterator[ToolBox]:
@@ -237,7 +238,7 @@ async def open_tools(
     Args:
         config: The run file.
         tools: The task's functions and `Tool` objects.
-        mcp_servers: The task's URLs and command lines of MCP servers.
+        mcp_servers: The task's MCP servers.
         code: Runs user code.
         errors: File for the servers' stderr, open to read and write; None for this process's.
 
@@ -250,7 +251,8 @@ async def open_tools(
         try:
             found = await stack.enter_async_context(mcp_tools(addresses, config.task.file.parent, errors=errors))
         except ConfigError as error:
-            raise ConfigError(f"{error}{_written_to(errors)}") from None
+            written = "" if "it wrote last: " in str(error) else _written_to(errors)
+            raise ConfigError(f"{error}{written}") from None
         isolated = config.worker.tool_isolation == "process"
         yield ToolBox([*tools, *found], config.worker.tool_timeout_s, code, isolated, processor_of(config))
 

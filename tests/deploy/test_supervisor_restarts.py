@@ -133,6 +133,34 @@ def test_a_worker_that_ends_while_the_run_goes_on_is_started_again(stage: Stage)
     assert "worker-0 ended with code 0; starting it again in 0.1 s" in result.stderr
 
 
+# A queue whose run is finished once the file `finished` is there, and stands still before.
+TAKEN = ANSWERING.replace("import socket, sys", "import os, socket, sys").replace(
+    'b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n"',
+    """(lambda body: b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n%s" % (len(body), body))(
+        b'{"finished": %s, "stall": {"stalled": true, "since_s": 9, "why": "the learner was last heard from 9 s ago"}}'
+        % (b"true" if os.path.exists("finished") else b"false"))""",
+)
+
+
+def test_a_learner_from_which_another_one_takes_the_run_ends_alone(stage: Stage) -> None:
+    """The queue, servers and workers go on for the other one, until the run is finished."""
+    stage.play(queue=f"sleep 300 & {sys.executable} -I -S taken.py {stage.ports['queue']}")
+    (stage.folder / "taken.py").write_text(TAKEN, encoding="utf-8")
+    stage.play(learner=f"{stage.waits_for('queue')}; until [ -e 'go on' ]; do sleep 0.05; done; exit 76")
+    process = stage.start("--deploy.restart", "1")
+    until(lambda: len(stage.calls()) == 4)
+    (stage.folder / "go on").touch()
+    assert process.stderr is not None
+    assert "as another one has taken the run over" in process.stderr.readline()
+    assert "stalled: no step for 9 s: the learner was last heard from 9 s ago" in process.stderr.readline()
+    assert {call.role for call in stage.calls() if call.pid in stage.alive()} == {"queue", "vllm", "worker"}
+    (stage.folder / "finished").touch()
+    out, _ = process.communicate(timeout=LIMIT_S)
+    assert process.wait() == 0
+    assert "the run is finished" in out
+    until(lambda: not stage.alive())
+
+
 def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
     """The learner says why, and that once."""
     given_up = ANSWERING.replace(

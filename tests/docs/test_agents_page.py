@@ -10,7 +10,7 @@ import pytest
 
 from protocol.config import TaskSection
 from protocol.messages import Group
-from rollout_worker.agent import request
+from rollout_worker.agent.api import request
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.user_code.async_code import EventLoop
 from slipstream import Endpoint

@@ -16,6 +16,7 @@ from learner.model.build import load_policy
 from learner.model.policy import Scoring
 from protocol.config import ModelSection, load
 from protocol.messages import Segment, Server, ServerState
+from rollout_worker.agent.forced_calls import one_call
 from rollout_worker.episodes.episode import SegmentDraft
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.pool import ServerPool
@@ -29,12 +30,15 @@ from weight_sync.server.control import ServerControl
 pytestmark = pytest.mark.e2e
 
 CLOSE = 1e-4
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False}
+CALL = one_call({"f": ("<f>", "</f>")}, [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}])
 CASES: dict[str, dict[str, Any]] = {
     "top_k": {"top_k": 3},
     "top_p, top_k": {"top_k": 64, "top_p": 0.8},
     "min_p, top_k, temperature": {"top_k": 20, "min_p": 0.05, "temperature": 0.7},
     "bans": {"top_k": 20, "generation_kwargs": {"bad_words": ["1"], "min_tokens": 12}},
     "a grammar": {"top_k": 20, "generation_kwargs": {"structured_outputs": {"regex": "[0-9]{3}[a-z]{9}"}}},
+    "a call": {"top_k": 20, "generation_kwargs": {"structured_outputs": {"structural_tag": CALL.structural_tag}}},
 }
 
 

@@ -59,6 +59,12 @@ class Client:
         async with self._session.post(url, data=body, headers=headers) as response:
             return Reply(response.status, json.loads(await response.text()))
 
+    async def text(self, body: str, path: str) -> str:
+        """Return what a request is answered with, such as a stream of events."""
+        headers = {**self._headers, "Content-Type": "application/json"}
+        async with self._session.post(self.endpoint.base_url + path, data=body, headers=headers) as response:
+            return await response.text()
+
     async def get(self, path: str) -> Reply:
         async with self._session.get(self.endpoint.base_url + path, headers=self._headers) as response:
             return Reply(response.status, json.loads(await response.text()))

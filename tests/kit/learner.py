@@ -13,7 +13,7 @@ import torch
 
 from learner.algorithm.step_data import StepRollouts, Tokens
 from learner.feed.packing import Sample
-from protocol import codec, reasons
+from protocol import codec
 from protocol.client import QueueRefused
 from protocol.messages import BeginSession, ErrorBody, Group, LeaseAck, LeaseReply, LeaseRequest, RunPosition, Server
 from protocol.status import GroupCounts, LearnerStatus, Rates, Staleness, Stall, Status, TicketCounts
@@ -105,6 +105,7 @@ class FakeQueue:
     Attributes:
         supply: `supply(n, version)` makes up to n more groups when the learner is at `version`.
         expires_in_s: Seconds until a lease expires, as each reply says.
+        refuse_renewals: Reason for which every renewal is refused.
         log: Records all events in order. A publisher may share it.
     """
 
@@ -123,7 +124,7 @@ class FakeQueue:
         self.dropped: dict[str, str] = {}
         self.renewed: list[str] = []
         self.begun: list[BeginSession] = []
-        self.refuse_renewals = False
+        self.refuse_renewals = ""
         self.revoke: dict[str, str] = {}
         self.fail_lease: Exception | None = None
         self.fleet: list[Server] = []
@@ -171,7 +172,7 @@ class FakeQueue:
 
     async def renew(self, lease_id: str, session: int, have: Sequence[str] = ()) -> dict[str, str]:
         if self.refuse_renewals:
-            raise QueueRefused(410, ErrorBody(reasons.LEASE_LAPSED, "the lease expired"))
+            raise QueueRefused(409, ErrorBody(self.refuse_renewals, "the lease is not this learner's"))
         self.renewed.append(lease_id)
         return {ticket_id: reason for ticket_id, reason in self.revoke.items() if ticket_id in have}
 

@@ -1,4 +1,4 @@
-"""Hosts with addresses of their own on one machine: network namespaces, joined by a switch with latency, loss and a rate.
+"""Hosts with addresses of their own on one machine: network namespaces, and a switch with latency, loss and a rate.
 
 The kernel of a small machine may lack netem, so the switch is a process that passes frames on between TAP devices. It
 needs root, `ip` and /dev/net/tun. Nothing outside of these namespaces can be reached from them; this machine itself is

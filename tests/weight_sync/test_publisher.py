@@ -32,7 +32,7 @@ from tests.kit.fake_vllm.engine import logprob_of
 from tests.kit.sync import FakeTransports, Held, probe
 from tests.kit.traces import traced
 from weight_sync import publisher
-from weight_sync.fleet import decisions, fleet, member, server_publication
+from weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.server import cancellation, control
 from weight_sync.weights.snapshot import Snapshot
@@ -538,6 +538,28 @@ def test_i5_a_swap_whose_proof_did_not_end_is_distrusted_and_tried_again(world: 
         until(lambda: publishing.records[-1].servers_ok == ["vllm-0", "vllm-1"])
     assert ("vllm-1", ServerState.QUARANTINED, 2) in world.changes
     assert world.states() == [(ServerState.SERVING, 2)] * 2
+
+
+def test_i5_a_swap_whose_proof_is_given_up_for_a_newer_version_is_distrusted(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The proof of the newer one would count for what it sampled meanwhile."""
+    monkeypatch.setattr(snapshots, "MAX_ON_THEIR_WAY", 1)
+    monkeypatch.setattr(fleet, "MAX_ROOM_WAIT_S", 0.02)
+    with world.publisher(timeout_s=20.0) as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.changes.clear()
+        of_the_proof = "/slipstream/layers"
+        world.fakes[1].faults.append(Fault("hang", times=1, route=of_the_proof))
+        before = world.fakes[1].calls.count(of_the_proof)
+        publishing.publish(2, weights(), probe())
+        until(lambda: world.fakes[1].calls.count(of_the_proof) > before)
+        publishing.publish(3, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
+    of_1 = [(state, version) for name, state, version in world.changes if name == "vllm-1"]
+    assert (ServerState.QUARANTINED, 2) in of_1
+    assert of_1.index((ServerState.QUARANTINED, 2)) < of_1.index((ServerState.SERVING, 3))
 
 
 def test_when_every_server_fails_the_version_is_tried_again(world: World) -> None:

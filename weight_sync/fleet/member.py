@@ -92,6 +92,8 @@ class Member:
         self._boot: str | None = None
         # Labels that the server may hold as a result of our publications.
         self._labels: set[str] = set()
+        # Label and version of a publication that ended without a verdict, and may have been swapped in.
+        self._unproven: tuple[str, int] | None = None
         self._asks = False
         self._no_room = False
         self._took_s = 0.0
@@ -151,6 +153,8 @@ class Member:
             self._wake.clear()
             self._no_room = False
             state = await (self.reporter.settled() if self.server.state is _S.DRAINING else self._look())
+            if state is not None:
+                await self._judge_unproven(state)
             newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
             if state is not None and newest is not None and not await self._stands_still(state):
                 if self.version == newest.version and self.standstill.is_only_obstacle(state, newest.label):
@@ -284,9 +288,18 @@ class Member:
             task = asyncio.current_task()
             if not self.attempt.given_up or (task is not None and task.cancelling()):
                 raise
+            self._unproven = (snapshot.label, snapshot.version)
             self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
         finally:
             self._snapshots.give_back(self.name, snapshot, whole)
+
+    async def _judge_unproven(self, state: EngineState) -> None:
+        """Distrust a version that was swapped in and whose proof did not end (I5): the proof of a newer one would count
+        for it too."""
+        unproven, self._unproven = self._unproven, None
+        if unproven is not None and state.label == unproven[0]:
+            why = f"swapped, but not proven: the proof of version {unproven[1]} did not end"
+            await self.reporter.quarantine(unproven[1], why)
 
     async def _note_answer(self, why: str | None, asked: float) -> None:
         """Note an answer during a publication. `why`: the engine gave none when it was asked; None: it did."""
@@ -321,6 +334,8 @@ class Member:
             with suppress(ControlError, TimeoutError):  # the next look notes the silence
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     now = await self._sync.control.state()
+            if now is None:
+                self._unproven = (snapshot.label, snapshot.version)
         await self.reporter.publication_failed(snapshot, reason, must_leave, now)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
 

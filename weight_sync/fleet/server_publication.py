@@ -19,7 +19,7 @@ from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof
-from weight_sync.transports.base import Sent, TransferError, Transport
+from weight_sync.transports.base import Sent, TransferError, Transport, checked
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -118,6 +118,7 @@ class ServerSync:
             served = await publish_adapter(self.control, snapshot, self.proof, self._proven)
             self._proven = served.name
             return Outcome(served.transfer_s, 0.0, served.proof, Sent.of(snapshot))
+        await checked(snapshot)
         transport = await self._connect()
         # The cache tells versions apart, so only the first publication clears it: an earlier learner may have used the
         # same numbers.

@@ -17,7 +17,7 @@ import torch
 
 from protocol.config import RunConfig, WeightSyncSection
 from weight_sync.ranks.channel import Answer, Call, Channel
-from weight_sync.transports.base import Sender, TransferError, build_sender, local_host_towards, of_share
+from weight_sync.transports.base import Sender, TransferError, build_sender, checked, local_host_towards, of_share
 from weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ class ShareFollower:
             case "check_met":
                 return await sender.check_met()
             case "offer":
-                return await sender.offer_labelled(await self._snapshot(call))
+                return await sender.offer_labelled(await checked(await self._snapshot(call)))
             case "send":
                 return await sender.send(await self._snapshot(call))
             case "done":

@@ -18,12 +18,12 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from protocol.config import WeightSyncSection
-from weight_sync.server.cancellation import gather, shielded
+from weight_sync.server.cancellation import gather, on_thread, shielded
 from weight_sync.server.control import ServerControl
 from weight_sync.server.pause import Pause
 from weight_sync.transports.registry import SEND_DELTAS, TRANSPORTS, of_backend
 from weight_sync.weights.delta_base import DeltaPath
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Snapshot, SnapshotDamaged
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +62,15 @@ class Sent:
 
 class TransferError(RuntimeError):
     """The weights did not arrive whole."""
+
+
+async def checked(snapshot: Snapshot) -> Snapshot:
+    """Return a snapshot that is what it was copied from. Raises `TransferError` for one that is not."""
+    try:
+        await on_thread(snapshot.check)
+    except SnapshotDamaged as error:
+        raise TransferError(str(error)) from error
+    return snapshot
 
 
 class Transport(Protocol):

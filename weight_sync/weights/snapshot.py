@@ -29,6 +29,14 @@ from weight_sync.weights.manifest import Manifest, check_distinct, unwrapped
 LENGTH = 64
 WORDS = 2**16
 
+# The share of the bytes that each snapshot compares with the live weights, and its bounds: publications in a row take
+# one part after another, so that together they compare everything.
+CHECKED_SHARE, MIN_CHECKED_BYTES, MAX_CHECKED_BYTES = 1 / 128, 2**18, 2**24
+
+
+class SnapshotDamaged(RuntimeError):
+    """What was copied is not what the learner holds."""
+
 
 @dataclass(frozen=True)
 class AdapterPayload:
@@ -121,6 +129,9 @@ class Snapshot:
     half to two times as long. On a GPU the learner waits for copies on the device alone, which cast to the type that is
     sent: they go on to the host beside the next step.
 
+    A copy that went wrong would pass the server's proof but for the few rows that a probe touches, since the digest is
+    the copy's. So a part of the live weights is summed up where they are, while they are copied, and `check` compares.
+
     Attributes:
         manifest: The layout of `flat`.
         adapter_config: Configuration of the adapter; None if the weights are the model's.
@@ -161,12 +172,15 @@ class Snapshot:
         self.manifest = Manifest.of(layout, dtype)
         self._copies = device_copy.copies_from(device := _device(layout))
         size = self.manifest.total_bytes()
+        self._checked = self._part_to_check(size)
+        self._sums: dict[str, torch.Tensor] = {}
         used = buffer is not None and len(buffer) == size
         self._flat = buffer if buffer is not None and used else _reserve.take(size, device)
         if self._copies is None:
             views = self.manifest.views(self._flat)
             for name, tensor in weights:
                 views[self._name(name)].copy_(tensor.detach())
+                self._sum_up(self._name(name), tensor)
         else:
             self._copy_from_device(self._copies, iter(weights))
         if not used:
@@ -180,12 +194,46 @@ class Snapshot:
                 if not bucket.first:
                     given, tensor = next(weights)
                     assert self._name(given) == name, "weights must come in the order of their layout"
+                    self._sum_up(name, tensor)
                 rows = tensor if bucket.shape is None else tensor[bucket.first : bucket.first + len(view)]
                 view.copy_(rows.detach(), non_blocking=True)
             copies.to_host(on_device, self._flat[bucket.start : bucket.end])
         for given, _ in weights:  # to their end, as other ranks may still need this one to make theirs
             raise AssertionError(f"{given} is not in the layout of the weights")
         copies.end()
+
+    def _part_to_check(self, size: int) -> dict[str, slice]:
+        """Choose the rows of this version's part, by tensor."""
+        at_most = min(max(int(size * CHECKED_SHARE), MIN_CHECKED_BYTES), MAX_CHECKED_BYTES)
+        parts = list(self.manifest.buckets(at_most))
+        if not parts:
+            return {}
+        part = parts[self.version % len(parts)]
+        if part.shape is None:
+            return dict.fromkeys(part.manifest.names, slice(None))
+        return {part.manifest.names[0]: slice(part.first, part.first + part.manifest.shapes[0][0])}
+
+    def _sum_up(self, name: str, tensor: torch.Tensor) -> None:
+        """Sum up what is to be checked of a live tensor, where it is and as it is sent. Does not wait for a device."""
+        if (rows := self._checked.get(name)) is not None:
+            sent = getattr(torch, self.manifest.dtypes[self.manifest.names.index(name)])
+            live = tensor.detach()
+            self._sums[name] = place_sum((live if rows == slice(None) else live[rows]).to(sent))
+
+    def check(self) -> None:
+        """Compare this version's part of `flat` with what the learner held. May be called from any thread.
+
+        Raises:
+            SnapshotDamaged: They differ.
+        """
+        views = self.manifest.views(self.flat)
+        for name, live in self._sums.items():
+            rows = self._checked[name]
+            if int(live) != int(place_sum(views[name] if rows == slice(None) else views[name][rows])):
+                raise SnapshotDamaged(
+                    f"the copy of version {self.version} differs from the learner's own weights in {name}: it was "
+                    f"damaged on the way, and is not published; if that comes again, test this machine's memory"
+                )
 
     @property
     def flat(self) -> torch.Tensor:
@@ -236,6 +284,19 @@ def _expect(size: int, device: torch.device) -> None:
 
 def _device(layout: Mapping[str, torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in layout.values()), torch.device("cpu"))
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Odd, so that a product with it loses no bit.
+_STRIDE = 0x9E3779B97F4A7C15 - 2**64
+
+
+def place_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """Sum up a tensor's bits, each element times a number of its own: int64 [], modulo 2**64, on its device. Rows that
+    are exchanged change it, as does each single bit."""
+    bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()]).to(torch.int64)
+    places = (2 * torch.arange(len(bits), device=bits.device) + 1) * _STRIDE
+    return (bits * places).sum()
 
 
 def digest_of(flat: torch.Tensor) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from protocol.addresses import checked_url, mcp_command
+from protocol.addresses import McpServerAddress, checked_url, mcp_server
 from protocol.config.sections.base import CountOrZero, Seconds, Section, setting
 
 
@@ -114,9 +114,10 @@ class TaskSection(Section):
         description="new order of the rows in every epoch; false: the order of the data set, as a curriculum needs",
         why="rows that stand together are often alike",
     )
-    mcp_servers: list[str] = setting(
+    mcp_servers: list[str | McpServerAddress] = setting(
         [],
-        description="MCP servers whose tools the task gets: a URL (streamable HTTP) or a command line (stdio)",
+        description="MCP servers whose tools the task gets: a URL (streamable HTTP) or a command line (stdio), or a "
+        "table with address, prefix, include, exclude, transport",
         why="tools are the task's own functions unless you name some",
     )
     reward_servers: dict[str, str] = setting(
@@ -127,9 +128,9 @@ class TaskSection(Section):
 
     @field_validator("mcp_servers")
     @classmethod
-    def _mcp_servers(cls, value: list[str]) -> list[str]:
-        for address in value:
-            mcp_command(address)
+    def _mcp_servers(cls, value: list[str | McpServerAddress]) -> list[str | McpServerAddress]:
+        for given in value:
+            mcp_server(given)
         return value
 
     @field_validator("reward_servers")

@@ -106,7 +106,9 @@ def test_the_tools_of_mcp_servers_are_part_of_the_prompt(run_file: Path) -> None
 
 def test_an_mcp_server_that_does_not_start_is_told_with_what_it_wrote(run_file: Path) -> None:
     words = shlex.join([sys.executable, "-c", "raise SystemExit('the key is missing')"])
-    with pytest.raises(ConfigError, match=r"cannot be reached.*fix its command line.*\(stderr: the key is missing\)"):
+    with pytest.raises(
+        ConfigError, match=r"cannot be reached.*it wrote last: the key is missing; fix its command line"
+    ):
         check(run_file, task_of(SHORT), "--task.mcp_servers", json.dumps([words]))
 
 

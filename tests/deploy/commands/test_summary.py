@@ -115,6 +115,31 @@ def test_a_standstill_that_nothing_explains_is_said_too(night: Night) -> None:
     ]
 
 
+def test_a_clock_that_is_set_ahead_costs_no_time_and_is_named(night: Night) -> None:
+    night.up_since += 3600  # the queue's own seconds go on
+    night.at += 3600
+    night.goes_on(60)
+    night.out("vllm-1", ServerState.STALE, "paused by a person")
+    night.goes_on(30)
+    night.back("vllm-1")
+    night.goes_on(20, finished=True)
+    found = night.summary()
+    assert found.lost_s == 0
+    assert found.wall_s == pytest.approx(409, abs=6)
+    about = {incident.about: incident for incident in found.incidents}
+    assert about["the clock"].text.startswith("went ahead by 60 min: ")
+    assert about["server vllm-1"].seconds(0) == pytest.approx(30, abs=6)
+    assert any(line.startswith("the clock: went ahead by 60 min") for line in shown(found))
+
+
+def test_a_run_that_was_stopped_for_an_hour_is_no_clock_that_was_set(night: Night) -> None:
+    night.at += 3600
+    night.up_since = night.at
+    night.session = 2
+    night.goes_on(60)
+    assert "the clock" not in {incident.about for incident in night.summary().incidents}
+
+
 def test_a_crash_that_cost_steps(night: Night) -> None:
     night.at += 40
     night.session, night.step, night.up_since = 2, 25, night.at

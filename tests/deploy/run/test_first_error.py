@@ -84,7 +84,9 @@ RuntimeError: what followed
         (DEAD_ENGINE, "vllm.v1.engine.exceptions.EngineDeadError: EngineCore"),
         ("slipstream: queue.port = 1: no\nTraceback (most recent call last):\nKeyError\n", "KeyError"),
         ("slipstream: queue.port = 1: no\nsome line\n", "slipstream: queue.port = 1: no"),
-        ("Traceback (most recent call last):\n  File cut short\n", "Traceback (most recent call last):"),
+        # A full disk or a kill cuts a log short: half a traceback is no cause.
+        ("Traceback (most recent call last):\n  File cut short\n", None),
+        ("ValueError: before\nTraceback (most recent call last):\n  File cut short\n", "ValueError: before"),
         ("INFO all is well\n", None),
     ],
 )

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.run.process_keeper import MAX_PAUSE_S, STEADY_AFTER_S, Again, Done, Over, RestartPolicy, Verdict
+from deploy.run.process_keeper import (
+    MAX_PAUSE_S,
+    STEADY_AFTER_S,
+    TAKEN_OVER,
+    Again,
+    Done,
+    Elsewhere,
+    Over,
+    RestartPolicy,
+    Verdict,
+)
 from deploy.run.processes import ProcessKind
 
 RESUME = "go on"
@@ -62,6 +72,8 @@ def test_a_long_start_is_not_being_up() -> None:
         ("learner", 2, 0.0, Over(2)),
         ("learner", 130, 0.0, Over(130)),
         ("learner", 143, 0.0, Over(143)),
+        ("learner", TAKEN_OVER, 0.0, Elsewhere()),
+        ("worker", TAKEN_OVER, 0.0, Again(1, 1)),
         ("queue", 0, 0.0, Again(1, 1)),
         ("vllm", 0, 0.0, Again(1, 1)),
         ("vllm", 0, None, Over(1, "before it ever answered")),

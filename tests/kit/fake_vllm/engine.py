@@ -28,9 +28,12 @@ def _empty(token_ids: list[int], index: int) -> list[int]:
 
 @dataclass
 class Sample:
+    """`version`: label of the weights that sampled it; None for the engine's when the answer is written."""
+
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str
+    version: str | None = None
 
 
 @dataclass

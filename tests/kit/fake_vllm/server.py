@@ -20,7 +20,7 @@ from tests.kit.fake_vllm.engine import EngineError, FakeEngine, Sample
 from tests.kit.fake_vllm.faults import Fault, Faults
 from weight_sync.vllm import engine_state
 from weight_sync.vllm.engine_state import RouteError
-from weight_sync.vllm.guard import CLOSED, OPEN_ROUTES, roles_for
+from weight_sync.vllm.guard import CLOSED, HEALTH, OPEN_ROUTES, roles_for
 
 FAULT = web.RequestKey("fault", Fault)
 
@@ -110,7 +110,7 @@ class FakeVllm:
         self.calls.append(request.path)
         if request.transport is not None:
             self._connections.add(request.transport)
-        if self._ring is not None and (denied := self._denied(self._ring, request)):
+        if self._ring is not None and request.path != HEALTH and (denied := self._denied(self._ring, request)):
             return _refusal(denied.status, f"Unauthorized: {denied.message}", "Unauthorized")
         try:
             engine_state.check_owner(self.owner, {"path": request.path, "headers": _raw(request)})
@@ -182,7 +182,9 @@ class FakeVllm:
             samples = await asyncio.gather(*tasks)
             version = self.engine.weight_version
             masks = params.get("logprobs", 0) > 0
-            choices = [replies.choice(sample, index, version, fault, masks) for index, sample in samples]
+            choices = [
+                replies.choice(sample, index, sample.version or version, fault, masks) for index, sample in samples
+            ]
             if fault and fault.kind == "die":
                 return _cut(request)
             return web.json_response(replies.answer(body["request_id"], choices, len(prompt)))
@@ -233,7 +235,7 @@ class FakeVllm:
                 await response.write(replies.event(replies.error(fault.status, "the engine died", "GenerationError")))
                 break
             masks = body["sampling_params"].get("logprobs", 0) > 0
-            whole = replies.choice(sample, index, self.engine.weight_version, fault, masks)
+            whole = replies.choice(sample, index, sample.version or self.engine.weight_version, fault, masks)
             for event in replies.chunks(body["request_id"], whole, interval):
                 await response.write(event)
         await response.write(b"data: [DONE]\n\n")

@@ -50,6 +50,14 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
+# With reasoning, which is told from the content only with tools.
+THINKING_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{- '<|im_start|>assistant\\n' + message.content }}",
+    "{{- '<|im_start|>assistant\\n' }}"
+    "{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}"
+    "{{- message.content }}",
+)
+
 _CORPUS = [
     'system\n# Tools\n{"type": "function", "function": {"name": "multiply", "description": "Multiply two integers."}}',
     "user\nMultiply 12 by 34.\nassistant\nThe product is 408.",

@@ -1,4 +1,5 @@
-"""An MCP server for tests, as a program: `mcp_program.py stdio` or `mcp_program.py PORT`.
+"""An MCP server for tests, as a program: `mcp_program.py stdio` or `mcp_program.py PORT`, which with `sse`
+as a further word speaks that.
 
 `low` as a further word: one made by hand that serves its list of tools in pages; `bad`: whose schemas are none.
 """
@@ -38,6 +39,7 @@ def fail() -> str:
 @server.tool()
 def die() -> str:
     """End the server."""
+    print("the disk is full", file=sys.stderr, flush=True)
     os._exit(3)
 
 
@@ -96,4 +98,4 @@ if __name__ == "__main__":
     elif sys.argv[1] == "stdio":
         server.run("stdio")
     else:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        server.run("sse" if "sse" in sys.argv else "streamable-http", port=int(sys.argv[1]))

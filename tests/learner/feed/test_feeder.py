@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -15,9 +17,16 @@ from learner.feed.feeder import Feeder, LeaseLost, Starved
 from learner.feed.packing import PackedRow
 from protocol import reasons
 from protocol.client import GaveUp, QueueClient, QueueError, RunFinished, Unreachable
+from protocol.config import fingerprint
 from protocol.messages import BeginSession, Group, LearnerReport, LeaseReply, LeaseRequest, Server, ServerState
+from rollout_queue.broker.broker import Broker
+from rollout_queue.ledger import leases
+from rollout_queue.ledger.records import TicketState
 from tests.kit import LEARNER, config, group
+from tests.kit.fake_vllm.tokenizer import tiny_tokenizer
 from tests.kit.learner import FakeQueue, endless, in_turn
+from tests.kit.live_queue import live_queue
+from tests.kit.queue import serve_version
 
 REPORT = LearnerReport(1, 0.0, 0.0, 0.0, 1, 0.0, 0)
 
@@ -142,14 +151,44 @@ def test_open_leases_are_renewed() -> None:
         batch = feeder.next_batch()
         assert renewed.wait()
         feeder.trained(batch, REPORT)
-        queue.refuse_renewals = True  # harmless: the lease is over
+        queue.refuse_renewals = reasons.LEASE_LAPSED  # harmless: the lease is over
 
 
-def test_a_lost_lease_ends_the_learner_with_the_remedy() -> None:
+def test_a_lease_that_the_queue_refuses_to_renew_ends_the_learner() -> None:
     queue = FakeQueue(in_turn(group("a", [0, 1])), expires_in_s=0.03)
-    queue.refuse_renewals = True
-    with feeding(queue) as feeder, pytest.raises(LeaseLost, match=r"1-1 expired .* queue.lease_timeout_s"):
+    queue.refuse_renewals = reasons.SESSION_SUPERSEDED
+    with feeding(queue) as feeder, pytest.raises(LeaseLost, match=r"1-1 cannot be renewed: .*session_superseded"):
         feeder.next_batch()
+
+
+@pytest.mark.parametrize("prefetched", [0, 2])
+def test_i1_a_lease_that_lapses_costs_nothing_and_no_group_is_trained_twice(prefetched: int, tmp_path: Path) -> None:
+    """The queue could not be reached for longer than leases last: whatever the learner holds goes back there, while it
+    is in training, and while it is prepared."""
+    settings = {"groups_per_step": 2, "prefetch_steps": prefetched, "zero_variance": "keep", "steps": 8}
+    run_config = config(LEARNER, run={"dir": str(tmp_path)}, learner=settings)
+
+    async def lapse(broker: Broker) -> None:
+        for lease_id in {record.lease_id for record in broker.ledger.tickets(TicketState.LEASED)}:
+            await broker.apply(leases.release(broker.ledger, lease_id or ""))
+        broker.groups_came.notify()
+
+    trained: list[str] = []
+    with live_queue(run_config) as queue, BlockingQueueClient(QueueClient(queue.url)) as client:
+        declared = fingerprint.of(run_config, tiny_tokenizer())
+        start = client.call(lambda it: it.begin_session(BeginSession(0, 0, 8, resume=False, fingerprint=declared)))
+        queue.call(lambda it: serve_version(it, 0))
+        with Feeder(run_config, client, start) as feeder:
+            for step in range(1, 9):
+                asyncio.run_coroutine_threadsafe(lapse(queue.broker), queue.loop).result(30)
+                batch = feeder.next_batch()
+                asyncio.run_coroutine_threadsafe(lapse(queue.broker), queue.loop).result(30)
+                time.sleep(0.1)  # whatever is prepared meanwhile asks for groups, these among them
+                feeder.trained(batch, REPORT)
+                queue.call(lambda it, step=step: serve_version(it, step))  # type: ignore[misc]
+                trained += batch.ticket_ids
+        counts = queue.call(lambda it: it.status()).ledger
+    assert len(trained) == len(set(trained)) == counts.trained == 16
 
 
 def test_open_leases_are_given_back_at_the_end() -> None:

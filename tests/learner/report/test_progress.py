@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import logging
 import re
@@ -198,6 +199,26 @@ def test_notices_are_said_once_while_the_learner_waits_and_the_alarm_with_its_en
         "! another notice of a queue that was restarted",
         "no longer stalled",
     ]
+
+
+def test_i7_a_queue_that_does_not_answer_is_said_and_when_it_does_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that was stopped: nothing else can say so."""
+    monkeypatch.setattr(queue_status, "SILENT_AFTER_S", 0.01)
+    queue, screen = FakeQueue(), Screen(200, terminal=False)
+    asked, times = queue.status, 0
+
+    async def slow() -> Status:
+        nonlocal times
+        times += 1
+        while times == 2 and not screen.lines:  # noqa: ASYNC110 (a thread writes them)
+            await asyncio.sleep(0.001)
+        return await asked()
+
+    queue.status = slow  # type: ignore[method-assign]
+    queue.shown = status()
+    watching(queue, screen, monkeypatch, lambda: times > 3)
+    assert screen.lines[0].startswith("! the queue has not answered for 0 s: ")
+    assert screen.lines[1:] == ["the queue answers again, after 0 s"]
 
 
 def test_causes_are_said_again_as_long_as_they_last_and_when_they_are_over(monkeypatch: pytest.MonkeyPatch) -> None:

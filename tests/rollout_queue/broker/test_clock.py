@@ -42,3 +42,17 @@ def test_the_time_of_day_begins_behind_what_the_run_has_seen() -> None:
     assert clock() == 50_000.0
     Clock(wall=clock).not_before(90_000.0)
     assert clock() == 90_000.0
+
+
+@pytest.mark.parametrize(("step", "said"), [(3600.0, "ahead by 3,600 s"), (-90.0, "back by 90 s"), (2.0, None)])
+def test_a_step_of_the_machines_clock_is_described_once(step: float, said: str | None) -> None:
+    day, passed = [50_000.0], [7.0]
+    clock = Clock(wall=WallClock(lambda: day[0], lambda: passed[0]))
+    for seconds in (1.0, 60.0):
+        day[0] += seconds
+        passed[0] += seconds
+        assert clock.describe_step() is None
+    day[0] += step
+    found = clock.describe_step()
+    assert found is None if said is None else found is not None and said in found
+    assert clock.describe_step() is None

@@ -16,6 +16,7 @@ from protocol.messages import (
     Checkpointed,
     Fingerprint,
     FinishRun,
+    LearnerProcess,
     LeaseAck,
     LeaseRenewal,
     LeaseRequest,
@@ -213,6 +214,22 @@ async def test_an_older_session_changes_nothing() -> None:
             await learner.renew_lease(broker, "l", LeaseRenewal(1))
         assert sums(broker) == before
         assert not broker.ledger.run.finished
+
+
+async def test_of_two_learners_that_start_at_once_the_second_is_refused() -> None:
+    """Both had looked, and seen nobody; unless it says that it takes the run over."""
+    one, two = LearnerProcess("here", 7, 1.0), LearnerProcess("there", 8, 2.0)
+    async with running() as broker:
+        seen = (await learner.read_position(broker)).session
+        await learner.command(broker, BeginSession(0, 0, 100, resume=True, process=one, after=seen))
+        with pytest.raises(Refusal, match=r"process 7 on here has begun a session.*--take-over") as refused:
+            await learner.command(broker, BeginSession(0, 0, 100, resume=True, process=two, after=seen))
+        assert refused.value.reason == reasons.SESSION_SUPERSEDED
+        asked_again = await learner.command(broker, BeginSession(0, 0, 100, resume=True, process=one, after=seen))
+        assert asked_again.session > seen
+        taken = await learner.command(broker, BeginSession(0, 0, 100, resume=True, process=two))
+        assert taken.learner is not None
+        assert taken.learner.pid == two.pid
 
 
 async def test_a_finished_run_gives_no_tickets_and_drops_what_is_out() -> None:

@@ -7,6 +7,7 @@ import time
 import pytest
 
 from protocol.config import ConfigError
+from rollout_worker.agent.forced_calls import frame_of
 from rollout_worker.agent.formats import ChatFormats
 from rollout_worker.agent.session import AgentContext, Session
 from rollout_worker.chat.base import PromptError
@@ -94,7 +95,7 @@ def session_of(plain, chat, *turns):
 
 async def ask(session, messages):
     body = {"model": "policy", "messages": messages, "tools": [MULTIPLY]}
-    _, completion = await session.answer(json.dumps(body).encode())
+    completion = await session.answer(json.dumps(body).encode())
     return json.loads(completion.whole())["choices"][0]["message"]
 
 
@@ -151,3 +152,19 @@ async def test_a_users_message_behind_the_results_is_appended_as_the_format_writ
         assert suffix == expected[-len(suffix) :]
     else:
         assert ours.drafts[-1].ids[: -len(done)] == expected
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.family}, {case.how}, {case.thinking}")
+async def test_what_an_answer_may_be_held_to_is_a_call_as_the_format_writes_it(case):
+    try:
+        chat = case.build(TOOLS.schemas)
+    except ConfigError:
+        pytest.skip("it takes no tools")
+    frame = await frame_of(chat, "multiply")
+    if frame is None:
+        pytest.skip("it writes no JSON that a call could be held to")
+    turn = await turn_of(chat, [{"a": 100, "b": 107}])
+    assert turn is not None
+    written = chat.tokenizer.decode(turn, skip_special_tokens=False)
+    assert frame[0] in written
+    assert frame[1] in written.partition("107")[2]

@@ -87,7 +87,7 @@ async def test_a_tool_that_the_model_cannot_be_shown_is_a_400_for_ever():
 
 async def test_other_routes_are_a_404_that_names_ours():
     async def ask(client):
-        return await client.post(b"{}", "/responses"), await client.get("/models/gpt-5")
+        return await client.post(b"{}", "/embeddings"), await client.get("/models/gpt-5")
 
     (wrong, model), _ = await talk(ask)
     assert (wrong.status, wrong.error["code"]) == (404, "unknown_url")

@@ -80,7 +80,7 @@ class Agent:
             body["tools"] = [MULTIPLY]
         if step["max_tokens"]:
             body["max_tokens"] = step["max_tokens"]
-        _, completion = await self.session.answer(json.dumps(body).encode())
+        completion = await self.session.answer(json.dumps(body).encode())
         choices = json.loads(completion.whole())["choices"]
         self.turns += len(choices)
         self.conversations += [[*messages, choice["message"]] for choice in choices]

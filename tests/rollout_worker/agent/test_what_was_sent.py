@@ -8,16 +8,10 @@ from rollout_worker.chat.template import TemplateFormat
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
 from tests.kit.fake_vllm.policies import scripted
-from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer
+from tests.kit.fake_vllm.tokenizer import THINKING_TEMPLATE, build_tokenizer
 from tests.kit.worker import fake, roll
 
-SAYS, THINKS = (
-    "{{- '<|im_start|>assistant\\n' + message.content }}",
-    "{{- '<|im_start|>assistant\\n' }}"
-    "{%- if message.reasoning_content %}{{- '<think>' + message.reasoning_content + '</think>' }}{%- endif %}"
-    "{{- message.content }}",
-)
-TOKENIZER = build_tokenizer(CHAT_TEMPLATE.replace(SAYS, THINKS))
+TOKENIZER = build_tokenizer(THINKING_TEMPLATE)
 ROOMY = kit.config(kit.WORKER, rollout={"max_episode_tokens": 2000}, vllm={"max_model_len": 2000})
 FOLLOW = {"role": "user", "content": "Why?"}
 TOOLS = [MULTIPLY]  # only with tools is reasoning told from content

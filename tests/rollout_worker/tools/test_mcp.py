@@ -24,6 +24,7 @@ from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.tools import mcp, mcp_connection
 from rollout_worker.tools.mcp import check_addresses, mcp_tools
 from rollout_worker.tools.toolbox import ToolBox
+from rollout_worker.user_code import UserCodeError
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
@@ -47,10 +48,10 @@ def ended(pid: int) -> bool:
 
 
 @asynccontextmanager
-async def http_server(port: int | None = None) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
+async def http_server(port: int | None = None, *words: str) -> AsyncIterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server that answers, by its URL."""
     port = port or free_port()
-    process = started(str(PROGRAM), str(port))
+    process = started(str(PROGRAM), str(port), *words)
     try:
         async with asyncio.timeout(60):
             while True:
@@ -151,7 +152,62 @@ async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
         results = await box.run([ToolCall("wait", {"seconds": 60}), ToolCall("die", {})])
         assert {result.reason for result in results} == {reasons.TOOL_RAISED}
         assert all("MCP server" in result.content for result in results)
+        assert all("it wrote last: the disk is full" in result.content for result in results)
         assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_some_tools_of_a_server_under_names_of_the_task():
+    some = {"address": STDIO, "prefix": "math_", "include": ["add", "upper", "fail"], "exclude": ["fail"]}
+    async with box_of(some) as box:
+        assert [schema["function"]["name"] for schema in box.schemas] == ["math_add", "math_upper"]
+        assert (await one(box, "math_add", a=2, b=3)).content == "5"
+        assert (await one(box, "math_upper", text="so")).content == "SO"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"include": ["ad"]}, "no tool 'ad', which include names; did you mean add"),
+        ({"exclude": ["everything"]}, "no tool 'everything', which exclude names; it has add, upper"),
+        ({"include": ["add"], "exclude": ["add"]}, "no tools that can be used"),
+    ],
+)
+async def test_a_choice_of_tools_that_cannot_be_meant_is_refused(fields, words):
+    with pytest.raises(ConfigError, match=words):
+        async with box_of({"address": STDIO, **fields}):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"adress": STDIO}, "address: Field required"),
+        ({"address": STDIO, "prefix": "a b"}, "prefix"),
+        ({"address": STDIO, "transport": "sse"}, "leave out transport"),
+        ({"address": "ws://host/mcp"}, "only http:// and https://"),
+    ],
+)
+def test_a_server_with_fields_that_cannot_be_is_refused_in_the_task_and_in_the_run_file(given, words):
+    with pytest.raises(ConfigError, match=words):
+        check_addresses([given])
+    with pytest.raises(ValueError, match="mcp_servers"):
+        config(task={"path": "task.py:task", "mcp_servers": [given]})
+    some = config(task={"path": "task.py:task", "mcp_servers": [STDIO, {"address": STDIO, "prefix": "p_"}]})
+    assert some.task.mcp_servers[1].prefix == "p_"
+
+
+async def test_a_server_over_sse():
+    port = free_port()
+    async with http_server(port, "sse"), box_of({"address": f"http://127.0.0.1:{port}/sse", "transport": "sse"}) as box:
+        assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_what_a_server_writes_to_stderr_is_passed_on(tmp_path):
+    with await asyncio.to_thread(open, tmp_path / "stderr", "w") as errors:
+        async with mcp_tools([STDIO], HERE, errors=errors) as tools:
+            with pytest.raises(UserCodeError, match="the disk is full"):
+                await next(tool for tool in tools if tool.schema["function"]["name"] == "die").call({}, 30.0)
+        assert "the disk is full" in (tmp_path / "stderr").read_text()
 
 
 async def test_an_http_server_that_is_started_again_is_connected_again(monkeypatch):
@@ -255,6 +311,10 @@ async def test_no_process_of_a_server_outlives_a_worker_that_is_killed(tmp_path)
         ("no-such-program --serve", "no program 'no-such-program'.*install it"),
         (command("print('hello', flush=True); import time; time.sleep(600)"), "did not answer within 1 s"),
         (command("raise SystemExit(3)"), "cannot be reached: .*look at what it wrote to stderr"),
+        (
+            command("import os; os.environ['DB_URL']"),
+            "cannot be reached: .*it wrote last: .*KeyError: 'DB_URL'; fix its command line",
+        ),
         (command("import time; time.sleep(600)"), "did not answer within 1 s"),
     ],
 )

@@ -2,14 +2,15 @@
 of OpenAI's API.
 
 Two messages are equal where the policy would read the same: role, text, reasoning, calls and the answered id are equal.
-Null fields, fields that are never shown, and text split into parts make no difference. Clients may write the JSON of
-the policy's own calls differently or drop its reasoning; its answers are recognised all the same.
+Null fields, fields that are never shown, and text split into parts make no difference. The policy's own answers are
+recognised whatever clients make of the ids and the JSON of its calls, and whether or not they give back the white space
+around its text, its text beside calls, and its reasoning.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +20,9 @@ from rollout_worker.chat.parsers.base import Message
 from rollout_worker.tools.argument_text import short
 
 INVALID, SERVER = "invalid_request_error", "server_error"
+
+# Faults that one error names.
+MAX_FAULTS = 32
 
 # Codes that agents branch on: the first is OpenAI's, the others are Slipstream's.
 CONTEXT, TURNS, OVER = "context_length_exceeded", "turn_limit", "episode_over"
@@ -126,21 +130,80 @@ def chained(before: bytes, message: ChatMessage) -> bytes:
 
 
 def chained_answer(before: bytes, message: ChatMessage) -> bytes:
-    """Return the digest of a conversation that ends in an answer of the policy, whatever the form of its arguments'
-    JSON and whatever its reasoning."""
-    calls = [[call.id, call.name, _same(call.arguments)] for call in message.calls]
-    return _digest(before, ["answer", message.content or "", calls])
+    """Return the digest of a conversation that ends in an answer of the policy. It is the same whatever a client makes
+    of the answer; `repeats` tells whether it may be the answer."""
+    calls = [[call.name, _same(call.arguments)] for call in message.calls]
+    return _digest(before, ["answer", "" if calls else (message.content or "").strip(), calls])
+
+
+def repeats(message: ChatMessage, answer: ChatMessage) -> bool:
+    """Tell whether a message with the digest of an answer is that answer: its reasoning is as it was given or left out,
+    its text is as it was given or without white space around it, or left out beside calls."""
+    given, text = answer.content or "", message.content or ""
+    is_text = (bool(answer.calls) and not text) or (text in given and text.strip() == given.strip())
+    return is_text and message.reasoning in (None, answer.reasoning)
 
 
 def read_messages(given: Sequence[Any]) -> list[ChatMessage]:
     """Read a request's messages. Raises `ApiError`, which names all faults."""
     reader = _Reader()
     messages = [each for number, message in enumerate(given) if (each := reader.message(message, number)) is not None]
-    if not reader.faults:
-        reader.check_order(messages)
-    if reader.faults:
-        raise refusal(reader.faults[:32])
+    faults = reader.faults or order_faults(messages, lambda number: f"messages[{number}]", "tool_call_id")
+    if faults:
+        raise refusal(faults[:MAX_FAULTS])
     return messages
+
+
+# Types of content parts, and the fields that hold their texts.
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
+
+
+def read_text(
+    content: Any, where: str, faults: list[ApiErrorKind], parts: Mapping[str, str] = _TEXT_PARTS
+) -> str | None:
+    """Return a text that is given as one or in parts; None if there is none.
+
+    Args:
+        where: Its place in the request.
+        faults: Gets what is no text.
+        parts: Types of parts, and the field of each that holds its text. Errors name the first one.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        faults.append(ApiErrorKind(where, f"{short(content)}; give text, or a list of parts"))
+        return None
+    texts = []
+    for number, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        text = part.get(parts[kind]) if isinstance(part, Mapping) and isinstance(kind, str) and kind in parts else None
+        if isinstance(text, str):
+            texts.append(text)
+        else:
+            known = f"{{type: {next(iter(parts))}, text: ...}}"
+            text = f"a part of type {short(kind)}; the policy reads text alone: {known}"
+            faults.append(ApiErrorKind(f"{where}[{number}]", text))
+    return "".join(texts)
+
+
+def order_faults(messages: Sequence[ChatMessage], where: Callable[[int], str], answers: str) -> list[ApiErrorKind]:
+    """Check that tools' messages answer earlier calls, and that it is the policy's turn.
+
+    Args:
+        where: Returns the place of a message in the request.
+        answers: The field of a tool's message that names the call.
+    """
+    known: set[str] = set()
+    faults = []
+    for number, each in enumerate(messages):
+        known.update(call.id for call in each.calls)
+        if each.role == "tool" and each.answers not in known:
+            text = f"{short(each.answers)}: no message before it has a call with this id"
+            faults.append(ApiErrorKind(f"{where(number)}.{answers}", text))
+    if messages[-1].role == "assistant":
+        text = "the last message is an assistant's, and answers are never continued; end with a user's or a tool's"
+        faults.append(ApiErrorKind(f"{where(len(messages) - 1)}.role", text))
+    return faults
 
 
 @dataclass(slots=True)
@@ -156,7 +219,7 @@ class _Reader:
         if role not in _ROLES:
             self._wrong(f"{where}.role", f"{short(role)}; give one of {', '.join(_ROLES)}")
             return None
-        content = self._content(message.get("content"), f"{where}.content")
+        content = read_text(message.get("content"), f"{where}.content", self.faults)
         for name in _UNREAD:
             if message.get(name):
                 self._wrong(f"{where}.{name}", "it is not known here; leave it out")
@@ -175,37 +238,6 @@ class _Reader:
             self._wrong(f"{where}.tool_call_id", f"{short(answers)}; give the id of the call that it answers")
             return None
         return ChatMessage(role, content, answers=answers)
-
-    def check_order(self, messages: Sequence[ChatMessage]) -> None:
-        """Check that tools' messages answer earlier calls, and that it is the policy's turn."""
-        known: set[str] = set()
-        for number, each in enumerate(messages):
-            known.update(call.id for call in each.calls)
-            if each.role == "tool" and each.answers not in known:
-                text = f"{short(each.answers)}: no message before it has a call with this id"
-                self._wrong(f"messages[{number}].tool_call_id", text)
-        if messages[-1].role == "assistant":
-            self._wrong(
-                f"messages[{len(messages) - 1}].role",
-                "the last message is an assistant's, and answers are never continued; end with a user's or a tool's",
-            )
-
-    def _content(self, content: Any, where: str) -> str | None:
-        if content is None or isinstance(content, str):
-            return content
-        if not isinstance(content, list):
-            self._wrong(where, f"{short(content)}; give text, or a list of parts")
-            return None
-        texts = []
-        for number, part in enumerate(content):
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            text = part.get(kind) if isinstance(part, Mapping) and kind in ("text", "refusal") else None
-            if isinstance(text, str):
-                texts.append(text)
-            else:
-                text = f"a part of type {short(kind)}; the policy reads text alone: {{type: text, text: ...}}"
-                self._wrong(f"{where}[{number}]", text)
-        return "".join(texts)
 
     def _calls(self, calls: Any, where: str) -> Iterator[Call]:
         if calls is None:
@@ -229,13 +261,21 @@ class _Reader:
         self.faults.append(ApiErrorKind(where, text))
 
 
+def _number(text: str) -> float | int:
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
+_DECODER = msgspec.json.Decoder(float_hook=_number)
+
+
 def _digest(before: bytes, what: list[Any]) -> bytes:
     return hashlib.blake2b(before + msgspec.json.encode(what), digest_size=16).digest()
 
 
 def _same(arguments: str) -> Any:
-    """Return a form that is equal for texts with the same JSON."""
+    """Return a form that is equal for texts with the same JSON. Some clients write every number with a point."""
     try:
-        return msgspec.json.encode(msgspec.json.decode(arguments), order="sorted").decode()
+        return msgspec.json.encode(_DECODER.decode(arguments), order="sorted").decode()
     except (msgspec.MsgspecError, UnicodeEncodeError, RecursionError, OverflowError):
         return arguments

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from rollout_worker.agent.messages import ApiError
-from rollout_worker.agent.plain import read_plain
+from rollout_worker.agent.api.messages import ApiError
+from rollout_worker.agent.api.plain import read_plain
 from rollout_worker.agent.session import MODEL
 from tests import kit
 from tests.kit.agent import USER, agent_task, client_of

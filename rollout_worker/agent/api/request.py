@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -18,7 +18,7 @@ import msgspec
 from protocol.config import RolloutSection
 from protocol.config.sections.sampling import StructuredOutputs, keeps_mask
 from protocol.config.text import nearest
-from rollout_worker.agent.messages import ApiError, ApiErrorKind, refusal
+from rollout_worker.agent.api.messages import MAX_FAULTS, ApiError, ApiErrorKind, refusal
 from rollout_worker.tools.base import NAME
 
 # OpenAI's bound on the number of tools.
@@ -89,7 +89,6 @@ _STOP_CHARACTERS = 1000
 
 _SHOWN_CHARACTERS = 60
 
-_SHOWN_FAULTS = 32
 
 # Labels, and hints about price and speed: they do not change an answer.
 HARMLESS_PARAMETERS = frozenset(
@@ -144,6 +143,7 @@ class Asked:
         n: Number of answers.
         usage: Whether a streamed answer ends with the usage.
         form: What the answer is held to.
+        must_call: Names of tools; the answer is to be one call of one of them. Empty where it may be anything.
         unenforced: What was asked for and is not followed, by the name under which it is counted.
     """
 
@@ -156,15 +156,28 @@ class Asked:
     stream: bool = False
     usage: bool = False
     form: StructuredOutputs | None = None
+    must_call: tuple[str, ...] = ()
     unenforced: Mapping[str, str] = field(default_factory=dict)
 
 
-def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature: float, refuse: bool = False) -> Asked:
-    """Read a request's body, decoded from JSON.
+def read_parameters(
+    body: Any,
+    model: str,
+    rollout: RolloutSection,
+    temperature: float,
+    refuse: bool = False,
+    others: Sequence[ApiErrorKind] = (),
+    unfollowed: Sequence[ApiErrorKind] = (),
+    renamed: Callable[[str], str] = str,
+) -> Asked:
+    """Read a request's body, decoded from JSON, or what another API's body says in the words of chat completions.
 
     Args:
         temperature: The episode's.
         refuse: Whether what cannot be followed is a fault (`agent.unenforced`).
+        others: Faults that were found before.
+        unfollowed: What is not followed and was found before.
+        renamed: Maps the place of a fault here to its place in the other API's body.
 
     Raises:
         ApiError: It names all faults.
@@ -184,15 +197,13 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         elif name not in READ_PARAMETERS and name not in HARMLESS_PARAMETERS and name not in RUN_PARAMETERS:
             faults.append(ApiErrorKind(_short(name), _unknown(name), "unknown_parameter"))
     _check_distribution(given, rollout, temperature, faults, unenforced)
-    _check_form(given, faults, unenforced)
     form = _form(given, rollout, faults, unenforced)
     tools = read_tools(given.get("tools"), faults, unenforced)
     choice = given.get("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        text = (
-            f"{_short(choice)}: the policy is not made to call a tool; give auto, and say in a message what is wanted"
-        )
-        unenforced.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
+    must_call = _must_call(choice, tools, rollout, faults, unenforced)
+    _check_form(given, must_call, faults, unenforced)
+    told = {_counted(each.param): f"{each.param}: {each.text}" for each in unfollowed}
+    told |= {_counted(each.param): f"{renamed(each.param)}: {each.text}" for each in unenforced}
     asked = Asked(
         messages=reader.messages(),
         tools=[] if choice == "none" else tools,
@@ -203,11 +214,13 @@ def read_parameters(body: Any, model: str, rollout: RolloutSection, temperature:
         stream=reader.flag("stream"),
         usage=reader.usage(),
         form=form,
-        unenforced={_counted(each.param): f"{each.param}: {each.text}" for each in unenforced},
+        must_call=must_call,
+        unenforced={} if refuse else told,
     )
+    faults = [*others, *(unfollowed if refuse else ()), *(replace(each, param=renamed(each.param)) for each in faults)]
     if faults:
-        more = [ApiErrorKind("others", f"{len(faults) - _SHOWN_FAULTS} more")] if len(faults) > _SHOWN_FAULTS else []
-        raise refusal([*faults[:_SHOWN_FAULTS], *more])
+        more = [ApiErrorKind("others", f"{len(faults) - MAX_FAULTS} more")] if len(faults) > MAX_FAULTS else []
+        raise refusal([*faults[:MAX_FAULTS], *more])
     return asked
 
 
@@ -276,11 +289,40 @@ def _form(
     return StructuredOutputs(json_object=True) if schema is None else StructuredOutputs(json=schema)
 
 
-def _check_form(given: Mapping[str, Any], faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]) -> None:
-    """Check that the answer is to be text, with any number of calls."""
+def _must_call(
+    choice: Any,
+    tools: Sequence[dict[str, Any]],
+    rollout: RolloutSection,
+    faults: list[ApiErrorKind],
+    unenforced: list[ApiErrorKind],
+) -> tuple[str, ...]:
+    """Return the names of the tools of which `tool_choice` asks for one, if the learner can know what that leaves."""
+    if choice in ("auto", "none"):
+        return ()
+    names = tuple(tool["function"]["name"] for tool in tools)
+    function = choice.get("function") if isinstance(choice, dict) and choice.get("type") == "function" else None
+    if isinstance(function, dict):
+        name = function.get("name")
+        if name not in names and not faults:
+            faults.append(ApiErrorKind("tool_choice", f"{_short(name)}: no tool has this name; name one of the tools"))
+        names = tuple(each for each in names if each == name)
+    elif choice != "required":
+        names = ()
+    if names and keeps_mask(rollout):
+        return names
+    remedy = "set rollout.top_k = 64 in the run file, and it is, or give auto" if names else "give auto"
+    text = f"{_short(choice)}: the policy is not made to call a tool; {remedy}, and say in a message what is wanted"
+    unenforced.append(ApiErrorKind("tool_choice", text, "unsupported_value"))
+    return ()
+
+
+def _check_form(
+    given: Mapping[str, Any], must_call: Sequence[str], faults: list[ApiErrorKind], unenforced: list[ApiErrorKind]
+) -> None:
+    """Check that the answer is to be text, with any number of calls; `must_call`: with one call of these."""
     if given.get("modalities", ["text"]) != ["text"]:
         faults.append(ApiErrorKind("modalities", "the policy writes text alone; leave it out", "unsupported_value"))
-    if given.get("parallel_tool_calls", True) is not True and given.get("tools"):
+    if given.get("parallel_tool_calls", True) is not True and given.get("tools") and not must_call:
         text = "the policy may always write several calls; leave it out, and take the first"
         unenforced.append(ApiErrorKind("parallel_tool_calls", text, "unsupported_value"))
     if given.get("top_logprobs", 0) != 0:

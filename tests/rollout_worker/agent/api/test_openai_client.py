@@ -11,6 +11,7 @@ from rollout_worker import worker
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER, agent_task, results_of
 from tests.kit.fake_vllm.policies import in_turn, scripted
+from tests.kit.fake_vllm.tokenizer import CHAT_TEMPLATE, build_tokenizer
 from tests.kit.worker import END_OF_TURN, TOKENIZER, accuracy, fake, multiply, roll, task
 
 openai = pytest.importorskip("openai")
@@ -105,6 +106,62 @@ async def test_an_answers_form_is_sent_to_the_server_where_the_learner_can_follo
     )
     assert all("set rollout.top_k = 64" in text for text in errors)
     assert errors
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "multiply"}}])
+async def test_an_answer_is_held_to_a_call_where_the_learner_can_follow(choice):
+    other = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+
+    async def agent(endpoint, prompt):
+        async with of(endpoint) as client:
+            ask = {"model": endpoint.model, "messages": prompt, "tools": [MULTIPLY, other]}
+            reply = await client.chat.completions.create(tool_choice=choice, parallel_tool_calls=False, **ask)
+            assert reply.choices[0].finish_reason == "tool_calls"
+            with pytest.raises(openai.BadRequestError, match="no tool has this name"):
+                await client.chat.completions.create(
+                    tool_choice={"type": "function", "function": {"name": "divide"}}, **ask
+                )
+        return 1.0
+
+    server = fake()
+    run = await roll(agent_task(agent), server, config=kit.config(kit.WORKER, rollout={"top_k": 9}))
+    assert run.queue.failures == {}, run.queue.failures
+    for request in server.requests:
+        form = json.loads(request["sampling_params"]["structured_outputs"]["structural_tag"])["format"]
+        begins = [tag["begin"] for tag in form["tags"]]
+        named = ["multiply", "add"] if choice == "required" else ["multiply"]
+        assert begins == [f'<tool_call>\n{{"name": "{name}", "arguments": ' for name in named]
+        assert form["tags"][0]["content"]["json_schema"] == MULTIPLY["function"]["parameters"]
+        assert {tag["end"] for tag in form["tags"]} == {"}\n</tool_call>"}
+    for rollout in run.rollouts:
+        assert not [name for name in rollout.metrics if "unenforced" in name]
+        (segment,) = rollout.segments
+        assert segment.sampling_mask is not None
+
+
+async def test_a_call_that_the_chat_format_cannot_be_held_to_is_not_followed_and_said():
+    whole = "{{- '\\n<tool_call>\\n' + (call.function | tojson) + '\\n</tool_call>' }}"
+    assert whole in CHAT_TEMPLATE
+    tagged = CHAT_TEMPLATE.replace(
+        whole,
+        "{{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}"
+        "{%- for name, value in call.function.arguments.items() %}"
+        "{{- '<parameter=' + name + '>\\n' + value | string + '\\n</parameter>\\n' }}{%- endfor %}"
+        "{{- '</function>\\n</tool_call>' }}",
+    )
+
+    async def agent(endpoint, prompt):
+        async with of(endpoint) as client:
+            ask = {"model": endpoint.model, "messages": prompt, "tools": [MULTIPLY]}
+            await client.chat.completions.create(tool_choice="required", **ask)
+        return 1.0
+
+    tokenizer = build_tokenizer(tagged)
+    masked = kit.config(kit.WORKER, rollout={"top_k": 9})
+    run = await roll(agent_task(agent), fake(), config=masked, tokenizer=tokenizer)
+    assert [rollout.metrics["agent/unenforced/tool_choice"] for rollout in run.rollouts] == [1.0, 1.0]
+    (notice,) = run.worker.report().notices
+    assert "writes no JSON that a call could be held to" in notice.text
 
 
 def test_the_same_conversation_is_the_same_ids_as_the_native_loops():

@@ -1,10 +1,20 @@
 """What a request may ask: honoured, passed, or refused by name, all of it at once."""
 
+from dataclasses import replace
+
 import pytest
 
-from rollout_worker.agent import request
-from rollout_worker.agent.messages import ApiError, chained, chained_answer, read_messages
-from rollout_worker.agent.request import read_parameters
+from rollout_worker.agent.api import request
+from rollout_worker.agent.api.messages import (
+    ApiError,
+    Call,
+    ChatMessage,
+    chained,
+    chained_answer,
+    read_messages,
+    repeats,
+)
+from rollout_worker.agent.api.request import read_parameters
 from tests import kit
 from tests.kit.agent import MULTIPLY, USER
 
@@ -37,7 +47,11 @@ FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEM
         ({"tools": [MULTIPLY], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
         ({"tools": [STRICT]}, "strict", "check them in the agent"),
         ({"tool_choice": "required"}, "tool_choice", "required: the policy is not made to call"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "say in a message"),
+        (
+            {"tools": [MULTIPLY], "tool_choice": {"type": "function", "function": {"name": "multiply"}}},
+            "tool_choice",
+            "set rollout.top_k = 64 in the run file, and it is",
+        ),
         ({"response_format": {"type": "json_object"}}, "response_format", "set rollout.top_k = 64"),
         ({"response_format": FORM}, "response_format", "set rollout.top_k = 64"),
         ({"reasoning_effort": "low"}, "reasoning_effort", "chat_template_kwargs"),
@@ -103,7 +117,7 @@ def test_what_passes(fields):
         ({"response_format": {"type": "json_object"}}, "response_format", "json_object.*held to a form"),
         ({"response_format": "json"}, "response_format", "give text, json_object"),
         ({"tool_choice": "required"}, "tool_choice", "required: the policy is not made to call"),
-        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "is not made"),
+        ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", "no tool has this name"),
         ({"tools": [MULTIPLY], "parallel_tool_calls": False}, "parallel_tool_calls", "take the first"),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", "logprobs alone"),
         ({"functions": []}, "functions", "give tools"),
@@ -213,11 +227,40 @@ def test_messages_that_say_the_same_are_one(one, other):
             },
         ),
         ({"role": "assistant", "content": "so", "reasoning_content": "why"}, {"role": "assistant", "content": "so"}),
+        ({"role": "assistant", "content": " hi\n"}, {"role": "assistant", "content": "hi"}),
+        ({"role": "assistant", "tool_calls": [CALL]}, {"role": "assistant", "tool_calls": [{**CALL, "id": "c2"}]}),
+        ({"role": "assistant", "tool_calls": [CALL], "content": "So:"}, {"role": "assistant", "tool_calls": [CALL]}),
+        (
+            {"role": "assistant", "tool_calls": [CALL]},
+            {
+                "role": "assistant",
+                "tool_calls": [{**CALL, "function": {"name": "multiply", "arguments": '{"a": 1.0, "b": 2.0}'}}],
+            },
+        ),
     ],
 )
 def test_what_clients_do_to_an_answer_is_known_again_and_is_another_message_anywhere_else(one, other):
     assert said(one, chain=chained_answer) == said(other, chain=chained_answer)
     assert said(one) != said(other)
+
+
+@pytest.mark.parametrize(
+    ("message", "is_the_answer"),
+    [
+        (ChatMessage("assistant", "So: \n", reasoning="why"), True),
+        (ChatMessage("assistant", "So:"), True),
+        (ChatMessage("assistant", " So: \n"), False),
+        (ChatMessage("assistant", None), True),
+        (ChatMessage("assistant", "So!"), False),
+        (ChatMessage("assistant", "So:", reasoning="because"), False),
+    ],
+)
+def test_a_text_beside_calls_and_reasoning_are_given_back_or_left_out(message, is_the_answer):
+    calls = (Call("c1", "multiply", "{}"),)
+    answer = ChatMessage("assistant", "So: \n", calls, reasoning="why")
+    assert repeats(replace(message, calls=calls), answer) is is_the_answer
+    alone = replace(answer, calls=())
+    assert repeats(message, alone) is (is_the_answer and message.content is not None)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +282,6 @@ def test_what_clients_do_to_an_answer_is_known_again_and_is_another_message_anyw
 )
 def test_messages_that_say_something_else_are_not(one, other):
     assert said(one) != said(other)
-    assert said(one, chain=chained_answer) != said(other, chain=chained_answer) or one["role"] != "assistant"
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,239 @@
+"""Reads requests for Anthropic's messages (`/v1/messages`) as messages and parameters of chats.
+
+A user's message of tool results and text becomes the tools' messages and the user's. An assistant's thinking, text and
+tool use are one message, as the policy sampled them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from rollout_worker.agent.api.base import Reading
+from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, order_faults, read_text
+from rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
+from rollout_worker.tools.argument_text import short
+
+# The key of a tool's input that holds arguments which are no JSON object, as Anthropic's API has it.
+INVALID_JSON = "INVALID_JSON"
+
+_READ = frozenset(
+    {
+        *("model", "messages", "system", "max_tokens", "stop_sequences", "stream", "tools", "tool_choice", "thinking"),
+        *("output_config", "output_format"),
+    }
+)
+
+# Labels, and hints about price, speed and caches: they do not change an answer.
+_HARMLESS = frozenset(
+    {"cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id", "diagnostics", "betas"}
+)
+
+_REFUSED: Mapping[str, str] = {
+    "container": "nothing is run here; leave it out",
+    "mcp_servers": "only the agent calls tools; give the servers' tools as tools",
+    "context_management": "nothing is cut here; cut the messages yourself",
+}
+
+_OF_CHATS: Mapping[str, str] = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+# Fields of a tool that are not shown to the policy, and those of them that would change what it may do.
+_UNSHOWN = ("type", "cache_control", "eager_input_streaming")
+_UNFOLLOWED = ("allowed_callers", "defer_loading", "input_examples")
+
+
+def read_message_parameters(given: Mapping[str, Any], reading: Reading, others: list[ApiErrorKind]) -> Asked:
+    """Read everything but the conversation. `others`: its faults. Raises `ApiError`, which names all faults."""
+    chat: dict[str, Any] = {"messages": [{}], "model": given.get("model"), "stream": given.get("stream", False)}
+    faults, unfollowed = list(others), list[ApiErrorKind]()
+    for name, value in given.items():
+        if name in _REFUSED:
+            faults.append(ApiErrorKind(name, _REFUSED[name], "unsupported_parameter"))
+        elif name in READ_PARAMETERS and name not in _READ:
+            faults.append(ApiErrorKind(name, "chats have it; leave it out", "unknown_parameter"))
+        elif name not in _READ and name not in _HARMLESS:
+            chat[name] = value
+    chat["max_completion_tokens"] = given.get("max_tokens")
+    chat["stop"] = given.get("stop_sequences")
+    thinking = given.get("thinking", {"type": "disabled"})
+    if thinking != {"type": "disabled"}:
+        text = "the policy thinks as it does; leave it out, or set chat.chat_template_kwargs in the run file"
+        unfollowed.append(ApiErrorKind("thinking", text, "unsupported_value"))
+    output = given.get("output_config", {})
+    if not isinstance(output, dict):
+        faults.append(ApiErrorKind("output_config", f"{short(output)}; give an object", "invalid_type"))
+        output = {}
+    chat["reasoning_effort"] = output.get("effort")
+    form = output.get("format", given.get("output_format"))
+    if isinstance(form, dict) and form.get("type") == "json_schema":
+        form = {"type": "json_schema", "json_schema": {"schema": form.get("schema")}}
+    chat["response_format"] = form
+    if (tools := given.get("tools")) is not None:
+        chat["tools"] = list(_tools(tools, faults, unfollowed)) if isinstance(tools, list) else tools
+    chat |= _choice(given.get("tool_choice", {"type": "auto"}), faults)
+    return read_parameters(
+        chat,
+        reading.model,
+        reading.rollout,
+        reading.temperature,
+        reading.refuse,
+        faults,
+        unfollowed,
+        lambda param: _OF_CHATS.get(
+            param, param.replace(".function.parameters", ".input_schema").replace(".function", "")
+        ),
+    )
+
+
+def _choice(choice: Any, faults: list[ApiErrorKind]) -> dict[str, Any]:
+    kinds = {"auto": "auto", "any": "required", "none": "none", "tool": None}
+    kind = choice.get("type") if isinstance(choice, dict) else None
+    if not isinstance(kind, str) or kind not in kinds:
+        faults.append(ApiErrorKind("tool_choice", f"{short(choice)}; give {{type: auto}}, any, none or tool"))
+        return {}
+    named = {"type": "function", "function": {"name": choice.get("name")}}
+    alone = {"parallel_tool_calls": False} if choice.get("disable_parallel_tool_use") else {}
+    return {"tool_choice": kinds[kind] or named, **alone}
+
+
+def _tools(tools: list[Any], faults: list[ApiErrorKind], unfollowed: list[ApiErrorKind]) -> Iterator[dict[str, Any]]:
+    for number, tool in enumerate(tools):
+        where = f"tools[{number}]"
+        kind = tool.get("type") if isinstance(tool, dict) else tool
+        if kind not in (None, "custom") or not isinstance(tool, dict):
+            text = f"{short(kind)}: only the agent's own tools are called; give {{name, description, input_schema}}"
+            faults.append(ApiErrorKind(f"{where}.type", text, "unsupported_value"))
+            continue
+        for name in _UNFOLLOWED:
+            if tool.get(name):
+                text = "the policy is shown names, descriptions and schemas; leave it out"
+                unfollowed.append(ApiErrorKind(f"{where}.{name}", text, "unsupported_value"))
+        function = {name: value for name, value in tool.items() if name not in (*_UNSHOWN, *_UNFOLLOWED)}
+        if "input_schema" in function:
+            function["parameters"] = function.pop("input_schema")
+        yield {"type": "function", "function": function}
+
+
+@dataclass(slots=True)
+class BlockReader:
+    """Reads the messages of a request, block by block.
+
+    Attributes:
+        messages: The messages so far.
+        faults: What cannot be read.
+    """
+
+    messages: list[ChatMessage] = field(default_factory=list)
+    faults: list[ApiErrorKind] = field(default_factory=list)
+    _places: list[str] = field(default_factory=list)
+
+    def read(self, given: Any) -> None:
+        """Read the field `messages`."""
+        if not isinstance(given, list) or not given:
+            self._wrong("messages", "give a list of at least one message")
+        elif len(given) > MAX_MESSAGES:
+            self._wrong("messages", f"{len(given)} of them; at most {MAX_MESSAGES} are read")
+        else:
+            for number, message in enumerate(given):
+                self._message(message, f"messages[{number}]")
+            if not self.faults:
+                self.faults += order_faults(self.messages, self._places.__getitem__, "tool_use_id")
+
+    def system(self, given: Any) -> list[ChatMessage]:
+        """Return the system message of a request, if it has one."""
+        text = read_text(given, "system", self.faults)
+        return [] if text is None else [ChatMessage("system", text)]
+
+    def _message(self, message: Any, where: str) -> None:
+        role = message.get("role") if isinstance(message, dict) else None
+        if role not in ("user", "assistant", "system"):
+            text = f"{short(role)}; give one of user, assistant" if isinstance(message, dict) else "give an object"
+            self._wrong(f"{where}.role", text)
+            return
+        content = message.get("content")
+        if isinstance(content, str):
+            self._add(ChatMessage(role, content), where)
+        elif not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
+            self._wrong(f"{where}.content", f"{short(content)}; give text, or a list of blocks")
+        elif role == "assistant":
+            self._answer(content, where)
+        else:
+            self._blocks(role, content, where)
+
+    def _blocks(self, role: str, blocks: list[dict[str, Any]], where: str) -> None:
+        """Read a message whose blocks are text, or results of tools."""
+        texts: list[str] = []
+
+        def spoken() -> None:
+            if texts:
+                self._add(ChatMessage(role, "".join(texts)), where)
+                texts.clear()
+
+        for number, block in enumerate(blocks):
+            place = f"{where}.content[{number}]"
+            if block.get("type") == "tool_result" and role == "user":
+                spoken()
+                content = read_text(block.get("content"), f"{place}.content", self.faults)
+                answers = block.get("tool_use_id")
+                if isinstance(answers, str):
+                    self._add(ChatMessage("tool", content or "", answers=answers), place)
+                else:
+                    self._wrong(f"{place}.tool_use_id", f"{short(answers)}; give the id of the tool use it answers")
+            else:
+                texts.append(read_text([block], f"{where}.content", self.faults) or "")
+        spoken()
+        if not blocks:
+            self._wrong(f"{where}.content", f"a message of role {role} has text; give it")
+
+    def _answer(self, blocks: list[dict[str, Any]], where: str) -> None:
+        """Read an assistant's message."""
+        thoughts, texts, calls = list[str](), list[str](), list[Call]()
+        for number, block in enumerate(blocks):
+            place, kind = f"{where}.content[{number}]", block.get("type")
+            if kind == "thinking":
+                thought = block.get("thinking")
+                if not isinstance(thought, str):
+                    self._wrong(f"{place}.thinking", f"{short(thought)}; give text")
+                thoughts.append(str(thought))
+            elif kind == "tool_use":
+                id, name, given = block.get("id"), block.get("name"), block.get("input")
+                if isinstance(id, str) and isinstance(name, str) and isinstance(given, dict):
+                    calls.append(Call(id, name, _arguments(given)))
+                else:
+                    self._wrong(place, "give {type: tool_use, id, name, input}; the input is an object")
+            elif kind != "redacted_thinking":  # which no policy here writes
+                texts.append(read_text([block], f"{where}.content", self.faults) or "")
+        reasoning = "\n\n".join(thoughts) if any(thoughts) else None
+        content = "".join(texts) if texts else None
+        self._add(ChatMessage("assistant", content, tuple(calls), reasoning=reasoning), where)
+
+    def _add(self, message: ChatMessage, where: str) -> None:
+        self.messages.append(message)
+        self._places.append(where)
+
+    def _wrong(self, where: str, text: str) -> None:
+        self.faults.append(ApiErrorKind(where, text))
+
+
+def _arguments(given: dict[str, Any]) -> str:
+    """Return arguments as the text that they were before `input_of`."""
+    text = given.get(INVALID_JSON)
+    return text if isinstance(text, str) and len(given) == 1 else msgspec.json.encode(given).decode()
+
+
+def input_of(arguments: str) -> dict[str, Any]:
+    """Return a call's arguments as an object."""
+    try:
+        found = msgspec.json.decode(arguments)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError, OverflowError):
+        found = None
+    return found if isinstance(found, dict) else {INVALID_JSON: arguments}

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from typing import Any
 
+from tests.kit.ports import free_port
+
 CPUS, GPUS, NODES = 8, 2, 3
 
 # Ray's default is a third of the memory for each node's object store; nothing here puts an object into one.
@@ -22,13 +24,20 @@ print(ray.cluster_resources().get("CPU", 0), ray.available_resources().get("CPU"
 
 
 class RayNodes:
-    """Start it, connect to its `address`, and close it."""
+    """Start it, connect to its `address`, or `client_address` as from outside, and close it."""
 
     def __init__(self) -> None:
         from ray.cluster_utils import Cluster
 
         self._node = {"num_cpus": CPUS, "num_gpus": GPUS, "object_store_memory": STORE_BYTES}
-        head = {**self._node, "include_dashboard": False, "labels": {"place": "first"}}
+        port = free_port()
+        self.client_address = f"ray://127.0.0.1:{port}"
+        head = {
+            **self._node,
+            "include_dashboard": False,
+            "labels": {"place": "first"},
+            "ray_client_server_port": port,
+        }
         self._cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             for _ in range(NODES - 1):

@@ -47,13 +47,13 @@ def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: Stand
     cluster.logs["small-learner-0"] = ["2026-01-01T00:00:00.1Z step 1/2", "2026-01-01T00:00:00.2Z step 2/2"]
     process = up(run_file)
     until(lambda: JOB_SET in cluster.objects)
-    assert {each["kind"] for each in cluster.objects.values()} >= {"Secret", "Deployment", "NetworkPolicy", "Service"}
     cluster.logs["small-learner-0"].append("2026-01-01T00:00:00.3Z done")
     assert process.stdout is not None
     lines: list[str] = []
     while "done\n" not in lines:
         lines.append(process.stdout.readline())
         assert lines[-1], lines
+    assert {each["kind"] for each in cluster.objects.values()} >= {"Secret", "Deployment", "NetworkPolicy", "Service"}
     cluster.status = DONE
     code, said = ended(process)
     said = "".join(lines) + said

@@ -234,7 +234,7 @@ def up(
     run_file: RunFilePath,
     resume: Resume = False,
     on: Annotated[
-        str, typer.Option("--on", metavar="ENGINE", help=f"where: {', '.join(cluster.ENGINES)} (docs/scale.md)")
+        str, typer.Option("--on", metavar="ENGINE", help=f"where: {', '.join(cluster.ENGINES)} (docs/clusters.md)")
     ] = "local",
 ) -> None:
     """Run everything until the learner is done, here or, with --on, on a cluster."""

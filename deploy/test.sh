@@ -21,6 +21,7 @@ debian() {
 has_postgres() { command -v postgres >/dev/null || compgen -G "/usr/lib/postgresql/*/bin/postgres" >/dev/null; }
 has_browser() { command -v chromium >/dev/null && command -v chromedriver >/dev/null; }
 has_slurm() { command -v sbatch >/dev/null && command -v munged >/dev/null; }
+has_ray() { python -c 'import ray' >/dev/null 2>&1; }
 has_postgres || debian postgresql || echo "test: no PostgreSQL here: the tests of that store are skipped" >&2
 has_browser || debian chromium chromium-driver || echo "test: no Chromium here: the page is not tried in a browser" >&2
 # Some machines switch this off for all programs; the tests start several hundred Pythons, which would compile anew.
@@ -36,11 +37,12 @@ fi
 # They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
 copies=$((2 * $(nproc) + 1))  # nproc heeds the next line
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not frameworks" --durations=15
-# Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m slurm
+pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not ray and not frameworks" --durations=15
+# Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m "slurm or ray"
 if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2
-    pytest "${all[@]}" -m slurm --durations=5 tests/deploy/clusters
+    has_ray || python -m pip install -q "$PWD[ray]" >/dev/null 2>&1 || echo "test: no Ray here: runs on it are not tried" >&2
+    pytest "${all[@]}" -m "slurm or ray" --durations=5 tests/deploy/clusters
     # Downloads an environment for each framework: deploy/test.sh -m frameworks
     pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks
 fi

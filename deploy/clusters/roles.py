@@ -153,7 +153,9 @@ def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> l
     return [
         replace(program("queue", "queue"), health=url + access.HEALTH),
         *(
-            program(f"vllm-{i}", "vllm", *server_arguments(url, config.vllm.port + i, f"vllm-{i}"))
+            replace(
+                program(f"vllm-{i}", "vllm", *server_arguments(url, config.vllm.port + i, f"vllm-{i}")), leaves=True
+            )
             for i in range(servers)
         ),
         *(

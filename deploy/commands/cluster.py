@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters import kubernetes, slurm
+from deploy.clusters import kubernetes, kubernetes_run, ray, slurm
 from deploy.clusters.roles import check_token
 from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
@@ -17,7 +17,7 @@ from deploy.run.supervisor import supervise
 from deploy.servers.tokens import check_secret
 from protocol.config import ConfigError, RunConfig, load
 
-ENGINES = ("local", "slurm")
+ENGINES = ("local", "slurm", "kubernetes", "ray")
 
 # The commands of `slipstream render`.
 app = typer.Typer(no_args_is_help=True)
@@ -45,6 +45,12 @@ def run_on(engine: str, config: RunConfig, run_file: str, settings: Sequence[str
             raise
     elif engine == "slurm":
         slurm.submit_and_follow(config, run_file, settings, resume)
+    elif engine == "kubernetes":
+        if resume:
+            raise ConfigError("--on kubernetes: leave --resume out; its learner goes on from the volume's checkpoint")
+        kubernetes_run.apply_and_follow(config, Path(run_file).parent)
+    elif engine == "ray":
+        supervise(config, resume, ray.connect(config))
     else:
         raise ConfigError(f"--on {engine}: there is no such engine; the engines are: {', '.join(ENGINES)}")
 

@@ -100,7 +100,7 @@ class RestartPolicy:
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
-    def ended(self, name: str, role: ProcessKind, code: int, goes_on: bool = False) -> Verdict:
+    def ended(self, name: str, role: ProcessKind, code: int, goes_on: bool = False, leaves: bool = False) -> Verdict:
         """Decide what follows from the end of a process.
 
         A server or a queue has no good reason to end, even with 0.
@@ -110,8 +110,11 @@ class RestartPolicy:
             role: Role of the process.
             code: Exit code; 128 + n for signal n.
             goes_on: Whether the queue says that the run is not finished; then a worker has no reason to end either.
+            leaves: Whether it is a server that joined the run, which ends with 0 once it was removed from it.
         """
         up_since = self._up_since.pop(name, None)
+        if code == 0 and leaves:
+            return Done()
         if code == 0 and role in ("worker", "learner") and not goes_on:
             return Done()
         code = code or 1
@@ -196,7 +199,7 @@ class ProcessKeeper:
                 await self._while_given_up(http)
             # A worker ends with 0 when the run is finished, but a tool may end its process with 0 too.
             goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
-            match self._policy.ended(name, program.role, code, goes_on):
+            match self._policy.ended(name, program.role, code, goes_on, program.leaves):
                 case Done():
                     self._terminal.say(f"{name} is done")
                     await self._children.end([child])

@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Protocol, Self
 
 from deploy.run.first_error import error_of_engine, first_error, follows_engine
 from deploy.servers.device_plan import DevicePlan
@@ -49,6 +49,7 @@ class Program:
         cores: CPU cores it may use; empty for all.
         health: URL that answers 200 once the process is up; None if it has no such route.
         terminal: Stream that goes to the terminal; the other goes to the log.
+        leaves: Whether it may leave a run that goes on: a server that joined it, once it was removed.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Program:
     cores: Collection[int] = ()
     health: str | None = None
     terminal: Literal["stdout", "stderr"] | None = None
+    leaves: bool = False
 
 
 def preflight_program(config: RunConfig, run_file: Path, resume: bool) -> Program:
@@ -164,10 +166,20 @@ MAX_LINE = 400
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
+class Process(Protocol):
+    """What a `Child` asks of its process: `subprocess.Popen`, or one on another machine."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, -n for signal n; None while it runs."""
+        ...
+
+
 class Child:
     """One process from its start to its end."""
 
-    def __init__(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int) -> None:
+    def __init__(self, program: Program, process: Process, log: Path, log_start: int) -> None:
         self.program = program
         self.name = program.name
         self.pid = process.pid

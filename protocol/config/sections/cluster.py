@@ -66,6 +66,23 @@ class ClusterSection(Section):
         [], description="slurm: further options of sbatch, as --account=physics", why="sites ask for more"
     )
 
+    ray_address: str = setting(
+        "auto",
+        description="ray: the cluster, as 10.0.0.5:6379 or ray://10.0.0.5:10001; auto: that of this machine, or of "
+        "RAY_ADDRESS",
+        why="a node of the cluster knows it",
+    )
+    ray_env: list[str] = setting(
+        [],
+        description='ray: names of variables here that all processes get, as ["HF_HOME", "WANDB_API_KEY"]',
+        why="the nodes have their own",
+    )
+    ray_grows: bool = setting(
+        False,
+        description="ray: whether the cluster adds nodes on demand, so that more may be asked for than it has now",
+        why="else what it lacks is said at once",
+    )
+
     image: str | None = setting(
         None,
         description="kubernetes: image of all pods, as registry/name:tag, with task and model in /work "
@@ -77,10 +94,14 @@ class ClusterSection(Section):
         1, description="kubernetes: pods, each on a node of its own GPUs, that share learner.ranks", why="one is enough"
     )
     node_selector: list[str] = setting(
-        [], description="kubernetes: labels of the nodes of all pods, as pool=gpu", why="any node with the GPUs will do"
+        [],
+        description="kubernetes, ray: labels of the nodes of all pods or actors, as pool=gpu",
+        why="any node with the GPUs will do",
     )
     worker_node_selector: list[str] = setting(
-        [], description="kubernetes: labels of the workers' nodes; default: as the others'", why="workers need no GPU"
+        [],
+        description="kubernetes, ray: labels of the workers' nodes; default: as the others'",
+        why="workers need no GPU",
     )
     storage_gb: Count = setting(
         100, description="kubernetes: gigabytes of the volume of run directory and checkpoints", why="a few checkpoints"
@@ -130,6 +151,14 @@ class ClusterSection(Section):
         for label in value:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_./-]*=[A-Za-z0-9_.-]*", label):
                 raise ValueError(f"{label!r} is no label of a node: write it as pool=gpu")
+        return value
+
+    @field_validator("ray_env")
+    @classmethod
+    def _variables(cls, value: list[str]) -> list[str]:
+        for name in value:
+            if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+                raise ValueError(f"{name!r} is no name of a variable: write it as HF_HOME")
         return value
 
     @field_validator("namespace", "storage_class", "kueue")

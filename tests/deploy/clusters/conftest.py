@@ -1,7 +1,8 @@
-"""A real SLURM for the tests of this folder, and a run whose vLLM and learner are stand-ins."""
+"""A real SLURM and a real Ray for the tests of this folder, and a run whose vLLM and learner are stand-ins."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.kit import slurm
+from tests.kit.ray import RayNodes
 from tests.kit.slurm import SlurmCluster
 
 ROOT = Path(__file__).parents[3]
@@ -66,6 +68,22 @@ def slurm_here(slurm_cluster: SlurmCluster, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setenv(name, value)
     yield slurm_cluster
     slurm_cluster.clear()
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[RayNodes]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed: pip install -e '.[ray]'")
+    cluster = RayNodes()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def ray_here(ray_cluster: RayNodes, monkeypatch: pytest.MonkeyPatch) -> RayNodes:
+    """`cluster.ray_address = auto` is that cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", ray_cluster.address)
+    return ray_cluster
 
 
 @pytest.fixture

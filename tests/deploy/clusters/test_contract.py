@@ -13,12 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.clusters import ray
 from deploy.clusters.slurm import SlurmJob
 from deploy.run.engine import ThisMachine
 from deploy.run.processes import Child, Children, Program
 from protocol import access
 from protocol.config import load
 from tests.deploy.stage import until
+from tests.kit.ray import RayNodes
 from tests.kit.slurm import SlurmCluster
 
 GRACE_S = 2.0
@@ -46,14 +48,32 @@ time.sleep(300)
 """
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+SMALL = ["--cluster.worker_cpus", "1", "--cluster.server_cpus", "1", "--cluster.head_cpus", "1"]
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        pytest.param("slurm", marks=pytest.mark.slurm),
+        pytest.param("ray", marks=pytest.mark.ray),
+        pytest.param("ray://", marks=pytest.mark.ray),
+    ]
+)
 def engine(request: pytest.FixtureRequest, run_file: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starts]:
     """Opens the `Children` of an engine that has settled, with room for one worker."""
     monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
-    config = load(run_file, ["--cluster.worker_cpus", "1", "--cluster.server_cpus", "1", "--cluster.head_cpus", "1"])
+    config = load(run_file, SMALL)
     config.run_dir.mkdir(parents=True)
     if request.param == "local":
         yield lambda: ThisMachine().children(GRACE_S)
+    elif request.param in ("ray", "ray://"):
+        nodes: RayNodes = request.getfixturevalue("ray_here")
+        if request.param == "ray://":
+            config = load(run_file, [*SMALL, "--cluster.ray_address", nodes.client_address])
+        cluster = ray.connect(config)
+        children = cluster.children(GRACE_S)
+        asyncio.run(cluster.settle(config, print))
+        yield lambda: children
     else:
         slurm: SlurmCluster = request.getfixturevalue("slurm_here")
         environment = slurm.allocation(config, run_file)

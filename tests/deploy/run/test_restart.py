@@ -100,6 +100,14 @@ def test_one_child_does_not_use_up_the_restarts_of_another() -> None:
         assert policy.ended(name, "worker", 1) == Again(1, 1)
 
 
+def test_a_server_that_was_removed_from_its_run_is_done_and_one_that_failed_is_not() -> None:
+    policy = RestartPolicy(1, lambda: RESUME, lambda: 0.0)
+    policy.up("vllm-0")
+    assert policy.ended("vllm-0", "vllm", 0, leaves=True) == Done()
+    policy.up("vllm-1")
+    assert policy.ended("vllm-1", "vllm", 1, leaves=True) == Again(1, 1)
+
+
 def test_a_pause_has_a_limit() -> None:
     it = History("worker", times=10**9)
     pauses = [verdict.pause_s for verdict in (it.life(1) for _ in range(2000)) if isinstance(verdict, Again)]

@@ -116,10 +116,12 @@ BAD_EXPERTS = "bad_experts"
 BAD_MASK = "bad_mask"
 
 
+_ours = frozenset(value for name, value in globals().items() if name.isupper())
+
+
 def is_ours(reason: str) -> bool:
     """Tell whether a reason is made of these codes, not one that a client made up."""
-    bare = reason.removeprefix(failed("")).removeprefix(rejected(""))
-    return bare in {value for name, value in globals().items() if name.isupper()}
+    return reason.removeprefix(failed("")).removeprefix(rejected("")) in _ours
 
 
 def failed(reason: str) -> str:

@@ -64,7 +64,7 @@ class Processes:
             log = self._log_dir / f"{name}.log"
             log.touch()
             process = start_program(self._needs, command, {**os.environ, **program.env}, log)
-            child = Child(program, process, log, log.stat().st_size)  # type: ignore[arg-type]
+            child = Child(program, process, log, log.stat().st_size)
             self._children.living.append(child)
         self.running[name] = child
         return child

@@ -30,32 +30,45 @@ async def frame_of(chat: ChatFormat, name: str) -> Frame | None:
     """Return the texts around the arguments of a call of this tool; None if the format does not write JSON there, or
     does not read back what stands between them."""
     function = {"name": name, "arguments": {_WORD: 1}}
-    call = {
-        "role": "assistant",
-        "content": "",
-        "tool_calls": [{"type": "function", "id": "call00000", "function": function}],
-    }
+    call = {"content": "", "tool_calls": [{"type": "function", "id": "call00000", "function": function}]}
     try:
         prompt, bare = [await chat.render_ids([_USER], generation) for generation in (True, False)]
-        whole = await chat.render_ids([_USER, call], False)
+        turns = [
+            _turn(chat, prompt, bare, await chat.render_ids([_USER, {"role": "assistant", **answer}], False))
+            for answer in (call, {"content": _WORD})
+        ]
     except PromptError:
         return None
-    begin = turn_begins(chat, prompt, bare, whole)
-    end = turn_ends(chat, whole, begin or 0)
-    if begin is None or end is None:
-        return None
-    turn = [token for token in whole[begin:end] if token not in chat.stop_token_ids]
-    text = chat.tokenizer.decode(turn, skip_special_tokens=False)
-    found = _ARGUMENTS.search(text)
-    if found is None:
+    text, other = turns
+    found = None if text is None else _ARGUMENTS.search(text)
+    if text is None or found is None:
         return None
     before, after = text[: found.start()].lstrip(), text[found.end() :].rstrip()
+    # What stands in front of every answer, such as an empty block of reasoning, belongs to no call.
+    before = before.removeprefix((other or "").partition(_WORD)[0].lstrip())
     written = chat.tokenizer.encode(f'{before}{{"{_WORD}": 1}}{after}', add_special_tokens=False)
     parsed = chat.parse(prompt, written)
     match parsed.calls:
         case [ToolCall(name=called, arguments=arguments)] if (called, arguments) == (name, {_WORD: 1}):
             return before, after
     return None
+
+
+def _turn(chat: ChatFormat, prompt: list[int], bare: list[int], whole: list[int]) -> str | None:
+    """Return the text of the answer at the end of a conversation; None if it cannot be told from what surrounds it.
+
+    Args:
+        prompt: Ids of the conversation without it, and with what asks for an answer.
+        bare: The same, and without that.
+        whole: Ids of the conversation.
+    """
+    begin = turn_begins(chat, prompt, bare, whole)
+    end = turn_ends(chat, whole, begin or 0)
+    if begin is None or end is None:
+        return None
+    turn = [token for token in whole[begin:end] if token not in chat.stop_token_ids]
+    text: str = chat.tokenizer.decode(turn, skip_special_tokens=False)
+    return text
 
 
 def one_call(frames: Mapping[str, Frame], schemas: Sequence[dict[str, Any]]) -> StructuredOutputs:

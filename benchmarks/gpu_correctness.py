@@ -179,8 +179,8 @@ def no_synchronisation(small: bool) -> dict[str, Any]:
 
 def checksums(small: bool) -> dict[str, Any]:
     """Compare checksums on the GPU with those on the host, and change a bit."""
-    from weight_sync.transports.gpu.nccl_receiver import checksum
     from weight_sync.vllm.engine.fingerprints import fingerprint
+    from weight_sync.weights.checksum import checksum
 
     here, size = device(), 2**20 + 3 if small else 2**31 + 3
     torch.manual_seed(0)

@@ -9,13 +9,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from types import EllipsisType
+from typing import Any, TypeAlias
 
 import torch
 
 from weight_sync.weights.parts import Part
 
 ALIGNMENT = 64
+
+# An index of a tensor: some of its rows, or all of it.
+Rows: TypeAlias = slice | EllipsisType
 
 # torch.compile, FSDP, activation checkpointing, and peft around a layer: anywhere in a name.
 _AROUND = {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "base_layer"}
@@ -128,6 +132,17 @@ class Manifest:
             part = Manifest([self.names[i]], [self.dtypes[i]], [[rows, *rest]])
             begins = start + first * row_bytes
             yield Bucket(part, begins, begins + rows * row_bytes, first, self.shapes[i])
+
+    def rows_between(self, first: int, last: int) -> dict[str, Rows]:
+        """Return the rows that have bytes from `first` to before `last` of the buffer, by tensor; all of a scalar."""
+        found: dict[str, Rows] = {}
+        for i, start, end in self._places():
+            low, high = max(start, first), min(end, last)
+            if low < high:
+                row_bytes = (end - start) // self.shapes[i][0] if self.shapes[i] else 0
+                rows = slice((low - start) // row_bytes, -(-(high - start) // row_bytes)) if row_bytes else ...
+                found[self.names[i]] = rows
+        return found
 
     def _places(self) -> Iterator[tuple[int, int, int]]:
         """Yield index, first byte and byte past the end of each tensor."""

@@ -23,8 +23,9 @@ from xxhash import xxh3_128_digest
 
 from protocol.versions import label_of, name_of
 from weight_sync.weights import device_copy
+from weight_sync.weights.checksum import checksum_of
 from weight_sync.weights.host_memory import HUGE, Reserve
-from weight_sync.weights.manifest import Manifest, check_distinct, unwrapped
+from weight_sync.weights.manifest import Manifest, Rows, check_distinct, unwrapped
 
 LENGTH = 64
 WORDS = 2**16
@@ -202,23 +203,17 @@ class Snapshot:
             raise AssertionError(f"{given} is not in the layout of the weights")
         copies.end()
 
-    def _part_to_check(self, size: int) -> dict[str, slice]:
+    def _part_to_check(self, size: int) -> dict[str, Rows]:
         """Choose the rows of this version's part, by tensor."""
-        at_most = min(max(int(size * CHECKED_SHARE), MIN_CHECKED_BYTES), MAX_CHECKED_BYTES)
-        parts = list(self.manifest.buckets(at_most))
-        if not parts:
-            return {}
-        part = parts[self.version % len(parts)]
-        if part.shape is None:
-            return dict.fromkeys(part.manifest.names, slice(None))
-        return {part.manifest.names[0]: slice(part.first, part.first + part.manifest.shapes[0][0])}
+        part = min(max(int(size * CHECKED_SHARE), MIN_CHECKED_BYTES), MAX_CHECKED_BYTES)
+        first = self.version % max(1, -(-size // part)) * part
+        return self.manifest.rows_between(first, first + part)
 
     def _sum_up(self, name: str, tensor: torch.Tensor) -> None:
         """Sum up what is to be checked of a live tensor, where it is and as it is sent. Does not wait for a device."""
         if (rows := self._checked.get(name)) is not None:
             sent = getattr(torch, self.manifest.dtypes[self.manifest.names.index(name)])
-            live = tensor.detach()
-            self._sums[name] = place_sum((live if rows == slice(None) else live[rows]).to(sent))
+            self._sums[name] = checksum_of(tensor.detach()[rows].to(sent))
 
     def check(self) -> None:
         """Compare this version's part of `flat` with what the learner held. May be called from any thread.
@@ -228,8 +223,7 @@ class Snapshot:
         """
         views = self.manifest.views(self.flat)
         for name, live in self._sums.items():
-            rows = self._checked[name]
-            if int(live) != int(place_sum(views[name] if rows == slice(None) else views[name][rows])):
+            if not torch.equal(live.cpu(), checksum_of(views[name][self._checked[name]])):
                 raise SnapshotDamaged(
                     f"the copy of version {self.version} differs from the learner's own weights in {name}: it was "
                     f"damaged on the way, and is not published; if that comes again, test this machine's memory"
@@ -284,26 +278,6 @@ def _expect(size: int, device: torch.device) -> None:
 
 def _device(layout: Mapping[str, torch.Tensor]) -> torch.device:
     return next((tensor.device for tensor in layout.values()), torch.device("cpu"))
-
-
-# Elements that are summed up at one time: each takes some 24 bytes meanwhile.
-_SUMMED_AT_ONCE = 2**16
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-# Odd, so that a product with it loses no bit.
-_STRIDE = 0x9E3779B97F4A7C15 - 2**64
-
-
-def place_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum up a tensor's bits, each element times a number of its own: int64 [], modulo 2**64, on its device. Rows that
-    are exchanged change it, as does each single bit."""
-    bits = tensor.contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    for start in range(0, len(bits), _SUMMED_AT_ONCE):
-        part = bits[start : start + _SUMMED_AT_ONCE]
-        places = torch.arange(2 * start + 1, 2 * (start + len(part)), 2, device=bits.device).mul_(_STRIDE)
-        total += places.mul_(part).sum()
-    return total
 
 
 def digest_of(flat: torch.Tensor) -> bytes:

@@ -7,13 +7,12 @@ tool use are one message, as the policy sampled them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
 from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, order_faults, read_text
+from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, MessageReader, order_faults, read_text
 from rollout_worker.agent.api.request import MAX_MESSAGES, READ_PARAMETERS, Asked, read_parameters
 from rollout_worker.tools.argument_text import short
 
@@ -123,18 +122,8 @@ def _tools(tools: list[Any], faults: list[ApiErrorKind], unfollowed: list[ApiErr
         yield {"type": "function", "function": function}
 
 
-@dataclass(slots=True)
-class BlockReader:
-    """Reads the messages of a request, block by block.
-
-    Attributes:
-        messages: The messages so far.
-        faults: What cannot be read.
-    """
-
-    messages: list[ChatMessage] = field(default_factory=list)
-    faults: list[ApiErrorKind] = field(default_factory=list)
-    _places: list[str] = field(default_factory=list)
+class BlockReader(MessageReader):
+    """Reads the messages of a request, block by block."""
 
     def read(self, given: Any) -> None:
         """Read the field `messages`."""
@@ -215,13 +204,6 @@ class BlockReader:
         reasoning = "\n\n".join(thoughts) if any(thoughts) else None
         content = "".join(texts) if texts else None
         self._add(ChatMessage("assistant", content, tuple(calls), reasoning=reasoning), where)
-
-    def _add(self, message: ChatMessage, where: str) -> None:
-        self.messages.append(message)
-        self._places.append(where)
-
-    def _wrong(self, where: str, text: str) -> None:
-        self.faults.append(ApiErrorKind(where, text))
 
 
 def _arguments(given: dict[str, Any]) -> str:

@@ -186,6 +186,27 @@ def read_text(
     return "".join(texts)
 
 
+@dataclass(slots=True)
+class MessageReader:
+    """Collects the messages of a request.
+
+    Attributes:
+        messages: The messages so far.
+        faults: What cannot be read.
+    """
+
+    messages: list[ChatMessage] = field(default_factory=list, init=False)
+    faults: list[ApiErrorKind] = field(default_factory=list, init=False)
+    _places: list[str] = field(default_factory=list, init=False)
+
+    def _add(self, message: ChatMessage, where: str) -> None:
+        self.messages.append(message)
+        self._places.append(where)
+
+    def _wrong(self, where: str, text: str) -> None:
+        self.faults.append(ApiErrorKind(where, text))
+
+
 def order_faults(messages: Sequence[ChatMessage], where: Callable[[int], str], answers: str) -> list[ApiErrorKind]:
     """Check that tools' messages answer earlier calls, and that it is the policy's turn.
 

@@ -6,11 +6,11 @@ The items of one turn (reasoning, text, calls) are one message, as the policy sa
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rollout_worker.agent.api.base import Reading
-from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, order_faults, read_text
+from rollout_worker.agent.api.messages import ApiErrorKind, Call, ChatMessage, MessageReader, order_faults, read_text
 from rollout_worker.agent.api.request import MAX_MESSAGES, Asked, read_parameters
 from rollout_worker.tools.argument_text import short
 
@@ -135,23 +135,14 @@ def _all(values: Any, kind: type, name: str, remedy: str, faults: list[ApiErrorK
 
 
 @dataclass(slots=True)
-class InputReader:
+class InputReader(MessageReader):
     """Reads the items of a request as messages.
 
     Args:
         items: The items of the episode's responses by id, for references.
-
-    Attributes:
-        messages: The messages so far.
-        faults: What cannot be read.
     """
 
     items: Mapping[str, Mapping[str, Any]]
-    messages: list[ChatMessage] = field(default_factory=list)
-    faults: list[ApiErrorKind] = field(default_factory=list)
-    _places: list[str] = field(default_factory=list)
-    # Whether the last message is an assistant's that further items may belong to.
-    _is_open: bool = False
 
     def read(self, given: Any) -> None:
         """Read the field `input`."""
@@ -234,18 +225,9 @@ class InputReader:
 
     def _turn(self, where: str, is_another: Any) -> ChatMessage:
         """Return the assistant's message that an item belongs to: the last one, or a new one."""
-        if not self._is_open or is_another(self.messages[-1]):
+        if not self.messages or self.messages[-1].role != "assistant" or is_another(self.messages[-1]):
             self._add(ChatMessage("assistant"), where)
-            self._is_open = True
         return self.messages[-1]
-
-    def _add(self, message: ChatMessage, where: str) -> None:
-        self.messages.append(message)
-        self._places.append(where)
-        self._is_open = False
-
-    def _wrong(self, where: str, text: str) -> None:
-        self.faults.append(ApiErrorKind(where, text))
 
 
 def instructions_of(given: Mapping[str, Any], faults: list[ApiErrorKind]) -> list[ChatMessage]:

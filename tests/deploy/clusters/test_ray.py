@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ from deploy.clusters import ray
 from deploy.clusters.roles import Node, Resources
 from deploy.run.processes import Program
 from protocol.config import ConfigError, load
+from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import until
 from tests.kit.ports import free_port
@@ -25,28 +24,7 @@ from tests.kit.ray import RayNodes
 
 pytestmark = [pytest.mark.timeout(300)]
 
-SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
 PASSED = ("--cluster.ray_env", '["PYTHONPATH", "HOLD"]')
-
-
-def slipstream(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "deploy.cli", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def output(*words: str) -> tuple[int, str]:
-    process = slipstream(*words)
-    said, _ = process.communicate(timeout=200)
-    return process.returncode, said
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    assert process.stdout is not None
-    lines = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stdout.readline())
-        assert lines[-1], "".join(lines)
-    return "".join(lines)
 
 
 def left_of(run_file: Path) -> list[str]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,33 +11,12 @@ import pytest
 from deploy.clusters import slurm
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
+from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream
 from tests.deploy.conftest import run_directory, save_ledger
 from tests.deploy.stage import until
 from tests.kit.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
-
-SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
-
-
-def slipstream(*words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-P", "-m", "deploy.cli", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-def output(*words: str) -> tuple[int, str]:
-    process = slipstream(*words)
-    said, _ = process.communicate(timeout=200)
-    return process.returncode, said
-
-
-def read_until(process: subprocess.Popen[str], text: str) -> str:
-    assert process.stdout is not None
-    lines = []
-    while not lines or text not in lines[-1]:
-        lines.append(process.stdout.readline())
-        assert lines[-1], "".join(lines)
-    return "".join(lines)
 
 
 def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:

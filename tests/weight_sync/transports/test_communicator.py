@@ -16,8 +16,9 @@ from weight_sync.transports.base import TransferError
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Communicator, own_gpu
 from weight_sync.transports.gpu.nccl_library import Nccl, NcclError
-from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, checksum, chunks, wire_order
+from weight_sync.transports.gpu.nccl_receiver import NcclInitInfo, NcclReceiver, chunks, wire_order
 from weight_sync.transports.receiver import Worker
+from weight_sync.weights.checksum import checksum
 from weight_sync.weights.manifest import Manifest
 
 WORKER = Worker(1, torch.device("cpu"))

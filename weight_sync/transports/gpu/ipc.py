@@ -21,8 +21,8 @@ from weight_sync.transports.base import Sender, TransferError
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import FIRST_LOOK_S, LAST_LOOK_S, Gpu, Stream
 from weight_sync.transports.gpu.nccl_library import NcclError
-from weight_sync.transports.gpu.nccl_receiver import SIZE, checksum
 from weight_sync.transports.receiver import Share, Weights, Worker
+from weight_sync.weights.checksum import SIZE, checksum
 from weight_sync.weights.manifest import ALIGNMENT, Manifest
 from weight_sync.weights.snapshot import Snapshot
 

@@ -23,7 +23,8 @@ from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.gpu import communicator
 from weight_sync.transports.gpu.communicator import Communicator, Gpu
 from weight_sync.transports.gpu.nccl_library import MAX_BLOCKS, NcclError
-from weight_sync.transports.gpu.nccl_receiver import SIZE, checksum, chunks, fill, wire_order
+from weight_sync.transports.gpu.nccl_receiver import chunks, fill, wire_order
+from weight_sync.weights.checksum import SIZE, checksum
 from weight_sync.weights.snapshot import Snapshot
 
 

@@ -11,16 +11,16 @@ from rollout_worker.agent.api.base import Reading
 from rollout_worker.agent.api.messages import ApiError
 from rollout_worker.agent.api.responses import ResponsesApi
 from tests import kit
-from tests.kit.agent import MULTIPLY, USER, agent_task, client_of
+from tests.kit.agent import MULTIPLY, USER, client_of
 from tests.kit.api import conforms
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.fake_vllm.tokenizer import THINKING_TEMPLATE, build_tokenizer
-from tests.kit.worker import TOKENIZER, accuracy, fake, multiply, roll
+from tests.kit.worker import TOKENIZER, fake, multiply
+from tests.rollout_worker.agent.api.same_episode import CALL, plays_as, rolled
 
 openai = pytest.importorskip("openai")
 from openai.types.responses import Response, ResponseStreamEvent  # noqa: E402
 
-CALL = '<tool_call>{"name": "multiply", "arguments": {"a": 12, "b": 34}}</tool_call>'
 TOOL = {"type": "function", "strict": False, **MULTIPLY["function"]}
 # As clients write it, without what transformers adds to a schema.
 PLAIN_TOOL = {name: value for name, value in TOOL.items() if name != "return"}
@@ -42,12 +42,6 @@ def outputs(response):
         for item in response.output
         if item.type == "function_call"
     ]
-
-
-async def rolled(agent, server=None, **options):
-    run = await roll(agent_task(agent, **options.pop("task", {})), server or fake(), **options)
-    assert run.queue.failures == {}, run.queue.failures
-    return run.rollouts
 
 
 async def by_chat(endpoint, prompt):
@@ -103,14 +97,7 @@ async def by_events(endpoint, prompt):
 
 @pytest.mark.parametrize("agent", [by_items, by_previous_response, by_references, by_events])
 async def test_i4_a_tool_loop_is_the_same_segment_as_by_chat_completions(agent):
-    (chat, _), (other, _) = [await rolled(each, task={"rewards": [accuracy]}) for each in (by_chat, agent)]
-    (segment,), (same,) = chat.segments, other.segments
-    text = TOKENIZER.decode(same.token_ids[same.loss_mask], skip_special_tokens=False)
-    assert text == CALL + "<|im_end|>408<|im_end|>"
-    assert same.token_ids.tolist() == segment.token_ids.tolist()
-    assert same.loss_mask.tolist() == segment.loss_mask.tolist()
-    assert (other.reward, other.turns, other.tool_calls) == (1.0, 2, 1)
-    assert other.messages == chat.messages
+    await plays_as(by_chat, agent)
 
 
 async def test_an_answer_and_its_events_are_of_the_types_of_the_client():

@@ -16,5 +16,8 @@ def page() -> str:
     """Returns the page as it is, with its table written anew."""
     head, rest = PAGE.read_text(encoding="utf-8").split(BEGIN, 1)
     results = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else None
-    on = f"On {results['machine']['gpu']}, {results['machine']['packages']}.\n\n" if results else ""
+    on = ""
+    if results:
+        packages = (f"{name} {release}" for name, release in results["machine"]["packages"].items())
+        on = f"On one {results['machine']['gpu']}, with {', '.join(packages)}.\n\n"
     return f"{head}{BEGIN}\n\n{on}{table(results)}\n\n{END}{rest.split(END, 1)[1]}"

@@ -35,12 +35,8 @@ def test_its_contract(name: str) -> None:
     (packages,) = python.parents[1].glob("lib/python*/site-packages")
     (packages / "zz_of_the_tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
     files = ["tests/environments/test_contract.py", "tests/environments/test_page.py"]
-    command = [str(python), "-m", "pytest", "-q", *files, "-k", name.removesuffix("_ai")]
+    command = [str(python), "-m", "pytest", *files, "-k", name.removesuffix("_ai")]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
     assert ran.returncode == 0, ran.stdout[-6000:] + ran.stderr[-2000:]
-    assert (
-        f"[{name}]"
-        in subprocess.run(
-            [*command, "--collect-only"], cwd=ROOT, capture_output=True, text=True, timeout=300, check=False
-        ).stdout
-    )
+    assert "passed" in ran.stdout, ran.stdout
+    assert "skipped" not in ran.stdout, ran.stdout

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,8 +28,15 @@ def test_each_adapter_has_a_snippet_and_a_row() -> None:
     assert [line for line in lines if not any(f"{line}(" in code for code in SNIPPETS.values())] == []
 
 
+def test_the_sandbox_of_the_page_runs_programs() -> None:
+    made: dict[str, Any] = {}
+    exec(SNIPPETS["sandboxes"], made)
+    assert made["python"]("print(sum(range(5)))") == "10"
+    made["SANDBOX"].close()
+
+
 # The task sets of verifiers have packages of their own.
-@pytest.mark.parametrize("name", [name for name in SNIPPETS if name != "verifiers"])
+@pytest.mark.parametrize("name", [name for name in SNIPPETS if name not in ("verifiers", "sandboxes")])
 def test_its_snippet_makes_a_task(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if IN_CONTRACT.get(name, name) not in HERE:
         pytest.skip(f"{name} is not installed")

@@ -127,6 +127,11 @@ def run_program(
     return Ran(kept.text, exit_code)
 
 
+def own_variables() -> dict[str, str]:
+    """Return this process's environment variables, without those of Slipstream, among which are its tokens."""
+    return {name: value for name, value in os.environ.items() if not name.startswith("SLIPSTREAM_")}
+
+
 def start_program(
     command: Sequence[str],
     limits: Limits | None,

@@ -7,7 +7,6 @@ environment it is installed in (release 0.26.0). Its agent asks the policy at th
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
-from slipstream.processes import Limits, run_program
+from slipstream.processes import Limits, own_variables, run_program
 
 # Column with the folder of a row's task.
 FOLDER = "harbor_folder"
@@ -118,7 +117,7 @@ class _Player:
             ran = run_program(
                 [self._program, "trial", "start", "-c", str(path)],
                 Limits(self._timeout_s, None, _OUTPUT_CHARACTERS),
-                environment={**os.environ, _KEY_NAME: endpoint.api_key},
+                environment=own_variables() | {_KEY_NAME: endpoint.api_key},
                 folder=folder,
             )
             if ran.exit_code is None:

@@ -22,7 +22,7 @@ from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
 from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
-from slipstream.processes import Limits, end_program, start_program
+from slipstream.processes import Limits, end_program, own_variables, start_program
 
 # Column with the id of a row's sample.
 SAMPLE = "inspect_sample"
@@ -136,7 +136,10 @@ class _Helpers:
             if helper is None or helper.poll() is not None:
                 # What it prints is the worker's to log.
                 helper = start_program(
-                    self._command, self._limits, {**os.environ, "INSPECT_DISPLAY": "none"}, stderr=subprocess.DEVNULL
+                    self._command,
+                    self._limits,
+                    own_variables() | {"INSPECT_DISPLAY": "none"},
+                    stderr=subprocess.DEVNULL,
                 )
             answer = self._answer(helper, request, seconds)
         except BaseException:

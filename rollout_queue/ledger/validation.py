@@ -166,9 +166,8 @@ def _check_size(group: Group, rules: Rules) -> None:
                 reasons.GROUP_SIZE,
                 f"{len(numbers)} rollouts{of_role}, allowed are {rules.min_rollouts} to {rules.group_size}",
             )
-    if len(by_role) > 1:
-        _check_count(len(by_role), MAX_ROLES, "roles", "the group")
-        _check_names(*(("a role", role) for role in by_role))
+    _check_count(len(by_role), MAX_ROLES, "roles", "the group")
+    _check_names(*(("a role", role) for role in by_role if role))
 
 
 def _tokens_are_sound(group: Group, rules: Rules) -> bool:

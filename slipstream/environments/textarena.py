@@ -11,8 +11,9 @@ from protocol.config import ConfigError
 from slipstream.environments.base import Step, TurnEnvironment, library
 
 _USER = "textarena_environment"
-# The games draw from Python's process-wide generator while they are reset.
+# The games draw from Python's process-wide generator while they are reset, one after the other.
 _DRAWING = threading.Lock()
+_DRAWING_S = 60.0
 # Moves of other players between two of the policy.
 _MAX_MOVES = 1000
 
@@ -46,8 +47,7 @@ def textarena_environment(
         raise ConfigError(f"{named}: there is no such game; {f'there are {near[:8]}' if near else 'see its list'}")
     try:
         game = arena.make(raw, **options)
-        with _DRAWING:
-            game.reset(num_players=players, seed=0)
+        _reset(game, players, 0)
     except Exception as error:  # whatever a game may raise
         raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
     return partial(TextArenaEnvironment, raw, players, opponent, dict(options))
@@ -70,8 +70,7 @@ class TextArenaEnvironment(TurnEnvironment):
 
     def _begin(self, columns: Mapping[str, Any]) -> str:
         seed = columns.get("seed")
-        with _DRAWING:
-            self._game.reset(num_players=self._players, seed=None if seed is None else int(seed))
+        _reset(self._game, self._players, None if seed is None else int(seed))
         step = self._others()
         if step.is_over:
             raise ValueError(f"{self._name}: the game was over before the policy's first move")
@@ -103,3 +102,13 @@ class TextArenaEnvironment(TurnEnvironment):
     def _outcome(self) -> Step:
         rewards, _ = self._game.close()
         return Step("", (rewards or {}).get(0, 0.0), is_over=True)
+
+
+def _reset(game: Any, players: int, seed: int | None) -> None:
+    """Reset a game while no other is. Raises `TimeoutError` if another's reset does not come back."""
+    if not _DRAWING.acquire(timeout=_DRAWING_S):
+        raise TimeoutError(f"another game's reset has not come back in {_DRAWING_S:g} s")
+    try:
+        game.reset(num_players=players, seed=seed)
+    finally:
+        _DRAWING.release()

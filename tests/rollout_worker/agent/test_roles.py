@@ -193,7 +193,7 @@ def test_the_queue_takes_a_group_of_each_role() -> None:
         (["solver", "solver", "critic"], "1 rollouts of the role critic, allowed are 2 to 2"),
         (["solver", "solver", "solver", "critic", "critic"], "3 rollouts of the role solver, allowed are 2 to 2"),
         ([str(number) for number in range(MAX_ROLES + 1)] * 2, "17 roles"),
-        (["x" * 300] * 2 + ["y"] * 2, "a role"),
+        (["x" * 300] * 2, "a role"),
     ],
 )
 def test_the_queue_refuses_a_role_of_another_size(roles: list[str], says: str) -> None:

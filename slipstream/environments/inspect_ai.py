@@ -114,7 +114,7 @@ class _Helpers:
 
     def __init__(self, python: str, task: Mapping[str, Any], count: int, limits: Limits) -> None:
         # -P: beside the player are files with the names of libraries.
-        self._command = [python, "-P", str(_PLAYER), json.dumps(task)]
+        self._command = [python, "-P", str(_PLAYER), json.dumps(task), str(os.getpid())]
         self._limits = limits
         self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
         for _ in range(count):

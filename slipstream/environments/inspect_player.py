@@ -1,4 +1,5 @@
-"""Plays episodes of a task of Inspect: `python -P inspect_player.py '{"task": ..., "function": ..., "arguments": {}}'`.
+"""Plays episodes of a task of Inspect: `python -P inspect_player.py TASK PID`, where TASK is the JSON object
+`{"task": ..., "function": ..., "arguments": {}}` and PID the process id of the worker that starts it.
 
 Runs in the environment that has inspect-ai, which need not have Slipstream. Reads a line of JSON for each request,
 `{"list": true}` or `{"sample": id, "base_url": ..., "api_key": ..., "model": ..., "options": {}}`, and writes a line
@@ -13,6 +14,8 @@ import os
 import runpy
 import sys
 import tempfile
+import threading
+import time
 from typing import Any
 
 _MAX_ERROR = 2000
@@ -76,7 +79,15 @@ def flattened(scores: dict[str, Any]) -> Any:
             yield name, number(score.value)
 
 
+def end_with_parent(parent: int) -> None:
+    """End this process once the worker that started it has ended, whatever the task waits for."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main() -> None:
+    threading.Thread(target=end_with_parent, args=(int(sys.argv[2]),), daemon=True).start()
     # What the library and the task print goes elsewhere: stdout has the answers alone.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)

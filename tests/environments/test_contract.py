@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import stat
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from protocol.config import ConfigError
@@ -261,6 +263,18 @@ def test_without_the_library_it_says_what_to_install(name: str, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, str(case.library), None)
     with pytest.raises(ConfigError, match=case.missing):
         case.unknown(Bench(Path(), AsyncExitStack()))
+
+
+def test_a_process_of_inspect_ends_with_its_worker() -> None:
+    """Its stdin stays open, as it would be read only after the episode that it plays."""
+    player = Path(environments.__file__).with_name("inspect_player.py")
+    command = f"[sys.executable, '-P', {str(player)!r}, '{{}}', str(os.getpid())]"
+    code = f"import os, subprocess, sys; print(subprocess.Popen({command}).pid)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as worker:
+        assert worker.stdout is not None
+        process = psutil.Process(int(worker.stdout.readline()))
+        worker.wait(60)
+        process.wait(60)
 
 
 def test_harbor_and_inspect_without_their_programs(tmp_path: Path) -> None:

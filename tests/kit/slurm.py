@@ -34,8 +34,8 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 AuthType=auth/munge
-# A job that is requeued waits until its credential has expired.
-AuthInfo=socket={folder}/munge/socket,cred_expire=2
+# A job that is requeued waits until its credential has expired; below 5 s SLURM takes two minutes.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state

@@ -83,7 +83,7 @@ class ReceivingEnd:
     def __init__(self, engine: WeighedEngine) -> None:
         self.wrong = False
         self._engine = engine
-        self._receiver: HttpReceiver | None = None
+        self._receivers: list[HttpReceiver] = []  # one for each rank of the learner
         self._arrived: asyncio.Future[dict[str, torch.Tensor]] | None = None
         engine.hooks |= {
             "init_weight_transfer_engine": self._join,
@@ -93,25 +93,30 @@ class ReceivingEnd:
         }
 
     async def _join(self, init_info: dict[str, Any]) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-        (info,) = init_info["shares"]
+        for receiver in self._receivers:
+            receiver.close()
+        self._receivers = []
         try:
-            self._receiver = await asyncio.to_thread(HttpReceiver, info, Worker(1, torch.device("cpu")))
+            for info in init_info["shares"]:
+                receiver = await asyncio.to_thread(HttpReceiver, info, Worker(1, torch.device("cpu")))
+                self._receivers.append(receiver)
         except TransferError as error:
             raise EngineError(str(error)) from error
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         try:
-            (update,) = of_one_version(update_info["shares"])
+            updates = of_one_version(update_info["shares"])
         except ValueError as error:
             raise EngineError(str(error)) from error
-        receiver = self._receiver
-        assert receiver is not None
+        receivers = self._receivers
 
         def receive() -> dict[str, torch.Tensor]:
-            share = receiver.receive(update)
-            arrived = {name: tensor.clone() for name, tensor in joined(dict(piece) for piece in share.pieces)}
+            pieces = (
+                dict(piece)
+                for receiver, update in zip(receivers, updates, strict=True)
+                for piece in receiver.receive(update).pieces
+            )
+            arrived = {name: tensor.clone() for name, tensor in joined(pieces)}
             for name, here in self._engine.model.state_dict().items():
                 if name in arrived and arrived[name].shape != here.shape:
                     raise ValueError(f"{name} has shape {[*arrived[name].shape]}, and the model's is {[*here.shape]}")

@@ -71,9 +71,14 @@ def until(true: Callable[[], object]) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize("rank", ["1", "0"])
 @pytest.mark.parametrize(
-    "on", ["local", pytest.param("slurm", marks=pytest.mark.slurm), pytest.param("ray", marks=pytest.mark.ray)]
+    ("on", "rank"),
+    [
+        ("local", "1"),
+        pytest.param("slurm", "1", marks=pytest.mark.slurm),
+        pytest.param("slurm", "0", marks=pytest.mark.slurm),
+        pytest.param("ray", "1", marks=pytest.mark.ray),
+    ],
 )
 def test_a_rank_that_is_killed_restarts_all_ranks_and_the_rest_of_the_run_goes_on(
     on: str, rank: str, settings: list[str], tmp_path: Path, request: pytest.FixtureRequest
@@ -90,7 +95,7 @@ def test_a_rank_that_is_killed_restarts_all_ranks_and_the_rest_of_the_run_goes_o
             until(lambda: checkpoints.complete(run_dir) or up.poll() is not None)
             before = of_run(tmp_path)
             ranks = {each: pid for pid, (role, each) in before.items() if role == "learner"}
-            assert {*ranks} == {"0", "1"}
+            assert {*ranks} == {"0", "1"}, up.communicate(timeout=WITHIN_S)
             os.kill(ranks[rank], signal.SIGKILL)
             until(lambda: not {*ranks.values()} & of_run(tmp_path).keys())
             until(lambda: "learner" in {role for role, _ in of_run(tmp_path).values()} or up.poll() is not None)

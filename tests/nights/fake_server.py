@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 from typing import Any
 
@@ -26,7 +27,7 @@ from weight_sync.transports.http.receiver import HttpReceiver
 from weight_sync.transports.receiver import Worker, of_one_version
 from weight_sync.weights.parts import joined
 
-LATENCY_S = 0.1
+LATENCY_S = float(os.environ.get("FAKE_LATENCY_S", "0.1"))
 # The share of its answers that are right, so that a group's rewards differ.
 RIGHT = 0.6
 REPLY = persistent(2)

@@ -4,7 +4,6 @@ real."""
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -13,41 +12,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from protocol import access, checkpoints
+from protocol import checkpoints
 from tests.deploy.clusters.typed import slipstream
-from tests.kit.ports import free_port
 from tests.nights.audit import of_files
-from tests.nights.fleet import EXAMPLE, FAKE_VLLM, ROOT, save_model
 
 STEPS = 12
 # Ranks load torch, several at a time on few cores.
 WITHIN_S = 200.0
-SECRET = "0123456789abcdef0123456789abcdef"
 
 pytestmark = [pytest.mark.timeout(400)]
-
-
-@pytest.fixture
-def settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The settings of a run of the example in `tmp_path`, whose processes find the fake server in place of vLLM."""
-    stub = tmp_path / "stubs" / "vllm" / "entrypoints" / "openai"
-    stub.mkdir(parents=True)
-    for folder in (stub, stub.parent, stub.parent.parent):
-        (folder / "__init__.py").touch()
-    (stub / "api_server.py").write_text(FAKE_VLLM, encoding="utf-8")
-    save_model(tmp_path / "model")
-    shutil.copy(EXAMPLE / "run.toml", tmp_path / "run.toml")
-    shutil.copy(EXAMPLE / "task.py", tmp_path / "task.py")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "stubs"), str(tmp_path), str(ROOT)]))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv(access.TOKEN_VARIABLE, SECRET)
-    return [
-        *("--run.name", "ranks", "--run.dir", str(tmp_path / "runs"), "--model.path", str(tmp_path / "model")),
-        *("--queue.port", str(free_port()), "--vllm.port", str(free_port()), "--weight_sync.transport", "http"),
-        *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.checkpoint_every", "2"),
-        *("--worker.episodes", "32", "--worker.count", "1", "--learner.ranks", "2", "--learner.steps", str(STEPS)),
-        *("--cluster.server_cpus", "1", "--cluster.worker_cpus", "1", "--cluster.head_cpus", "6"),
-    ]
 
 
 def of_run(folder: Path) -> dict[int, tuple[str, str]]:
@@ -81,10 +54,10 @@ def until(true: Callable[[], object]) -> None:
     ],
 )
 def test_a_rank_that_is_killed_restarts_all_ranks_and_the_rest_of_the_run_goes_on(
-    on: str, rank: str, settings: list[str], tmp_path: Path, request: pytest.FixtureRequest
+    on: str, rank: str, example: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """I1, I2."""
-    run_dir, words = tmp_path / "runs" / "ranks", [*settings]
+    run_dir, words = tmp_path / "runs" / "example", [*example, "--learner.ranks", "2", "--learner.steps", str(STEPS)]
     if on != "local":
         request.getfixturevalue(f"{on}_here")
         words += ["--cluster.learner_nodes", "2"]

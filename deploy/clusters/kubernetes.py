@@ -71,9 +71,14 @@ def write(config: RunConfig, folder: Path, run_folder: Path) -> list[Path]:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             if private:
                 os.fchmod(descriptor, 0o600)
-            yaml.dump_all(documents, file, Dumper=_Dumper, sort_keys=False, width=120)
+            file.write(as_text(documents))
         written.append(path)
     return written
+
+
+def as_text(documents: list[Manifest]) -> str:
+    """Return documents as YAML."""
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -121,6 +126,7 @@ def manifests(config: RunConfig, run_folder: Path) -> dict[str, list[Manifest]]:
 def _check(config: RunConfig) -> None:
     check_token(config)
     cluster = config.cluster
+    Parts.of(config)
     if cluster.image is None:
         raise ConfigError(
             "cluster.image is not set: build deploy/Containerfile, with your task and model in it, and name the image "

@@ -16,14 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from protocol import access
 from protocol.config import load
 from tests.deploy.clusters.typed import output, slipstream
 from tests.kit.ports import free_port
 from tests.nights.audit import of_files
 
 NOTICE_S = 30.0
-STEPS = 60
-WITHIN_S = 300.0
+STEPS = 100
+WITHIN_S = 400.0
 
 # Longer than the notice: what this server is asked, it never finishes.
 SLOW = {"FAKE_LATENCY_S": "600"}
@@ -34,6 +35,14 @@ def until(true: Callable[[], object]) -> None:
     while not true():
         assert time.monotonic() < deadline, "not reached"
         time.sleep(0.2)
+
+
+def answers(url: str) -> bool:
+    try:
+        urllib.request.urlopen(url + access.HEALTH, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def running(port: int) -> float:
@@ -77,7 +86,8 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
 
     with slipstream("up", file, *example, "--learner.steps", str(STEPS)) as up:
         try:
-            until(lambda: here().get("vllm-0") == "serving" or up.poll() is not None)
+            # They come while the learner loads, so that the run does not end before they take part.
+            until(lambda: answers(url) or up.poll() is not None)
             for name, value in SLOW.items():
                 monkeypatch.setenv(name, value)
             port = free_port()

@@ -18,6 +18,7 @@ import pytest
 
 from protocol import access
 from protocol.config import load
+from tests.deploy.clusters.conftest import SECRET
 from tests.deploy.clusters.typed import output, slipstream
 from tests.kit.ports import free_port
 from tests.nights.audit import of_files
@@ -47,8 +48,9 @@ def answers(url: str) -> bool:
 
 def running(port: int) -> float:
     """Return how many requests a server has at work; 0 if it does not answer."""
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/metrics", headers={"Authorization": f"Bearer {SECRET}"})
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(asked, timeout=5) as answer:
             found = re.search(r"vllm:num_requests_running\S* ([0-9.]+)", answer.read().decode())
     except OSError:
         return 0
@@ -75,7 +77,7 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
     """I1."""
     file, run_dir = str(tmp_path / "run.toml"), tmp_path / "runs" / "example"
     url = load(Path(file), example).queue.local_url
-    spot = [*example, "--vllm.drain_timeout_s", "10"]
+    settings, spot = [*example, "--vllm.drain_timeout_s", "10"], list[subprocess.Popen[str]]()
 
     def here() -> dict[str, str]:
         """Return what each server and worker of the run does."""
@@ -92,15 +94,16 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
                 monkeypatch.setenv(name, value)
             port = free_port()
             words = ("--vllm.port", str(port), "--join", url, "--name", "spot-server")
-            server = slipstream("vllm", file, *spot, *words)
-            worker = slipstream("worker", file, *spot, "--queue", url, "--name", "spot-worker")
+            spot.append(slipstream("vllm", file, *settings, *words))
+            spot.append(slipstream("worker", file, *settings, "--queue", url, "--name", "spot-worker"))
             until(lambda: (running(port) and "spot-worker" in here()) or up.poll() is not None)
             assert up.poll() is None, up.communicate()
-            assert ends_within_notice([server, worker]) == [0, 0]
+            assert ends_within_notice(spot) == [0, 0]
             assert here().get("spot-worker", "left") == "left"
             assert "spot-server" not in here()
             told, _ = up.communicate(timeout=WITHIN_S)
             assert up.returncode == 0, told
         finally:
-            up.terminate()
+            for process in (up, *spot):
+                process.terminate()
     assert of_files(run_dir, STEPS) == []

@@ -104,6 +104,10 @@ def every_command_line() -> list[str]:
             "partition",
         ),
         (
+            ["--cluster.learner_nodes", "2"],
+            "cluster.learner_nodes = 2: learner.ranks = 1 cannot be divided among them; choose a number that divides it",
+        ),
+        (
             ["--cluster.head_cpus", "9"],
             "cluster.head_cpus = 9: no node of partition main has more than 8 CPU cores; lower it, or name another "
             "partition",

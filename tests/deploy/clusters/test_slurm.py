@@ -105,7 +105,8 @@ def every_command_line() -> list[str]:
         ),
         (
             ["--cluster.learner_nodes", "2"],
-            "cluster.learner_nodes = 2: learner.ranks = 1 cannot be divided among them; choose a number that divides it",
+            "cluster.learner_nodes = 2: learner.ranks = 1 cannot be divided among them; choose a number that divides "
+            "it",
         ),
         (
             ["--cluster.head_cpus", "9"],

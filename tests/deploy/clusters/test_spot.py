@@ -98,7 +98,7 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
             spot.append(slipstream("worker", file, *settings, "--queue", url, "--name", "spot-worker"))
             until(lambda: (running(port) and "spot-worker" in here()) or up.poll() is not None)
             assert up.poll() is None, up.communicate()
-            assert ends_within_notice(spot) == [0, 0]
+            assert ends_within_notice(spot) == [0, 143]
             assert here().get("spot-worker", "left") == "left"
             assert "spot-server" not in here()
             told, _ = up.communicate(timeout=WITHIN_S)

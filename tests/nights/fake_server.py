@@ -145,13 +145,14 @@ class ReceivingEnd:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
-    asyncio.run(serve(arguments.model, arguments.port))
+    asyncio.run(serve(arguments.model, arguments.host, arguments.port))
 
 
-async def serve(model: str, port: int) -> None:
+async def serve(model: str, host: str, port: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine = WeighedEngine(
         policy=scripted(tokenizer, now_and_then_wrong),
@@ -169,7 +170,7 @@ async def serve(model: str, port: int) -> None:
         return web.json_response({})
 
     fake.app.add_routes([web.post("/_wrong_swap", swap_wrongly)])
-    async with serving(fake, port=port):
+    async with serving(fake, host, port):
         await asyncio.Event().wait()
 
 

@@ -197,8 +197,8 @@ async def _drain(
 ) -> float:
     """Take the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
 
-    After its own `vllm.drain_timeout_s`, which may be less than the run's, it is removed with requests at work, which go
-    on elsewhere.
+    After its own `vllm.drain_timeout_s`, which may be less than the run's, it is removed with requests at work, which
+    go on elsewhere.
 
     Args:
         silent: Whether the queue did not answer the last look; then it is not waited for.

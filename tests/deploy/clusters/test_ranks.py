@@ -47,7 +47,7 @@ def until(true: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("on", "rank"),
     [
-        ("local", "1"),
+        pytest.param("local", "1", marks=pytest.mark.wide),
         pytest.param("slurm", "1", marks=pytest.mark.slurm),
         pytest.param("slurm", "0", marks=pytest.mark.slurm),
         pytest.param("ray", "1", marks=pytest.mark.ray),
@@ -56,7 +56,6 @@ def until(true: Callable[[], object]) -> None:
 def test_a_rank_that_is_killed_restarts_all_ranks_and_the_rest_of_the_run_goes_on(
     on: str, rank: str, example: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """I1, I2."""
     run_dir, words = tmp_path / "runs" / "example", [*example, "--learner.ranks", "2", "--learner.steps", str(STEPS)]
     if on != "local":
         request.getfixturevalue(f"{on}_here")

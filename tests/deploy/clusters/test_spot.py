@@ -70,11 +70,11 @@ def ends_within_notice(processes: list[subprocess.Popen[str]]) -> list[int]:
     return [process.wait() for process in processes]
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_counted_twice(
     example: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """I1."""
     file, run_dir = str(tmp_path / "run.toml"), tmp_path / "runs" / "example"
     url = load(Path(file), example).queue.local_url
     settings, spot = [*example, "--vllm.drain_timeout_s", "10"], list[subprocess.Popen[str]]()

@@ -127,7 +127,7 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signals.put_nowait, number)
-        # In a session of its own, so that Ctrl-C reaches this process alone. If this process is killed, the guard ends it.
+        # In a session of its own, so that Ctrl-C reaches this process alone. The guard ends it if this one is killed.
         child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
         guard = ProcessGuard(BUSY_GRACE_S)
         guard.add(child.pid)

@@ -18,7 +18,7 @@ from deploy.servers import joining, servers, vllm_server
 from protocol import access
 from protocol.client import QueueClient, QueueRefused, Unreachable
 from protocol.config import ConfigError, RunConfig
-from protocol.messages import BeginSession, Server, ServerState
+from protocol.messages import BeginSession, Server, ServerState, WorkerReport
 from protocol.status import ServerStatus
 from rollout_worker.user_code.process_guard import signal_group
 from tests.deploy.stage import is_running, until
@@ -260,6 +260,29 @@ async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert down.reason == "its process ended with code 137"
     until(lambda: not is_running(int(mark.read_text())))
+
+
+async def test_a_server_leaves_after_its_own_drain_timeout_though_the_run_has_a_longer_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A spot machine has 30 s of notice; it waited for the run's time."""
+    mark = tmp_path / "up"
+    run, own = (config(vllm={"drain_timeout_s": seconds}) for seconds in (600, 1))
+    async with serving(run) as queue, QueueClient(queue.url, "t", patience_s=5.0) as client:
+        plan = joining.ServerJoin("mine", "http://127.0.0.1:1", queue.url, 64)
+        running = asyncio.create_task(
+            joining.run_server(own, plan, ["/bin/sh", "-c", CHILD, "sh", str(mark)], os.environ)
+        )
+        async with asyncio.timeout(60):
+            while not mark.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await client.begin_session(BeginSession(0, 0, 100, resume=False))
+        await serve_version(client, 0, "mine")
+        await client.heartbeat(WorkerReport("w", [], draining={"mine": 1}))
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert await asyncio.wait_for(running, 30) == 0
+        assert "mine" not in [server.name for server in await client.servers()]
+    assert "vllm.drain_timeout_s = 1 is over" in caplog.text
 
 
 CHILD_OF_KILLED = """

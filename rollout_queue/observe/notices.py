@@ -47,7 +47,7 @@ class Notices:
 
     def __init__(self) -> None:
         self._said: deque[_Said] = deque(maxlen=MAX_NOTICES)
-        self._known: dict[tuple[str, str], _Said] = {}
+        self._known: dict[tuple[str, str, int], _Said] = {}
         self._repeated: dict[int, None] = {}
         self._count = 0
 
@@ -56,7 +56,9 @@ class Notices:
         """Notices ever given."""
         return self._count
 
-    def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
+    def say(
+        self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None, times: int = 1
+    ) -> None:
         """Add a notice unless it was given before.
 
         Args:
@@ -65,8 +67,9 @@ class Notices:
             now: Current time, seconds.
             who: The worker or process that it is about.
             key: Notices of one kind and key are the same, whatever their texts.
+            times: As in `protocol.messages.Notice`: told again, it is another notice.
         """
-        given = hash((kind, text, who, key))
+        given = hash((kind, text, who, key, times))
         if given in self._repeated:
             return
         self._repeated[given] = None
@@ -77,7 +80,7 @@ class Notices:
         text = printable(text[:MAX_CHARACTERS])
         who = who and printable(who).replace("\n", " ")
         nameless = text.replace(who, "") if who and len(who) >= _MIN_NAME_CHARACTERS else text
-        name = (kind, _NUMBERS.sub("0", nameless) if key is None else key)
+        name = (kind, _NUMBERS.sub("0", nameless) if key is None else key, times)
         if (known := self._known.get(name)) is not None:
             if who and who != known.who:
                 known.others.add(who)

@@ -36,6 +36,20 @@ def test_a_notice_is_said_once_whatever_its_numbers() -> None:
     ]
 
 
+def test_what_a_worker_tells_again_is_another_notice_once() -> None:
+    notices = Notices()
+    for heartbeat in range(3):
+        for times in (1, 2, 3):
+            text = "tool search failed" + (f"; again, after {times} min without" if times > 1 else "")
+            notices.say("tool", text, 10.0 * heartbeat, "w", times=times)
+            notices.say("tool", text, 10.0 * heartbeat, "v", times=times)
+    assert [(notice.text, notice.count) for notice in notices.list(30.0)] == [
+        ("tool search failed", 2),
+        ("tool search failed; again, after 2 min without", 2),
+        ("tool search failed; again, after 3 min without", 2),
+    ]
+
+
 def test_what_many_workers_say_is_one_notice_that_counts_them() -> None:
     notices = Notices()
     for again in range(3):

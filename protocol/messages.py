@@ -309,12 +309,10 @@ class Notice(msgspec.Struct, frozen=True):
         kind: Of a worker: tool, environment, agent, reward, row, prompt, episode, ticket, server, or code where user
             code hangs or blocks others. Of the learner: checkpoint, batch or server.
         text: The failure, with the error, file and line.
-        times: How often it has been told: more than once if it was over in between.
     """
 
     kind: str
     text: str
-    times: int = 1
 
 
 class TicketRequest(msgspec.Struct):

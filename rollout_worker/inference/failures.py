@@ -191,13 +191,11 @@ class _Kept:
         place: Of their notice, among all.
         last_at: When the newest came.
         count: How many have come.
-        times: How often they were told.
     """
 
     place: int
     last_at: float
     count: int = 1
-    times: int = 1
 
 
 class FailureNotices:
@@ -233,13 +231,12 @@ class FailureNotices:
             kept.count += 1
             if since_s < AGAIN_AFTER_S:
                 return
-            kept.times += 1
             again = f"; again, after {since_s / 60:.0f} min without, and {kept.count - 1:,} like it before"
         place = f" ({where[-MAX_CHARACTERS // 2 :]})" if where else ""
         room = MAX_CHARACTERS - len(place) - len(again)
         whole = " ".join(text.split())
         shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place + again
-        notice = Notice(kind, encodable(shown), kept.times)
+        notice = Notice(kind, encodable(shown))
         self.found[kept.place : kept.place + 1] = [notice]
         logger.warning("%s; others like it are only counted", notice.text)
         self.on_new()

@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--schedule", type=Path, help="play this file in place of what the seed draws")
     parser.add_argument("--shrink", action="store_true", help="if a rule is broken, find the faults that break it")
     parser.add_argument("--out", type=Path, help="write the outcome there, as JSON")
+    parser.add_argument("--keep", type=Path, help="copy the run's directory there, and all that was heard")
     arguments = parser.parse_args()
     every_s = arguments.every or (5.0 if arguments.fake else 30.0)
     faults = [
@@ -54,7 +55,7 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say)
+    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say, arguments.keep)
     report(outcome)
     if arguments.out:
         arguments.out.write_text(json.dumps(outcome.as_dict(), indent=1), encoding="utf-8")
@@ -113,6 +114,13 @@ def report(outcome: Outcome) -> None:
         f"{outcome.labels.worst:.2g} nats off; reward {outcome.reward[0]:.3f} to {outcome.reward[1]:.3f}"
     )
     print(f"growth: {json.dumps(outcome.growth)}; logs: {json.dumps(outcome.log_bytes)}")
+    for name, trends in sorted(outcome.trends.items()):
+        parts = [
+            f"{what} {of.first_half / unit:+.1f} then {of.second_half / unit:+.1f}{' MB' if unit > 1 else ''}"
+            for what, of in trends.items()
+            for unit in [1e6 if what == "memory" else 1.0]
+        ]
+        print(f"  {name}, an hour in the halves of its longest life: {', '.join(parts)}")
     for text in outcome.broken:
         print(f"BROKEN: {text}")
 

@@ -70,6 +70,7 @@ class Outcome:
     broken: list[str] = field(default_factory=list)
     labels: audit.Labels = field(default_factory=audit.Labels)
     growth: dict[str, dict[str, int]] = field(default_factory=dict)
+    trends: dict[str, dict[str, audit.Trend]] = field(default_factory=dict)
     log_bytes: dict[str, int] = field(default_factory=dict)
     reward: tuple[float, float] = (0.0, 0.0)
 
@@ -136,7 +137,7 @@ class Night:
         for of in found.strikes:
             found.broken += of.broken
         found.broken += [*audit.of_files(fleet.run_dir, steps), *self._growth.broken()]
-        found.growth = self._growth.table()
+        found.growth, found.trends = self._growth.table(), self._growth.trends()
         found.labels = audit.labels(fleet.run_dir, fleet.kept, fleet.model, fleet.seed)
         if found.labels.worst > audit.TOLERANCE:
             found.broken.append(f"a label is {found.labels.worst:.2g} nats off")
@@ -229,9 +230,19 @@ class Night:
 
 
 def play(
-    schedule: Sequence[Strike], seed: int, fake: bool, every_s: float, model: Path | None = None, say: Any = print
+    schedule: Sequence[Strike],
+    seed: int,
+    fake: bool,
+    every_s: float,
+    model: Path | None = None,
+    say: Any = print,
+    keep: Path | None = None,
 ) -> Outcome:
-    """Play a schedule with a new fleet, in a folder that is deleted if nothing was broken."""
+    """Play a schedule with a new fleet, in a folder that is deleted if nothing was broken.
+
+    Args:
+        keep: Where the run's directory and all that was heard are copied to, for `slipstream report`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="night-"))
     with ExitStack() as stack:
         if has_disk_of_its_own(folder / "runs"):
@@ -241,6 +252,10 @@ def play(
             outcome = Night(fleet, every_s).play(schedule, say)
         finally:
             (folder / "heard.txt").write_text("\n".join(f"{line.at:.1f} {line}" for line in fleet.watch.lines))
+            if keep is not None:
+                big = shutil.ignore_patterns("checkpoints", "queue-groups")
+                shutil.copytree(fleet.run_dir, keep, ignore=big, dirs_exist_ok=True)
+                shutil.copy(folder / "heard.txt", keep)
         if outcome.broken:
             shutil.copytree(folder / "runs", folder / "kept-runs", ignore=shutil.ignore_patterns("filler"))
             print(f"broken; what is left is in {folder}", file=sys.stderr)

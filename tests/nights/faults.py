@@ -93,7 +93,7 @@ FAULTS = (
     Fault("sleep", "server", r"sleep: 403", 5),
     Fault("wrong token", "run", r"wrong token: (401|403)", 5),
     Fault("worker with a wrong token", "run", r"stranger.*SLIPSTREAM_TOKEN", 30, weight=1),
-    Fault("two learners", "learner", r"second.*the learner of this run lives", 60, weight=1, places=EVERYWHERE),
+    Fault("two learners", "learner", r"second.*the learner of this run lives", 100, weight=1, places=EVERYWHERE),
     Fault("two queues", "queue", r"second.*(in use|another|already)", 20, weight=1),
     Fault("worker with other data", "run", r"other\b.*the data set has 50 rows", 45, weight=1),
     Fault(
@@ -124,3 +124,8 @@ BY_NAME = {fault.name: fault for fault in FAULTS}
 def possible(place: Place) -> list[Fault]:
     """List the faults that can be put in there."""
     return [fault for fault in FAULTS if place in fault.places]
+
+
+def quick(place: Place) -> list[Fault]:
+    """List those that a run has told and borne in seconds, so that many fit into a minute."""
+    return [fault for fault in possible(place) if fault.within_s <= 20]

@@ -24,6 +24,8 @@ STARTS_WITHIN_S = 300.0
 # After a fault is undone, a step is made within so many seconds, restarts of the whole run included.
 STEPS_WITHIN_S = {True: 60.0, False: 150.0}
 QUIET_WITHIN_S = 120.0
+# Processes that wait for a core, for each core, from which on a run is given more time: others use the machine too.
+BUSY = 4.0
 STEPS_AT_THE_END = 5
 DISK_BYTES = 400 << 20
 
@@ -115,7 +117,7 @@ class Night:
                 threads[-1].start()
             for thread in threads:
                 thread.join(300)
-            if schedule and not self._wait(self._whole, QUIET_WITHIN_S):
+            if schedule and not self._wait(self._whole, QUIET_WITHIN_S * slowness()):
                 broken.append(f"not whole again after {QUIET_WITHIN_S:g} s: {'; '.join(self._ailing())}")
             self._over.set()
             keeping.join()
@@ -173,12 +175,12 @@ class Night:
                 time.sleep(strike.lasts_s)
             ended = time.monotonic()
             pattern = strike.of.says.format(target=of.target)
-            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) + strike.lasts_s
+            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) * slowness() + strike.lasts_s
             if pattern:
                 self._wait(lambda: watch.first(pattern, began) is not None, began + within_s - time.monotonic())
                 if (line := watch.first(pattern, began)) is not None:
                     of.line, of.after_s = str(line)[:300], round(line.at - began, 1)
-            steps = STEPS_WITHIN_S[self._fleet.fake]
+            steps = STEPS_WITHIN_S[self._fleet.fake] * slowness()
             self._wait(lambda: watch.steps[-1][0] > ended, steps)
             made = [at for at, _ in watch.steps if at > ended]
             of.step_after_s = round(made[0] - ended, 1) if made else None
@@ -262,6 +264,11 @@ def play(
     if not outcome.broken:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def slowness() -> float:
+    """How many times slower than a quiet machine this one may be now."""
+    return max(1.0, os.getloadavg()[0] / (BUSY * (os.cpu_count() or 1)))
 
 
 def has_disk_of_its_own(folder: Path) -> bool:

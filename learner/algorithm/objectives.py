@@ -260,6 +260,19 @@ class Cispo(RatioObjective):
         return Terms(losses, {"cispo_clip_ratio": (ratio > highest) & (tokens.advantages > 0)})
 
 
+class SequenceCispo(Cispo):
+    """cispo with GSPO's ratio, s = exp(mean of log p / p_old over the rollout), in the place of each token's own: loss
+    = -sg(min(s, 1 + clip_high)) A log p. TRL: `importance_sampling_level = "sequence"` with `loss_type = "cispo"`.
+
+    Choose it where cispo's ratios of single tokens are noise, as with mixtures of experts.
+    """
+
+    by_rollout = True
+
+    def ratio(self, tokens: Tokens, own: torch.Tensor) -> torch.Tensor:
+        return bounded(tokens.rollout_log_ratio() / tokens.lengths).exp()
+
+
 # Values of `dppo_threshold = "auto"`, which the authors use for each divergence (verl, examples/dppo_trainer).
 THRESHOLDS = {"tv": 0.15, "kl": 0.05}
 
@@ -372,6 +385,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "gspo": Gspo,
     "sequence_clip": SequenceClip,
     "cispo": Cispo,
+    "sequence_cispo": SequenceCispo,
     "dppo": Dppo,
     "sapo": Sapo,
     "vespo": Vespo,

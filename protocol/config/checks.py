@@ -23,7 +23,7 @@ from protocol.config.sections import (
     WeightSyncSection,
     WorkerSection,
 )
-from protocol.config.sections.algorithm import CLIPPED
+from protocol.config.sections.algorithm import CLIPPED, WEIGHED
 from protocol.config.sections.base import toml_value
 from protocol.config.sections.learner import SHARDED
 from protocol.config.sections.presets import PRESETS
@@ -135,7 +135,7 @@ READERS: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "reward_clip": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
     "kl_in_reward": {"advantage": ("grpo", "async_grpo", "dr_grpo", "rloo", "batch")},
     "clip_low": {"objective": CLIPPED},
-    "clip_high": {"objective": (*CLIPPED, "cispo")},
+    "clip_high": {"objective": (*CLIPPED, *WEIGHED)},
     "delta": {"objective": CLIPPED},
     "dppo_divergence": {"objective": ("dppo",)},
     "dppo_threshold": {"objective": ("dppo",)},

@@ -11,7 +11,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -23,14 +23,14 @@ from protocol import reasons
 from protocol.addresses import McpServerAddress, mcp_server
 from protocol.config import ConfigError
 from protocol.config.text import nearest
-from rollout_worker.tools.base import NAME
+from rollout_worker.tools.base import NAME, Content
 from rollout_worker.tools.mcp_connection import McpFailed, McpServer, shown, taken_note_of
 from rollout_worker.user_code import UserCodeError
 from rollout_worker.user_code.values import encodable
 
 if TYPE_CHECKING:
     from mcp import Client
-    from mcp.types import CallToolResult
+    from mcp.types import ContentBlock
 
 
 _log = logging.getLogger(__name__)
@@ -41,6 +41,9 @@ ENDED_WITHIN_S = 5.0
 
 MAX_TOOLS = 512
 
+# Type of a part that the policy cannot be shown.
+_LEFT_OUT = "left out"
+
 # A longer list of tools means a broken server.
 _MAX_PAGES = 1000
 
@@ -50,7 +53,10 @@ class McpTool:
 
     Attributes:
         schema: JSON schema of the tool, with the parameters as the server gives them.
+        see: Opens the images of a result, and blocks; None for a policy that reads text alone.
     """
+
+    see: Callable[[object], Content] | None = None
 
     def __init__(self, server: McpServer, thread: _LoopThread, name: str, schema: dict[str, Any]) -> None:
         self.schema = schema
@@ -59,8 +65,8 @@ class McpTool:
         self._thread = thread
         self._name = name
 
-    async def call(self, arguments: dict[str, Any], timeout_s: float) -> str:
-        call = asyncio.ensure_future(self._thread.run(self._server.use(lambda client: self._text(client, arguments))))
+    async def call(self, arguments: dict[str, Any], timeout_s: float) -> Content:
+        call = asyncio.ensure_future(self._thread.run(self._server.use(lambda client: self._ask(client, arguments))))
         try:
             await asyncio.wait({call}, timeout=timeout_s)
         finally:
@@ -70,8 +76,8 @@ class McpTool:
         if not call.done():
             raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, None)
         try:
-            text: str = call.result()
-            return text
+            content: Content = call.result()
+            return content
         except UserCodeError:
             raise
         except McpFailed as error:
@@ -79,12 +85,14 @@ class McpTool:
         except Exception as error:  # the library raises many types on an answer that is not MCP
             raise UserCodeError(f"{type(error).__name__}: {error}"[:500], type(error).__name__, None) from None
 
-    async def _text(self, client: Client, arguments: dict[str, Any]) -> str:
+    async def _ask(self, client: Client, arguments: dict[str, Any]) -> Content:
         result = await client.call_tool(self._name, arguments)
-        text = _text_of(result)
+        parts = [*map(_part_of, result.content)]
         if result.is_error:
-            raise UserCodeError(text, "isError", None)
-        return text
+            raise UserCodeError(_text_of(parts, None), "isError", None)
+        if self.see is not None and any(part["type"] == "image" for part in parts):
+            return await asyncio.to_thread(self.see, [part for part in parts if part["type"] != _LEFT_OUT])
+        return _text_of(parts, result.structured_content)
 
 
 def check_addresses(addresses: Sequence[str | Mapping[str, Any] | McpServerAddress]) -> None:
@@ -279,19 +287,29 @@ def _remedy(server: McpServer) -> str:
     return "start it, or fix its address"
 
 
-def _text_of(result: CallToolResult) -> str:
-    """Convert a result to text.
+def _part_of(part: ContentBlock) -> dict[str, Any]:
+    """Return a part of a result as one of a message: a text, an image, or one of type `_LEFT_OUT` that says what it
+    was."""
+    if part.type == "image":
+        return {"type": "image", "image": part.data}
+    if part.type == "resource_link":
+        about = "".join(f", {value}" for value in (part.mime_type, part.description) if value)
+        return {"type": "text", "text": encodable(f"{part.title or part.name}: {part.uri}{about}")}
+    resource = getattr(part, "resource", part)
+    if isinstance(text := getattr(resource, "text", None), str):
+        return {"type": "text", "text": encodable(text)}
+    uri = getattr(resource, "uri", None)
+    return {"type": _LEFT_OUT, "text": part.type if uri is None else f"{part.type} {uri}"}
+
+
+def _text_of(parts: Sequence[Mapping[str, Any]], structured: Any) -> str:
+    """Convert the parts of a result to text.
 
     Text parts are joined by newlines. Structured content becomes JSON only if there is no text, because the text would
     say the same. Notes at the end name the parts that are not text and were left out.
     """
-    texts, notes = [], []
-    for part in result.content:
-        resource = getattr(part, "resource", part)
-        if isinstance(text := getattr(resource, "text", None), str):
-            texts.append(text)
-        else:
-            notes.append(f"({part.type} left out)")
-    if not texts and result.structured_content is not None:
-        texts.append(json.dumps(result.structured_content, ensure_ascii=False))
+    texts = [part["text"] for part in parts if part["type"] == "text"]
+    if not texts and structured is not None:
+        texts.append(json.dumps(structured, ensure_ascii=False))
+    notes = [f"({part.get('text', 'image')} left out)" for part in parts if part["type"] != "text"]
     return encodable("\n".join([*texts, *notes]))

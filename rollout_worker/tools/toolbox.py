@@ -82,6 +82,7 @@ class ToolBox:
         images: ImageProcessor | None = None,
     ) -> None:
         self._read = partial(as_content, images=images)
+        self._sees = images is not None
         self._code = code or UserCode()
         self._timeout_s = timeout_s
         self._isolated = cast("IsolatedCode", self._code) if isolated else None
@@ -168,6 +169,8 @@ class ToolBox:
             raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
         if isinstance(tool, FunctionTool | GuardedTool):
             tool.read = self._read
+        elif isinstance(tool, McpTool) and self._sees:
+            tool.see = self._read
         self._tools[name] = _Entry(tool, checked, counted_as(name, len(self._tools)))
 
     async def _run(self, call: ToolCall | MalformedCall) -> ToolResult:

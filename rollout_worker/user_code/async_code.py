@@ -4,7 +4,8 @@ Invariant: no user code that runs on the loop can end it, and no call waits long
 
 All async code shares one event loop, so that objects bound to a loop (a session, a lock) work from call to call. The
 loop is pinged each second. After `MAX_UNANSWERED` pings without an answer it counts as blocked: a sample of its stack
-names the culprit, and new calls go to another loop until it answers again. Calls that are on a blocked loop stay there.
+names the culprit, and new calls go to another loop until it answers again. Those with much time, as of agents, wait for
+it up to `MAX_PATIENCE` pings first, since what is bound to a loop fails on another. Calls on a blocked loop stay there.
 A machine that has no time for the loop has none for the caller's either, so a ping does not count while the caller's
 own loop is late. All decisions are made on the caller's loop.
 """
@@ -40,6 +41,9 @@ from rollout_worker.user_code.values import encodable
 MAX_LOOPS = 4
 
 MAX_UNANSWERED = 10
+
+# Pings for which a call waits for a blocked loop before it goes to another: a tenth of its seconds, up to this.
+MAX_PATIENCE = 60
 
 # A cancelled coroutine, or a job that nobody waits for any more, counts as hung if it runs on for so many pings.
 _PINGS_TO_END = 2
@@ -119,7 +123,12 @@ class EventLoop:
     @property
     def blocked(self) -> bool:
         """True if code on the loop does not return control."""
-        return self._answered != self._asked and self._unanswered >= MAX_UNANSWERED
+        return self.unanswered >= MAX_UNANSWERED
+
+    @property
+    def unanswered(self) -> int:
+        """Number of pings for which code on the loop has not returned control."""
+        return self._unanswered if self._answered != self._asked else 0
 
     def ping(self, counts: bool) -> None:
         """Ask the loop to respond. If it has not responded to the last ping, count that if it `counts`."""
@@ -289,7 +298,7 @@ class Loops:
         return f"all {MAX_LOOPS} event loops of async code are blocked, by {', '.join(told) or 'code that has ended'}"
 
     def begin(self, call: Call) -> None:
-        """Run the call on the first loop that is not blocked, or on a new one.
+        """Run the call on the first loop that is not blocked, or not for long, or on a new one.
 
         Raises:
             NotCalled: There are `MAX_LOOPS` loops, and every one is blocked.
@@ -298,7 +307,8 @@ class Loops:
         if self._executor is None:
             self._executor = ThreadExecutor(self._threads, _PINGS_TO_END * self._ping_s)
         self._executor.caller = call.loop
-        home = next((loop for loop in self._loops if not loop.blocked), None)
+        patience = max(MAX_UNANSWERED, min(MAX_PATIENCE, (call.timeout_s or 0.0) / 10))
+        home = next((loop for loop in self._loops if loop.unanswered < patience), None)
         if home is None:
             if len(self._loops) == MAX_LOOPS:
                 text = f"not called: all {MAX_LOOPS} event loops are blocked; await in async code, or write it as def"

@@ -40,6 +40,8 @@ class Face:
     _logged: list[dict[str, Any]]
     # Whether this trainer has trained: what stands in its run directory before that is another's.
     _trained: bool
+    # Rows of the data set; None where it is read as it comes.
+    _rows: int | None
     _processing_class: Any
     _tokenizer: str | None
     _peft_config: Any
@@ -51,9 +53,17 @@ class Face:
     @property
     def state(self) -> TrainerState:
         """What the run has done so far, as transformers' `TrainerState`."""
-        state = read_state(self.run_dir, self._logged) if self._trained else TrainerState(log_history=[*self._logged])
+        if self._trained:
+            state = read_state(self.run_dir, self._logged, self._steps_per_epoch())
+        else:
+            state = TrainerState(log_history=[*self._logged])
         state.max_steps = max(int(self.args.field("max_steps") or 0), state.global_step)
         return state
+
+    def _steps_per_epoch(self) -> float | None:
+        """Return the steps in which each row of the data set is drawn once; None where its rows are not counted."""
+        groups = self.translated(None).sections["learner"]["groups_per_step"]
+        return self._rows / groups if self._rows else None
 
     @property
     def model(self) -> Any:
@@ -153,11 +163,16 @@ class Face:
         """Copy the newest checkpoint's model to `output_dir`, by default the run directory.
 
         With `load_best_model_at_end` it is the best checkpoint's. An adapter is merged into the model, and copied to
-        `adapter/` as well.
+        `adapter/` as well. Before the first checkpoint, `model` and `processing_class` are saved as they are.
         """
         if loading_a_task() is not None:
             return
-        newest, target = self._model("save_model"), Path(output_dir or self.run_dir)
+        found, target = self._checkpoint(), Path(output_dir or self.run_dir)
+        if found is None:
+            self.model.save_pretrained(target)
+            self.processing_class.save_pretrained(target)
+            return
+        newest = found / checkpoints.MODEL
         shutil.copytree(newest, target, dirs_exist_ok=True)
         if (adapter := newest.parent / checkpoints.ADAPTER).is_dir():
             shutil.copytree(adapter, target / checkpoints.ADAPTER, dirs_exist_ok=True)

@@ -1,5 +1,5 @@
-"""The table of TRL's fields: the translation of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig (all of 1.16)
-and the TrainingArguments beneath them.
+"""The table of TRL's fields: the translation of each field of GRPOConfig, RLOOConfig, AsyncGRPOConfig (all of 1.16,
+and what is known of later releases) and the TrainingArguments beneath them.
 
 Nothing else decides that: the configs take the fields of this table, `translate` follows it, and
 `python -m docs.generate from_trl` writes the tables of docs/from_trl.md from it. The file is as long as the list of
@@ -138,6 +138,12 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "A",
             "nothing that was sampled is tokenised again, so there is nothing to reconcile",
         ),
+        _idle(
+            "packing",
+            "A",
+            "of releases after 1.16; `auto` computes what rollouts share once, as tree does, wherever the model can",
+            "`learner.layout`",
+        ),
         _idle("generation_batch_size", "GR", "generation does not go in batches: `worker.episodes` run at once"),
         _idle(
             "steps_per_generation",
@@ -237,7 +243,7 @@ TABLES: dict[str, tuple[Field, ...]] = {
             "importance_sampling_level",
             "G",
             "`learner.objective`",
-            '`"gspo"` for sequence; not with cispo, sapo and vespo',
+            '`"gspo"` for sequence, `"sequence_cispo"` with cispo; not with sapo and vespo',
             "token",
             "sequence",
         ),

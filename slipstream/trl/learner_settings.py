@@ -81,24 +81,25 @@ def _chosen(config: _Config, notes: list[str]) -> dict[str, Any]:
         return {"algorithm": "async_grpo", "objective": "ppo_clip"}
     loss, sequence = config.field("loss_type"), config.field("importance_sampling_level") == "sequence"
     algorithm, normaliser = _PRESETS[loss]
-    if loss in _OWN_OBJECTIVE and sequence:
+    if loss in ("sapo", "vespo") and sequence:
         raise ConfigError(
             f"{type(config).__name__}(importance_sampling_level='sequence') is not supported with loss_type={loss!r}, "
             f"which has a ratio of its own: leave it out"
         )
     if loss == "bnpo":
         notes.append("loss_type='bnpo' divides by the tokens of the whole step, as dapo does, not of a micro-batch")
-    if sequence and loss != "grpo":
+    if sequence and loss not in ("grpo", "cispo"):
         notes.append(
             f"importance_sampling_level='sequence' with loss_type={loss!r}: as in TRL each sequence counts by its "
             f"length; GSPO as in its paper is loss_type='grpo'"
         )
-    objective = loss if loss in _OWN_OBJECTIVE else "gspo" if sequence else "ppo_clip"
+    of_tokens = loss if loss in _OWN_OBJECTIVE else "ppo_clip"
+    of_sequences = "sequence_cispo" if loss == "cispo" else "gspo"
     together = config.field("multi_objective_aggregation") == "normalize_then_sum"
     return {
         "algorithm": "gspo" if loss == "grpo" and sequence else algorithm,
         "advantage": "gdpo" if together else _ADVANTAGES[config.field("scale_rewards")],
-        "objective": objective,
+        "objective": of_sequences if sequence else of_tokens,
         "normaliser": normaliser,
         **_own(config, loss),
         **_correction(config, loss, notes),

@@ -56,12 +56,13 @@ def script(cells: list[str]) -> str:
     return ast.unparse(ast.fix_missing_locations(ast.Module(parts, []))) + "\n"
 
 
-def run(run_dir: Path, start: int) -> None:
+def run(run_dir: Path, start: int, steps_per_epoch: float | None = None) -> None:
     """Run the notebook's cells up to a start of a run, and draw its progress.
 
     Args:
         run_dir: The run directory.
         start: Number of the start.
+        steps_per_epoch: As in `read_state`.
 
     Raises:
         ConfigError: A setting cannot work; nothing was started.
@@ -75,7 +76,7 @@ def run(run_dir: Path, start: int) -> None:
         with output.open("wb") as sink:
             process = subprocess.Popen([sys.executable, str(file)], stdout=sink, stderr=sink, env=environment)
             try:
-                _watch(process, run_dir)
+                _watch(process, run_dir, steps_per_epoch)
             except BaseException:
                 process.send_signal(signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -97,11 +98,11 @@ def failure(output: str, code: int) -> ConfigError | RunFailed:
     return RunFailed("\n".join(lines[-12:]) or f"the run ended with {code}", code)
 
 
-def _watch(process: subprocess.Popen[bytes], run_dir: Path) -> None:
+def _watch(process: subprocess.Popen[bytes], run_dir: Path, steps_per_epoch: float | None) -> None:
     shown, display = read_state(run_dir).global_step or -1, None  # what is there already is another run's
     while True:
         ended = process.poll() is not None
-        state = read_state(run_dir)
+        state = read_state(run_dir, (), steps_per_epoch)
         if state.global_step != shown:
             shown, display = state.global_step, _draw(state, display)
         if ended:

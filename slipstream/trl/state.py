@@ -39,18 +39,22 @@ class TrainerState:
         Path(json_path).write_text(json.dumps(asdict(self), indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
-def read_state(run_dir: Path, logged: Sequence[dict[str, Any]] = ()) -> TrainerState:
+def read_state(
+    run_dir: Path, logged: Sequence[dict[str, Any]] = (), steps_per_epoch: float | None = None
+) -> TrainerState:
     """Read the state of a run; that of no step where it has no journals.
 
     Args:
         run_dir: The run directory.
         logged: What the script has logged itself; stands in front of the run's end.
+        steps_per_epoch: Steps in which each row is drawn once; where None, epochs are counted as whole ones.
     """
     state = TrainerState()
     epoch_of: dict[int, float] = {}
     entries: list[tuple[int, int, dict[str, Any]]] = []
     for line in _lines(run_dir / "metrics.jsonl"):
-        epoch_of[line["step"]] = float(line.get("epoch") or 0)
+        epoch = line["step"] / steps_per_epoch if steps_per_epoch else float(line.get("epoch") or 0)
+        epoch_of[line["step"]] = line["epoch"] = epoch
         numbers = {name: value for name, value in line.items() if isinstance(value, int | float)}
         entries.append((line["step"], 0, {name: value for name, value in numbers.items() if "eval/" not in name}))
         state.global_step, state.epoch = line["step"], epoch_of[line["step"]]

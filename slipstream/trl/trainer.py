@@ -167,7 +167,7 @@ class _Trainer(Face):
                 f"{kind}: without a `train_dataset`, how long to train is said by max_steps; give it to "
                 f"{self.config.__name__}, such as max_steps=100"
             )
-        self._rows: int | None = _rows_of(train_dataset)
+        self._rows = _rows_of(train_dataset)
         if rollout_func is not None and (tools or environment_factory):
             other = "tools" if tools else "environment_factory"
             raise ConfigError(
@@ -281,7 +281,7 @@ class _Trainer(Face):
         for note in made.notes:
             print(f"slipstream: note: {note}", file=sys.stderr, flush=True)
         if notebook.is_one():
-            notebook.run(run_dir or self.run_dir, _starts)
+            notebook.run(run_dir or self.run_dir, _starts, self._steps_per_epoch())
             return
         only = os.environ.get(notebook.ONLY, str(_starts))
         if only != str(_starts):  # a training of a cell before, which has been made

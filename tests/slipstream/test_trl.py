@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from deploy.run import run_directory
 from learner import callbacks
@@ -34,6 +35,7 @@ from slipstream.trl.state import read_state
 from slipstream.trl.translate import check_fields, translate
 from tests import kit
 from tests.kit.fake_vllm.policies import scripted
+from tests.kit.model import save_tiny_model
 from tests.kit.worker import TOKENIZER, fake, roll
 from tests.slipstream.conftest import Script
 from tests.slipstream.test_script import PATCHED, run, sections, stand_in
@@ -715,7 +717,6 @@ def test_train_resumes_and_gives_what_transformers_gives(
     ("how", "says"),
     [
         (lambda: trainer.train("runs/a/checkpoint-5"), "a run goes on from its newest checkpoint, and rloo holds none"),
-        (trainer.save_model, "holds no checkpoint; call it after train"),
         (trainer.push_to_hub, "push_to_hub.*holds no checkpoint; call it after train"),
         (GRPOTrainer("./nowhere", accuracy, None, ROWS).train, "is not a global of any module"),
     ],
@@ -977,6 +978,33 @@ def test_the_state_is_that_of_transformers(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "state.json").read_text())["global_step"] == 2
 
 
+def test_epochs_are_fractions_where_the_rows_are_counted(tmp_path: Path) -> None:
+    journals(tmp_path / "mine", 3)
+    state = read_state(tmp_path / "mine", (), steps_per_epoch=2.0)
+    assert state.epoch == 1.5
+    assert [entry["epoch"] for entry in state.log_history] == [0.5, 0.5, 1.0, 1.5, 1.5]
+    fresh = GRPOTrainer(
+        "org/model",
+        accuracy,
+        GRPOConfig(str(tmp_path / "other"), max_steps=7, generation_batch_size=8),
+        [*ROWS] * 2,
+    )
+    journals(fresh.run_dir, 3)
+    fresh._trained = True
+    steps = fresh.translated(None).sections["learner"]["groups_per_step"]
+    assert fresh.state.epoch == 3 * steps / (2 * len(ROWS))
+
+
+def test_a_model_is_saved_before_it_trains_as_it_is(tmp_path: Path) -> None:
+    model = save_tiny_model(tmp_path / "model")
+    TOKENIZER.save_pretrained(model)
+    GRPOTrainer(str(model), accuracy, GRPOConfig(str(tmp_path / "mine")), ROWS).save_model(tmp_path / "saved")
+    before, after = (load_file(folder / "model.safetensors") for folder in (model, tmp_path / "saved"))
+    assert before.keys() == after.keys()
+    assert all(after[name].equal(value) for name, value in before.items())
+    assert (tmp_path / "saved" / "tokenizer.json").is_file()
+
+
 def test_a_run_of_before_is_not_the_trainer_s(tmp_path: Path) -> None:
     """Not until it trains."""
     fresh = GRPOTrainer("org/model", accuracy, GRPOConfig(str(tmp_path / "mine"), max_steps=7), ROWS)
@@ -996,7 +1024,12 @@ def test_the_face_of_transformers_trainer(
     assert trainer.accelerator.is_main_process
     assert trainer.is_world_process_zero()
     trainer.log_metrics("train", {"train_loss": 2.0, "samples": 3})
-    assert trainer.state.log_history[-2] == {"train_loss": 2.0, "train_samples": 3, "epoch": 0.0, "step": 3}
+    assert trainer.state.log_history[-2] == {
+        "train_loss": 2.0,
+        "train_samples": 3,
+        "epoch": trainer.state.epoch,
+        "step": 3,
+    }
     trainer.save_state()
     assert (trainer.run_dir / "trainer_state.json").is_file()
     with pytest.raises(AttributeError, match=r"has no attribute 'lr_scheduler'.*processes of their own"):

@@ -12,6 +12,8 @@ from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS, TIED_TO
 
 # The objectives with a clip: they read clip_low, clip_high and delta.
 CLIPPED = ("ppo_clip", "gspo", "sequence_clip")
+# Those whose bounded ratio weighs a token: they read clip_high.
+WEIGHED = ("cispo", "sequence_cispo")
 
 
 class ObjectiveSection(Section):
@@ -63,7 +65,16 @@ class ObjectiveSection(Section):
         why="the advantage has its own scale; TRL's",
     )
     objective: Literal[
-        "ppo_clip", "gspo", "sequence_clip", "cispo", "dppo", "sapo", "vespo", "importance", "reinforce"
+        "ppo_clip",
+        "gspo",
+        "sequence_clip",
+        "cispo",
+        "sequence_cispo",
+        "dppo",
+        "sapo",
+        "vespo",
+        "importance",
+        "reinforce",
     ] = setting(
         "ppo_clip",
         description="the loss of a token, from its advantage and its ratio, p of the policy that trains / p of the one "
@@ -81,7 +92,8 @@ class ObjectiveSection(Section):
         0.28,
         gt=-1,
         le=1000,
-        description="ppo_clip, gspo, sequence_clip, cispo: the ratio stays below 1 + clip_high; above 0, but for cispo",
+        description="ppo_clip, gspo, sequence_clip, cispo, sequence_cispo: the ratio stays below 1 + clip_high; "
+        "above 0, but for the last two",
         why="DAPO's: leaves rare tokens room to grow; cispo wants 4, gspo 4e-4",
     )
     delta: float | Literal["none"] = setting(
@@ -223,7 +235,7 @@ class ObjectiveSection(Section):
     @field_validator("clip_high")
     @classmethod
     def _clip_lets_the_ratio_grow(cls, value: float, info: ValidationInfo) -> float:
-        if value <= 0 and info.data.get("objective") != "cispo":
+        if value <= 0 and info.data.get("objective") not in WEIGHED:
             raise ValueError("must be above 0")
         return value
 

@@ -7,11 +7,13 @@ as a further word speaks that.
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import sys
 from typing import Any
 
 import mcp.types as types
+import PIL.Image
 from mcp.server.lowlevel import Server
 from mcp.server.mcpserver import Image, MCPServer
 
@@ -59,7 +61,18 @@ async def wait(seconds: float) -> str:
 @server.tool(structured_output=False)
 def picture() -> list[Any]:
     """Text and an image."""
-    return ["a cat", Image(data=b"\x89PNG", format="png")]
+    file = io.BytesIO()
+    PIL.Image.new("RGB", (32, 24), "red").save(file, "PNG")
+    return ["a cat", Image(data=file.getvalue(), format="png")]
+
+
+@server.tool(structured_output=False)
+def files() -> list[Any]:
+    """A link to a resource, one with its text, and one with bytes."""
+    link = types.ResourceLink(type="resource_link", name="report.csv", uri="file:///report.csv", mime_type="text/csv")
+    text = types.TextResourceContents(uri="file:///notes.txt", text="the notes")
+    data = types.BlobResourceContents(uri="file:///data.bin", blob="AAAA")
+    return [link, *(types.EmbeddedResource(type="resource", resource=each) for each in (text, data))]
 
 
 @server.tool()

@@ -73,6 +73,11 @@ FORMULAS: dict[str, tuple[dict[str, Any], str, Plain]] = {
     "gspo": ({}, "sequences", lambda new, old, a: clipped(mean_ratio(new, old), a)),
     "sequence_clip": ({}, "rollouts", lambda new, old, a: clipped(whole_ratio(new, old), a)),
     "cispo": ({}, "tokens", cispo),
+    "sequence_cispo": (
+        {},
+        "tokens",
+        lambda new, old, a: -mean_ratio(new, old).clamp(max=1.28).detach() * a * new,
+    ),
     "dppo": ({}, "tokens", dppo),
     "dppo kl": ({"objective": "dppo", "dppo_divergence": "kl"}, "tokens", dppo_kl),
     "sapo": ({}, "tokens", sapo),

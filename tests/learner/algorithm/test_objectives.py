@@ -20,6 +20,7 @@ HEAVIEST = {
     "gspo": 4.0,
     "sequence_clip": 4.0,
     "cispo": 1.28,
+    "sequence_cispo": 1.28,
     "dppo": 20.0,
     "sapo": 1.58,
     "vespo": 1.25,

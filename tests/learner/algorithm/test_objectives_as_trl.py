@@ -34,6 +34,10 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"objective": "gspo", "delta": 1.6, "normaliser": "sequences"},
     ),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 2.0}, {"objective": "cispo", "clip_high": 1.0}),
+    "sequence_cispo": (
+        {"loss_type": "cispo", "epsilon_high": 1.1, "importance_sampling_level": "sequence"},
+        {"objective": "sequence_cispo", "clip_high": 0.1},
+    ),
     "sapo": (
         {"loss_type": "sapo", "sapo_temperature_pos": 0.8, "sapo_temperature_neg": 1.3},
         {
@@ -149,6 +153,11 @@ def test_loss_gradient_and_figures_are_trl_s(name: str, seed: int) -> None:
     figures = objective.metrics({key: float(value) for key, value in result.sums.items()}, len(row.weights))
     shared = {key: value for key, value in logged.items() if key in figures}
     assert shared == pytest.approx({key: figures[key] for key in shared}, abs=1e-6)
-    counted = {"cispo": {"cispo_clip_ratio"}, "vespo": {"vespo/phi_seq_mean"}, "sapo": set()}
+    counted = {
+        "cispo": {"cispo_clip_ratio"},
+        "sequence_cispo": {"cispo_clip_ratio"},
+        "vespo": {"vespo/phi_seq_mean"},
+        "sapo": set(),
+    }
     clip = {f"clip_ratio/{side}_mean" for side in ("low", "high", "region")}
     assert set(shared) == counted.get(name, clip)

@@ -20,6 +20,7 @@ from mcp import MCPError
 
 from protocol import reasons
 from protocol.config import ConfigError
+from rollout_worker.chat.build import build_chat_format
 from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.tools import mcp, mcp_connection
 from rollout_worker.tools.mcp import check_addresses, mcp_tools
@@ -28,6 +29,7 @@ from rollout_worker.user_code import UserCodeError
 from tests.kit import WORKER, config
 from tests.kit.fake_vllm.policies import in_turn, scripted
 from tests.kit.ports import free_port
+from tests.kit.seeing import build_seeing
 from tests.kit.worker import TOKENIZER, fake, roll, task, until
 
 HERE = Path(__file__).parent
@@ -98,6 +100,9 @@ async def test_a_server_s_tools_are_called_over_either_transport(transport, monk
         coerced = await one(box, "add", a="20", b=22)
         assert (coerced.content, coerced.coerced) == ("42", True)
         assert (await one(box, "picture")).content == "a cat\n(image left out)"
+        assert (await one(box, "files")).content == (
+            "report.csv: file:///report.csv, text/csv\nthe notes\n(resource file:///data.bin left out)"
+        )
         failed = await one(box, "fail")
         assert (failed.reason, failed.counted_as) == (reasons.TOOL_RAISED, "fail")
         assert "fail" in json.loads(failed.content)["error"]
@@ -109,6 +114,16 @@ async def test_a_server_s_tools_are_called_over_either_transport(transport, monk
             assert (await one(box, "secret")).content == "None seen"
         results = await box.run([ToolCall("add", {"a": number, "b": 0}) for number in range(200)])
         assert [result.content for result in results] == [str(number) for number in range(200)]
+
+
+async def test_a_policy_that_sees_gets_a_server_s_images(tmp_path):
+    images = build_chat_format(config(model={"path": str(build_seeing(tmp_path))}, images={"enabled": True}), []).images
+    async with mcp_tools([STDIO], HERE) as tools:
+        box = ToolBox(tools, 60.0, images=images)
+        text, picture = (await one(box, "picture")).content
+        assert text == {"type": "text", "text": "a cat"}
+        assert (picture["type"], picture["image"].size) == ("image", (32, 24))
+        assert (await one(box, "add", a=20, b=22)).content == "42"
 
 
 async def test_all_pages_of_the_list_and_structured_content():

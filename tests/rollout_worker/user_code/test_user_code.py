@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from protocol import reasons
 from rollout_worker.user_code import Call, Kind, NotCalled, UserCode, UserCodeError, async_code, threads
-from rollout_worker.user_code.async_code import MAX_UNANSWERED
+from rollout_worker.user_code.async_code import MAX_PATIENCE, MAX_UNANSWERED
 from tests.kit.worker import until
 
 HERE = f"{__file__}:"
@@ -659,6 +659,32 @@ async def test_i9_what_belongs_to_another_loop_fails_with_the_remedy():
         await asyncio.wait([blocked])
 
 
+async def test_i9_a_call_with_much_time_waits_for_its_loop_before_it_goes_to_another():
+    """Clients that agents share belong to the first loop: 4 of 8 episodes failed beside one that slept."""
+    release = threading.Event()
+
+    async def where():
+        return asyncio.get_running_loop()
+
+    async def blocks():
+        release.wait()
+
+    async with UserCode(ping_s=0.01) as code:
+        alarms = Alarms(code)
+        first = await call(code, where)
+        blocked = asyncio.create_task(call(code, blocks, timeout_s=1e6))
+        await until(lambda: bool(alarms))
+        agent = asyncio.create_task(call(code, where, timeout_s=200.0))
+        assert await call(code, where) is not first
+        await asyncio.sleep(0.05)
+        assert not agent.done()
+        await until(lambda: code._loops._loops[0].unanswered >= MAX_PATIENCE)
+        assert await call(code, where, timeout_s=1e6) is not first
+        release.set()
+        assert await agent is first
+        await blocked
+
+
 async def test_i9_hung_threads_of_async_code_are_replaced_counted_told_and_bounded():
     """Six of them filled asyncio's own executor, for good: calls that were well timed out."""
     release, before = threading.Event(), threads_now()
@@ -747,14 +773,14 @@ async def test_i9_where_every_loop_is_blocked_calls_fail_at_once_and_user_code_i
         alarms = Alarms(code)
         calls = []
         for blocked in range(1, 5):
-            calls.append(asyncio.create_task(call(code, blocks, timeout_s=1000.0)))
+            calls.append(asyncio.create_task(call(code, blocks, timeout_s=100.0)))
             await until(lambda blocked=blocked: len(alarms) == blocked)
         with pytest.raises(NotCalled, match="not called: all 4 event loops are blocked"):
             await call(code, blocks)
         with pytest.raises(NotCalled, match="not called: all 4 event loops are blocked"):
             await call(code, lambda: blocks())
         assert await call(code, lambda: 1) == 1
-        clock.jump(3990.0)
+        clock.jump(390.0)
         await asyncio.sleep(0.05)
         assert told == []
         clock.jump(11.0)

@@ -184,6 +184,7 @@ def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
     Args:
         kept, model: See `Versions`.
     """
+    torch.set_num_threads(1)  # the model is small, and on a busy machine threads wait for one another
     known = Versions(kept, model)
     try:
         record = read_record(folder / RECORD_FOLDER)

@@ -47,6 +47,7 @@ class Fault:
 
 
 _ENDED = r"{target} ended with code 137"
+# Told once it has lasted for 10 s, by a look that may take 5 s.
 _SILENT = r"server {target}\b.* is (down|stale|quarantined|joining)\b.*answer"
 # A step whose end was not told yet when the next one began is one step with it, of two hours.
 _SET = r"clock was set {way} by [37],\d\d\d s"
@@ -58,13 +59,13 @@ FAULTS = (
     Fault("kill learner", "learner", _ENDED, 30, weight=1, places=EVERYWHERE),
     Fault("kill joined server", "joined", r"server joined\b.* is (down|joining)\b", 20, weight=1),
     Fault("kill far worker", "far", weight=1),
-    Fault("stop server", "server", _SILENT, 20, (12, 20), places=EVERYWHERE),
+    Fault("stop server", "server", _SILENT, 20, (15, 20), places=EVERYWHERE),
     Fault("stop queue", "queue", r"terminal: .*the queue has not answered", 20, (12, 16), places=EVERYWHERE),
     Fault("stop worker", "worker", "", 20, (5, 15), places=EVERYWHERE),
     Fault("stop learner", "learner", r"learner.*(heard|silent|no sign)", 35, (30, 35), weight=1, places=EVERYWHERE),
     Fault("duty-cycle server", "server", "", 20, (10, 20)),
     Fault("duty-cycle worker", "worker", "", 20, (10, 20)),
-    Fault("cut link of joined server", "joined", _SILENT, 20, (12, 20)),
+    Fault("cut link of joined server", "joined", _SILENT, 20, (15, 20)),
     Fault("slow link of joined server", "joined", "", 30, (10, 20), places=EVERYWHERE),
     Fault("lossy link of joined server", "joined", "", 30, (10, 20)),
     Fault("cut link of far worker", "far", "", 30, (5, 20), places=EVERYWHERE),

@@ -50,7 +50,7 @@ class Algorithm:
         self.top_entropy = section.top_entropy_quantile if section.top_entropy_quantile < 1 else None
         self.needs_reference = any(of.needs_reference for of in self._regularisers)
         self.kl_in_reward = any(of.in_reward for of in self._regularisers)
-        self.needs_entropy = section.entropy_coef > 0
+        self.needs_entropy, self._entropy_coef = section.entropy_coef > 0, section.entropy_coef
 
     def advantages(self, rollouts: StepRollouts, reference_drift: Floats | None = None) -> npt.NDArray[np.float32]:
         """Compute the advantages of a step.
@@ -82,11 +82,13 @@ class Algorithm:
             masked[f"{_MASKED}{name}"] = (weighted & ~keep).sum()
         result = self._objective(seen)
         losses, added_sums = result.losses, dict[str, torch.Tensor]()
+        counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
         for regulariser in self._regularisers:
+            if isinstance(regulariser, loss_terms.EntropyBonus):  # the last one
+                counts["policy_loss"] = losses.detach().sum()
             added = regulariser(tokens)
             losses = losses + added.losses
             added_sums |= _named(_REGULARISER, added.sums)
-        counts = {"corrected": weighted.sum(), "tokens": (seen.weights > 0).sum()}
         own, before = _named(_OBJECTIVE, result.sums), _named(_CORRECTION, corrected.sums)
         drift = _named(_DRIFT, self._objective.drift(tokens))
         peaks = {**_named(_OBJECTIVE, result.peaks), **_named(_CORRECTION, corrected.peaks)}
@@ -101,6 +103,8 @@ class Algorithm:
             shown: dict[str, float | None] = {**self._objective.metrics(own, tokens)}
         else:
             shown = dict.fromkeys(self._objective.metrics(dict.fromkeys(own, 1.0), 1))
+        if self.needs_entropy:
+            shown |= {"policy_loss": sums["policy_loss"], "entropy_coef": self._entropy_coef}
         return {
             **self._correction.metrics(_under(_CORRECTION, sums), corrected),
             **{name: value / corrected for name, value in sums.items() if name.startswith(_MASKED)},

@@ -126,6 +126,17 @@ def test_the_bonus_is_the_mean_entropy_of_the_step(make_policy: MakePolicy) -> N
     rollouts = step_rollouts(samples)
     figures = trainer.step(pack(samples, 16), rollouts.with_rewards(np.ones(4)))
     assert figures.loss == pytest.approx(-0.3 * (figures.entropy or 0.0), rel=1e-5)
+    assert (figures.objective["policy_loss"], figures.objective["entropy_coef"]) == (pytest.approx(0, abs=1e-6), 0.3)
+
+
+def test_the_policy_s_loss_is_that_without_the_bonus(make_policy: MakePolicy) -> None:
+    samples = samples_of_several_segments()
+    with_bonus, without = (
+        trainer_of(make_policy, entropy_coef=coefficient).step(pack(samples, 16), step_rollouts(samples))
+        for coefficient in (0.3, 0.0)
+    )
+    assert with_bonus.objective["policy_loss"] == pytest.approx(without.loss, rel=1e-4)
+    assert "policy_loss" not in without.objective
 
 
 def test_log_probs_are_at_the_sampler_s_temperature(make_policy: MakePolicy) -> None:

@@ -217,7 +217,8 @@ class ProcessKeeper:
                     self._terminal.complain(f"{describe_end(name, code)}; stopping the others")
                     raise RunFailed(ended + _quoted(child), end_code)
                 case Again(pause_s, attempt):
-                    cause = child.first_error()
+                    # Of one that was killed, an error in the log is an earlier one, which it has survived.
+                    cause = None if code == 128 + signal.SIGKILL else child.first_error()
                     self._terminal.complain(
                         f"{describe_end(name, code)}{f': {cause}' if cause else ''}{_disk_is_full(child.log)}; "
                         f"starting it again in {pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"

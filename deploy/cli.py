@@ -31,7 +31,7 @@ from deploy.run.process_keeper import TAKEN_OVER, RunFailed
 from deploy.run.supervisor import SIGNALS
 from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
-from protocol import access, reasons
+from protocol import access, log_lines, reasons
 from protocol.client import QueueError, QueueRefused
 from protocol.config import (
     ConfigError,
@@ -178,6 +178,7 @@ def learner(
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Importing torch takes seconds; report a wrong setting before that.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
+    from learner.ranks.liveness import RANK_LOST, RankLost
     from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from weight_sync.publisher import PublishError
@@ -193,6 +194,8 @@ def learner(
         if error.reason != reasons.SESSION_SUPERSEDED:
             raise
         raise RunFailed(f"another learner has taken the run over: {error}", TAKEN_OVER) from error
+    except RankLost as error:
+        raise RunFailed(str(error), RANK_LOST) from error
     except (LearnerFailed, PublishError) as error:
         raise RunFailed(str(error)) from error
 
@@ -363,11 +366,7 @@ def _with_steps(config: RunConfig) -> RunConfig:
 def main() -> None:
     """Run the command line. Exits with 2 and one message for a setting or state that cannot work, with 1 for a run
     that failed."""
-    logging.basicConfig(
-        level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_lines.set_up()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # transformers warns if torch is not imported, and most commands do not need torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

@@ -45,11 +45,9 @@ def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(
 
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
 def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role: str) -> None:
-    """With nothing left of what it had started before."""
-    if role in stage.ports:
-        stage.play(**{role: f"echo life $lives; {stage.answers(role)}"})
-    else:
-        stage.play(**{role: f"echo life $lives; {STAYS}"})
+    """With nothing left of what it had started before, and no cause but the signal, whatever stands in its log."""
+    survived = "echo ValueError: which it survived"
+    stage.play(**{role: f"echo life $lives; {survived}; {stage.answers(role) if role in stage.ports else STAYS}"})
     stage.play(learner="until [ -e finish ]; do sleep 0.1; done")
     process = stage.start("--deploy.restart", "1")
     assert process.stdout is not None
@@ -70,7 +68,8 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
     (stage.folder / "finish").touch()
     assert process.wait(LIMIT_S) == 0
-    assert (stage.logs / f"{name}.log").read_text() == "life 1\nlife 2\n"
+    lives = [f"life {life}\nValueError: which it survived\n" for life in (1, 2)]
+    assert (stage.logs / f"{name}.log").read_text() == "".join(lives)
     until(lambda: not stage.alive())
 
 
@@ -104,6 +103,30 @@ def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> N
     assert "worker-0 ended with code 3 once more than deploy.restart = 1 allows; the first error in" in result.stderr
     assert len(stage.calls("worker")) == 2
     until(lambda: not stage.alive())
+
+
+@pytest.mark.parametrize("end", ["exit 75", "kill -KILL $$"], ids=["it has lost a rank", "rank 0 is killed"])
+def test_a_learner_of_several_ranks_goes_on_from_its_newest_checkpoint_and_the_rest_notices_nothing(
+    stage: Stage, end: str
+) -> None:
+    stage.play(queue=stage.answers("queue"), vllm=stage.answers("vllm"))
+    stage.play(learner=f"[ $lives = 1 ] && {stage.waits_for('queue')} && {stage.waits_for('vllm')} && {end}; exit 0")
+    result = stage.run("--deploy.restart", "1", "--learner.ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert (
+        "starting all ranks of the learner again from the newest checkpoint in 0.1 s (restart 1 of 1" in result.stderr
+    )
+    first, second = stage.calls("learner")
+    assert "--resume" not in first.line
+    assert second.line == f"{first.line} --resume"
+    assert [len(stage.calls(role)) for role in ("queue", "vllm", "worker")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("ranks", "end"), [("1", "kill -KILL $$"), ("1", "exit 75"), ("2", "exit 1")])
+def test_a_learner_that_fails_by_itself_ends_the_run(stage: Stage, ranks: str, end: str) -> None:
+    stage.play(learner=end)
+    assert stage.run("--deploy.restart", "1", "--learner.ranks", ranks).returncode in (1, 75, 137)
+    assert len(stage.calls("learner")) == 1
 
 
 @pytest.mark.parametrize(

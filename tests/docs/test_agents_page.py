@@ -12,6 +12,7 @@ from protocol.config import TaskSection
 from protocol.messages import Group
 from rollout_worker.agent.api import request
 from rollout_worker.task.task import Task, load_task
+from rollout_worker.user_code import async_code
 from rollout_worker.user_code.async_code import EventLoop
 from slipstream import Endpoint
 from tests.kit import WORKER, config
@@ -71,6 +72,7 @@ async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(
         return await as_written(endpoint, **columns)
 
     loops: set[EventLoop] = set()
+    monkeypatch.setattr(async_code, "MAX_PATIENCE", async_code.MAX_UNANSWERED)
     ping = EventLoop.ping
     monkeypatch.setattr(EventLoop, "ping", lambda loop, counts: (loops.add(loop), ping(loop, counts)))
     queue = StandInQueue(tickets_for(4, 2))

@@ -43,8 +43,8 @@ if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2
     has_ray || python -m pip install -q "$PWD[ray]" >/dev/null 2>&1 || echo "test: no Ray here: runs on it are not tried" >&2
     pytest "${all[@]}" -m "slurm or ray" --durations=5 tests/deploy/clusters
-    # Downloads an environment for each framework: deploy/test.sh -m frameworks
-    pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks
+    # Downloads an environment for each framework and library of environments: deploy/test.sh -m frameworks
+    pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks tests/environments
 fi
 # Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
 exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

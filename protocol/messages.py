@@ -137,6 +137,10 @@ class Segment(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
         return servers
 
 
+# Roles of a group at most.
+MAX_ROLES = 16
+
+
 class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     """The training data of one episode.
 
@@ -148,6 +152,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
         messages: UTF-8 JSON of the conversation from the prompt on, the middle of a long one left out. Opaque to the
             queue; None if it is not kept.
         extra: Notes of reward functions for a reader, by name.
+        role: The role that the policy played, where an episode has several; unset where it has one.
     """
 
     segments: list[Segment]
@@ -161,6 +166,7 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
     timings: dict[str, float] = {}
     messages: bytes | None = None
     extra: dict[str, str] = {}
+    role: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
     def sampled_tokens(self) -> int:
@@ -168,7 +174,8 @@ class Rollout(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Group(msgspec.Struct, forbid_unknown_fields=True):
-    """The rollouts of one prompt: the unit that advantages are computed over and that the queue stores.
+    """The rollouts of one prompt: the unit that advantages are computed over, those of each role by themselves, and
+    that the queue stores.
 
     Attributes:
         server_names: Servers that sampled it; version spans are indices into it.
@@ -188,6 +195,13 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
     schema_version: int = SCHEMA_VERSION
     reward_weights: dict[str, float] = {}
     images: list[Image] | msgspec.UnsetType = msgspec.UNSET
+
+    def by_role(self) -> dict[str, list[int]]:
+        """Return the numbers of the rollouts of each role; without roles, all under the empty name."""
+        found: dict[str, list[int]] = {}
+        for number, rollout in enumerate(self.rollouts):
+            found.setdefault(rollout.role or "", []).append(number)
+        return found
 
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""

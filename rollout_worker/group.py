@@ -86,6 +86,7 @@ class GroupRunner:
             if self.keep_messages:
                 self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
+            rewarded = self._compared(rewarded, min_rollouts)
         server_names = sorted({span.server for episode in rewarded for span in episode.spans})
         drafts = [draft for episode in rewarded for draft in episode.drafts]
         images = {placed.image.wire.hash: placed.image.wire for draft in drafts for placed in draft.images}
@@ -146,6 +147,19 @@ class GroupRunner:
             detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
+
+    def _compared(self, episodes: list[Episode], min_rollouts: int) -> list[Episode]:
+        """Return the episodes whose role has enough of them to be compared. Raises `TicketFailed` if none has."""
+        by_role = Counter(episode.rollout.role for episode in episodes)
+        compared = [episode for episode in episodes if by_role[episode.rollout.role] >= min_rollouts]
+        if alone := len(episodes) - len(compared):
+            self.counters.failures[reasons.ROLE_ALONE] += alone
+            few = ", ".join(repr(role) for role, count in by_role.items() if count < min_rollouts)
+            detail = f"the role {few} has fewer than {min_rollouts} rollouts in a group, which leave it"
+            self.notices.add("agent", reasons.ROLE_ALONE, detail)
+            if not compared:
+                raise TicketFailed(reasons.ROLE_ALONE, detail, retryable=True)
+        return compared
 
     def _counted(self, ticket: Ticket, outcomes: list[Episode | EpisodeFailed], min_rollouts: int) -> list[Episode]:
         """Count all outcomes, those of an evaluation apart, and return the episodes that did not fail. Raises

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from protocol.config import ConfigError
     from rollout_worker.chat.parsers.base import MalformedCall, ParsedTurn, ToolCall
     from rollout_worker.task.agent import Endpoint
+    from rollout_worker.task.roles import UntrainedModel
     from rollout_worker.task.task import Task
     from rollout_worker.tools.base import Tool
     from slipstream.script import train
@@ -28,6 +29,7 @@ __all__ = [
     "Task",
     "Tool",
     "ToolCall",
+    "UntrainedModel",
     "__version__",
     "train",
 ]
@@ -42,6 +44,7 @@ _MODULES = {
     "Task": "rollout_worker.task.task",
     "Tool": "rollout_worker.tools.base",
     "ToolCall": "rollout_worker.chat.parsers.base",
+    "UntrainedModel": "rollout_worker.task.roles",
     "train": "slipstream.script",
 }
 

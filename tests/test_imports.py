@@ -108,6 +108,8 @@ FOLDERS = {
         "deploy/servers",
     },
     "slipstream": set(),
+    "slipstream/environments": {"slipstream"},
+    "slipstream/sandboxes": {"slipstream", "slipstream/environments"},
     "slipstream/trl": {"slipstream"},
     "slipstream/trl/experimental": set(),
     "slipstream/trl/experimental/async_grpo": {"slipstream/trl"},

@@ -8,11 +8,10 @@ from __future__ import annotations
 import random
 from typing import Any, NamedTuple
 
-from sandbox import Sandbox
-
 from slipstream import Task
+from slipstream.sandboxes import SealedSandbox
 
-_SANDBOX = Sandbox()
+_SANDBOX = SealedSandbox()
 
 WORDS = [
     *("banana", "letter", "pepper", "cheese", "potato", "butter", "carrot", "tomato", "orange", "coffee"),

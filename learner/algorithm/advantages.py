@@ -66,7 +66,9 @@ class Advantage(ABC):
         """Say whether a group is known to be flat before the step: with `kl_in_reward`, the KL will make equal rewards
         differ."""
         penalised = self.section.kl_in_reward and self.section.kl_coef > 0
-        return self.is_flat(group) and (len(group) == 1 or not penalised)
+        return not (penalised and len(group) > 1) and all(
+            self.is_flat(group.take(members)) for members in group.by_group()
+        )
 
 
 class GroupAdvantage(Advantage):

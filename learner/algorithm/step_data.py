@@ -30,6 +30,7 @@ class StepRollouts:
             differs between groups has a column for each of its weights.
         reward_weights: float64 [C].
         servers: Names of the vLLM servers that sampled them.
+        roles: int64 [S], number of the role that each played, among those of its group; None where groups have one.
     """
 
     rewards: Floats
@@ -38,6 +39,7 @@ class StepRollouts:
     components: Floats
     reward_weights: Floats
     servers: tuple[str, ...] = ()
+    roles: npt.NDArray[np.int64] | None = None
 
     @classmethod
     def of(cls, rewards: Floats, groups: npt.NDArray[np.int64], tokens: npt.NDArray[np.int64]) -> Self:
@@ -48,15 +50,22 @@ class StepRollouts:
         return len(self.rewards)
 
     def by_group(self) -> Iterator[npt.NDArray[np.int64]]:
-        """Yield the numbers of each group's rollouts, int64 [G]."""
+        """Yield the numbers of the rollouts that are compared with each other, int64 [G]: those of each group, of each
+        role by themselves."""
         starts = np.flatnonzero(np.diff(self.groups, prepend=-1))
         for start, end in zip(starts, [*starts[1:], len(self)], strict=True):
-            yield np.arange(start, end)
+            members = np.arange(start, end)
+            if self.roles is None:
+                yield members
+                continue
+            roles = self.roles[start:end]
+            for role in np.unique(roles):
+                yield members[roles == role]
 
     def take(self, members: npt.NDArray[np.int64]) -> Self:
         """Return some of the rollouts, by their numbers."""
         taken = {name: getattr(self, name)[members] for name in ("rewards", "groups", "tokens", "components")}
-        return replace(self, **taken)
+        return replace(self, roles=None if self.roles is None else self.roles[members], **taken)
 
     def with_rewards(self, rewards: Floats) -> Self:
         """Return a copy with other rewards, float64 [S]."""

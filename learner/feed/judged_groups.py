@@ -151,7 +151,20 @@ def step_rollouts(
         tokens=np.concatenate(tokens),
         components=columns.T,
         reward_weights=np.array([weight for _, weight in by_column]),
+        roles=_roles(groups),
     )
+
+
+def _roles(groups: Sequence[Group]) -> npt.NDArray[np.int64] | None:
+    """Return the number of each rollout's role among those of its group; None where no group has several."""
+    by_role = [group.by_role() for group in groups]
+    if all(len(found) == 1 for found in by_role):
+        return None
+    numbers = [np.zeros(len(group.rollouts), dtype=np.int64) for group in groups]
+    for of_group, found in zip(numbers, by_role, strict=True):
+        for role, members in enumerate(found.values()):
+            of_group[members] = role
+    return np.concatenate(numbers)
 
 
 def _components(group: Group) -> Iterator[tuple[Mapping[str, float | None], Mapping[str, float]]]:

@@ -81,8 +81,9 @@ class RolloutMetrics:
 
     def add(self, group: Group) -> None:
         """Add a group that arrived."""
-        if len({rollout.reward for rollout in group.rollouts}) == 1:
-            self._flat += len(group.rollouts)
+        for numbers in group.by_role().values():
+            if len({group.rollouts[number].reward for number in numbers}) == 1:
+                self._flat += len(numbers)
         for rollout in group.rollouts:
             self._add(rollout)
 

@@ -10,7 +10,16 @@ import numpy as np
 
 from protocol import codec, reasons
 from protocol.images import MAX_BYTES, Image
-from protocol.messages import MAX_METRIC, SCHEMA_VERSION, Group, Rollout, RoutedExperts, SamplingMask, Segment
+from protocol.messages import (
+    MAX_METRIC,
+    MAX_ROLES,
+    SCHEMA_VERSION,
+    Group,
+    Rollout,
+    RoutedExperts,
+    SamplingMask,
+    Segment,
+)
 from rollout_queue.ledger.records import GroupFacts, Refusal, TicketRecord
 
 # A rollout of 1,024 segments, each with an answer, and all metrics and notes that are allowed has about 26,000 values;
@@ -41,11 +50,11 @@ class Rules(msgspec.Struct, frozen=True):
     """Bounds that a run sets for a group.
 
     Attributes:
-        group_size: Maximum number of rollouts, from the ticket.
+        group_size: Maximum number of rollouts of a role, from the ticket.
         learner_version: No token is newer.
         vocabulary: Token ids are below it; None if unknown.
         max_tokens: Maximum tokens of a segment up to its last sampled one, which are all that is trained on.
-        min_rollouts: Minimum number of rollouts, since an advantage compares several.
+        min_rollouts: Minimum number of rollouts of a role, since an advantage compares several.
     """
 
     group_size: int
@@ -118,11 +127,7 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
             f"ticket {ticket.id} is for row {ticket.index}, the group names ticket {group.ticket_id}, row "
             f"{group.index}, epoch {group.epoch}",
         )
-    if not rules.min_rollouts <= len(group.rollouts) <= rules.group_size:
-        raise Refusal(
-            reasons.GROUP_SIZE,
-            f"{len(group.rollouts)} rollouts, allowed are {rules.min_rollouts} to {rules.group_size}",
-        )
+    _check_size(group, rules)
     _check_count(len(group.server_names), _MAX_SERVERS, "servers", "the group")
     _check_names(("worker_id", group.worker_id), *(("a server's name", name) for name in group.server_names))
     _check_count(len(group.reward_weights), _MAX_METRICS, "reward weights", "the group")
@@ -150,6 +155,19 @@ def check_group(group: Group, ticket: TicketRecord, rules: Rules) -> None:
     _check_images(group)
     if group.sampled_tokens == 0:
         raise Refusal(reasons.NO_SAMPLED_TOKENS, "no rollout holds a sampled token")
+
+
+def _check_size(group: Group, rules: Rules) -> None:
+    by_role = group.by_role()
+    for role, numbers in (by_role or {"": []}).items():
+        if not rules.min_rollouts <= len(numbers) <= rules.group_size:
+            of_role = f" of the role {role}" if role else ""
+            raise Refusal(
+                reasons.GROUP_SIZE,
+                f"{len(numbers)} rollouts{of_role}, allowed are {rules.min_rollouts} to {rules.group_size}",
+            )
+    _check_count(len(by_role), MAX_ROLES, "roles", "the group")
+    _check_names(*(("a role", role) for role in by_role if role))
 
 
 def _tokens_are_sound(group: Group, rules: Rules) -> bool:

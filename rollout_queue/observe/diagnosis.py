@@ -64,6 +64,7 @@ _KINDS = {reasons.NO_REWARD: reasons.REWARD}
 _OF_THE_TASK = frozenset(
     {
         *(reasons.ROW, reasons.PROMPT, reasons.ENVIRONMENT, reasons.AGENT, reasons.NO_TURN),
+        reasons.ROLE_ALONE,
         *(reasons.REWARD, reasons.NO_REWARD),
     }
 )

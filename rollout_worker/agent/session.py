@@ -23,7 +23,7 @@ from rollout_worker import user_code
 from rollout_worker.agent.allowance import Allowance
 from rollout_worker.agent.api.base import Answered, Api, Finish, Reading, Reply, ReplyChoice, Request
 from rollout_worker.agent.api.chat import ChatApi
-from rollout_worker.agent.api.messages import SERVER, ApiError, over
+from rollout_worker.agent.api.messages import SERVER, ApiError, ChatMessage, over
 from rollout_worker.agent.api.plain import PlainAsked, PlainChoice, check_ids, encoded, read_plain
 from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
@@ -150,6 +150,8 @@ class Session:
     Args:
         temperature: The temperature that the episode is sampled at.
         deadline: The episode's time-out.
+        system_prompt: Put before conversations without a system message; None for the run's.
+        agent_clock: The episode's, where it has several sessions; None for one of its own.
 
     Attributes:
         turns: Number of answers so far.
@@ -157,12 +159,21 @@ class Session:
         responses: The episode's responses.
     """
 
-    def __init__(self, shared: AgentContext, affinity: Affinity, temperature: float, deadline: Deadline) -> None:
+    def __init__(
+        self,
+        shared: AgentContext,
+        affinity: Affinity,
+        temperature: float,
+        deadline: Deadline,
+        system_prompt: str | None = None,
+        agent_clock: AgentClock | None = None,
+    ) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
         self.responses = ResponsesApi()
-        self.agent_clock = AgentClock(shared.episodes.capacity, shared.episodes.clock)
+        self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
+        self._system_prompt = system_prompt
         self._shared = shared
         self._reading = Reading(MODEL, shared.rollout, temperature, shared.refuse)
         self._affinity = affinity
@@ -355,7 +366,10 @@ class Session:
 
     async def _read(self, body: bytes, api: Api) -> Request:
         def read() -> Request:
-            return api.read(_decoded(body), self._reading)
+            request = api.read(_decoded(body), self._reading)
+            if self._system_prompt is None or any(each.role in ("system", "developer") for each in request.messages):
+                return request
+            return replace(request, messages=[ChatMessage("system", self._system_prompt), *request.messages])
 
         return read() if len(body) < _INLINE_BYTES else await user_code.in_thread(read)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from protocol.config import ConfigError, RunConfig
@@ -19,8 +19,9 @@ from rollout_worker.user_code.values import encodable, type_name
 
 logger = logging.getLogger(__name__)
 
-# The parameter of an agent that gets the endpoint; all others get columns.
+# The parameter of an agent that gets the endpoint, or those of its roles by name; all others get columns.
 ENDPOINT = "endpoint"
+ENDPOINTS = "endpoints"
 # Name of the note that holds an agent's text.
 TEXT = "agent_result"
 
@@ -56,12 +57,14 @@ class AgentResult:
         reward: Its own reward; None if it gave none.
         metrics: Numbers, as in a `Rollout`.
         extra: Texts, as in a `Rollout`.
+        by_role: The reward of each role, where it has several.
     """
 
     given: Any = None
     reward: float | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra: dict[str, str] = field(default_factory=dict)
+    by_role: dict[str, float] = field(default_factory=dict)
 
 
 # What an agent's errors do: "fail" its episode, or by their class give it this reward.
@@ -70,9 +73,14 @@ AgentErrors = Mapping[type[BaseException], float] | Literal["fail"]
 
 class Agent:
     """The function `agent(endpoint=..., **columns)`, sync or async. It gets the columns that its signature names, or
-    all with `**columns`. Raises `ConfigError` for a function that cannot be called so."""
+    all with `**columns`. Raises `ConfigError` for a function that cannot be called so.
 
-    def __init__(self, function: Callable[..., Any], errors: AgentErrors = "fail") -> None:
+    Args:
+        has_roles: Whether it plays several roles, and gets `endpoints` in place of `endpoint`.
+    """
+
+    def __init__(self, function: Callable[..., Any], errors: AgentErrors = "fail", has_roles: bool = False) -> None:
+        self._reached_by = ENDPOINTS if has_roles else ENDPOINT
         self._errors = {} if errors == "fail" else _checked(errors)
         if not callable(function):
             raise ConfigError(
@@ -91,16 +99,17 @@ class Agent:
         except (TypeError, ValueError):  # a builtin without a signature
             self._parameters = None
         self._takes_all = any(each.kind is each.VAR_KEYWORD for each in (self._parameters or {}).values())
-        if self._parameters is not None and ENDPOINT not in self._parameters and not self._takes_all:
+        if self._parameters is not None and self._reached_by not in self._parameters and not self._takes_all:
+            each = "endpoints['role']" if has_roles else ENDPOINT
             raise ConfigError(
-                f"Task(agent=...): {self.name} takes no {ENDPOINT!r}, so it could not reach the policy; write it as "
-                f"async def {self.name}(endpoint, prompt, **columns), and give endpoint.base_url, endpoint.api_key and "
-                f"endpoint.model to its client"
+                f"Task(agent=...): {self.name} takes no {self._reached_by!r}, so it could not reach the policy; write "
+                f"it as async def {self.name}({self._reached_by}, prompt, **columns), and give {each}.base_url, "
+                f"{each}.api_key and {each}.model to its client"
             )
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if it cannot be called with the columns of `row`."""
-        for taken, who in ((ENDPOINT, "agents"), (RESULTS, "reward functions")):
+        for taken, who in ((self._reached_by, "agents"), (RESULTS, "reward functions")):
             if taken in row:
                 raise ConfigError(
                     f"Task(dataset=...): the column {taken!r} is a name that {who} already get; rename it"
@@ -112,13 +121,13 @@ class Agent:
                     f"leave out the slash in its parameters"
                 )
             needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
-            if needed and name != ENDPOINT and name not in row:
+            if needed and name != self._reached_by and name not in row:
                 columns = [str(column) for column in row]
                 close = nearest(name, columns)
                 meant = f"did you mean {close}? " if close else ""
                 raise ConfigError(
                     f"Task(agent=...): {self.name} takes {name!r}, which is not a column of the data set; {meant}the "
-                    f"columns are: {', '.join(columns)}; it may take {ENDPOINT!r} besides"
+                    f"columns are: {', '.join(columns)}; it may take {self._reached_by!r} besides"
                 )
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -206,6 +215,31 @@ def read_result(value: Any) -> AgentResult:
             f"dict of numbers and texts"
         )
     return AgentResult(number, reward=_finite("its reward", number))
+
+
+def read_result_of(roles: Collection[str]) -> Callable[[Any], AgentResult]:
+    """Return what reads the result of an agent that plays these roles: a dict with a number for each role, which is its
+    reward; other entries are as in `read_result`. Raises as that does."""
+
+    def read(value: Any) -> AgentResult:
+        if not isinstance(value, Mapping) or not (named := {key: value[key] for key in value if key in roles}):
+            raise TypeError(
+                f"the agent returned a {type_name(value)}; return a dict with the reward of each role: "
+                f"{{{', '.join(f'{role!r}: 0.0' for role in roles)}}}"
+            )
+        rest = _read_mapping({key: entry for key, entry in value.items() if key not in named})
+        if rest.reward is not None:
+            raise ValueError("the agent returned 'reward', and it plays several roles; name the role that gets it")
+        by_role = {}
+        for role, entry in named.items():
+            number = _number(entry)
+            if number is None and entry is not None:
+                raise TypeError(f"the agent returned {role!r}: a {type_name(entry)}; give that role's reward, a number")
+            if number is not None:
+                by_role[role] = _finite(f"the reward of {role!r}", number)
+        return replace(rest, by_role=by_role)
+
+    return read
 
 
 def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:

@@ -20,6 +20,7 @@ from rollout_worker.task import environments
 from rollout_worker.task.agent import Agent, AgentErrors
 from rollout_worker.task.reward_base import OWN_REWARD
 from rollout_worker.task.rewards import RewardFunctions
+from rollout_worker.task.roles import Roles, UntrainedModel, read_roles
 from rollout_worker.tools.base import Tool
 from rollout_worker.tools.function import is_tool
 from rollout_worker.tools.mcp import check_addresses
@@ -64,6 +65,9 @@ class Task:
         agent_errors: What an agent's errors do: "fail" takes its episode out of the group, as if it had not been
             sampled; a mapping such as {ValueError: 0.0} keeps the episode, with that as the agent's own reward. Choose
             it for errors that bad answers of the policy cause, or the bad samples are those that are never learnt from.
+        agents: Roles of an agent that speaks as several, by name: a system prompt (or None) for each that the policy
+            plays, an `UntrainedModel` for an opponent or a judge. The agent is called as `agent(endpoints, **columns)`
+            and returns a reward for each role that is trained (docs/agents.md).
         reward_weights: One weight per reward, 1 by default.
         eval_dataset: Rows for evaluation, never trained on, in any form that `dataset` takes. They are read only if
             evaluations are on, see [eval] of the run file.
@@ -82,6 +86,7 @@ class Task:
     environment: Callable[..., Any] | Mapping[str, Callable[..., Any]] | None = None
     agent: Callable[..., Any] | None = None
     agent_errors: AgentErrors = "fail"
+    agents: Mapping[str, str | UntrainedModel | None] | None = None
     reward_weights: Sequence[float] | None = None
     eval_dataset: DataSource | None = None
     eval_dataset_split: str | None = None
@@ -102,6 +107,8 @@ class Task:
         object.__setattr__(self, "tools", self.tools or ())
         if self.agent is not None:
             self._check_agent(self.agent)
+        elif self.agents is not None:
+            raise ConfigError("Task(agents=...) without an agent: give agent=function, which lets them speak")
         elif self.agent_errors != "fail":
             raise ConfigError("Task(agent_errors=...) without an agent: give it too, or leave this out")
         if self.environment is not None:
@@ -125,7 +132,12 @@ class Task:
             _ = self.eval_rows
 
     def _check_agent(self, agent: Callable[..., Any]) -> None:
-        Agent(agent, self.agent_errors)
+        Agent(agent, self.agent_errors, self.roles is not None)
+        if self.roles is not None and self.rewards:
+            raise ConfigError(
+                "Task(agents=..., rewards=...): the agent returns a reward for each role; leave out rewards, and "
+                "compute them in the agent"
+            )
         given = {"tools": self.tools, "mcp_servers": self.mcp_servers, "environment": self.environment}
         if others := [f"{name}=..." for name, value in given.items() if value]:
             raise ConfigError(
@@ -182,7 +194,7 @@ class Task:
             raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
         self._checked_rewards().check_signatures(first)
         if self.agent is not None:
-            Agent(self.agent).check_row(first)
+            Agent(self.agent, has_roles=self.roles is not None).check_row(first)
         return rows
 
     @property
@@ -190,12 +202,19 @@ class Task:
         """True if no data set was given. The environment's `reset` then provides the prompt."""
         return self.dataset is _NOT_GIVEN
 
+    @cached_property
+    def roles(self) -> Roles | None:
+        """The roles of its agent; None where it has one. Raises `ConfigError`."""
+        return None if self.agents is None else read_roles(self.agents)
+
     @property
     def own_rewards(self) -> Sequence[str] | None:
         """Names of the rewards that episodes may bring themselves.
 
         None if the environment's class determines them later.
         """
+        if self.roles is not None:
+            return tuple(self.roles.trained)
         if self.agent is not None:
             return (OWN_REWARD,)
         return () if self.environment is None else None

@@ -12,12 +12,15 @@ from protocol.config import TaskSection
 from protocol.messages import Group
 from rollout_worker.agent.api import request
 from rollout_worker.task.task import Task, load_task
+from rollout_worker.user_code import async_code
 from rollout_worker.user_code.async_code import EventLoop
 from slipstream import Endpoint
 from tests.kit import WORKER, config
 from tests.kit.agent import agent_task
+from tests.kit.fake_openai import FakeOpenAI
+from tests.kit.fake_vllm.policies import scripted
 from tests.kit.stand_in_queue import StandInQueue, tickets_for
-from tests.kit.worker import fake, roll, until
+from tests.kit.worker import TOKENIZER, fake, roll, until
 
 pytest.importorskip("openai")
 
@@ -37,6 +40,23 @@ async def test_the_agent_of_the_page_runs(of_the_page: Task) -> None:
     assert [(rollout.reward, rollout.metrics["calls"]) for rollout in run.rollouts] == [(1.0, 1.0)] * 2
 
 
+async def test_the_roles_of_the_page_are_trained_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = next(code for code in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "agents={" in code)
+    judge = FakeOpenAI(lambda messages: "well done")
+    async with judge.serving() as base_url:
+        monkeypatch.setenv("JUDGE_KEY", "secret")
+        made: dict[str, Any] = {}
+        exec(code.replace("http://127.0.0.1:8300/v1", base_url), made)
+        says = scripted(TOKENIZER, lambda text, index: "yes" if "You check" in text else "7")
+        run = await roll(made["task"], fake(says))
+    assert run.queue.failures == {}
+    assert sorted((rollout.role, rollout.extra["remark"]) for rollout in run.rollouts) == [
+        *[("critic", "well done")] * 2,
+        *[("solver", "well done")] * 2,
+    ]
+    assert {request.authorization for request in judge.requests} == {"Bearer secret"}
+
+
 async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(
     of_the_page: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,6 +72,7 @@ async def test_the_agent_of_the_page_outlives_an_event_loop_that_is_blocked(
         return await as_written(endpoint, **columns)
 
     loops: set[EventLoop] = set()
+    monkeypatch.setattr(async_code, "MAX_PATIENCE", async_code.MAX_UNANSWERED)
     ping = EventLoop.ping
     monkeypatch.setattr(EventLoop, "ping", lambda loop, counts: (loops.add(loop), ping(loop, counts)))
     queue = StandInQueue(tickets_for(4, 2))

@@ -82,7 +82,8 @@ def test_the_tables_are_those_of_the_code() -> None:
 
 @pytest.mark.parametrize(("config", "letter"), list(zip(CONFIGS, "GRA", strict=True)))
 def test_the_table_knows_which_config_has_which_field(config: str, letter: str) -> None:
-    assert {name for name, field in FIELDS.items() if letter in field.of} == set(LIST["fields"][config])
+    later = {"packing"} if letter == "A" else set()  # of a release that is not in the list
+    assert {name for name, field in FIELDS.items() if letter in field.of} - later == set(LIST["fields"][config])
 
 
 def test_the_table_knows_every_field_of_training_arguments() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,14 +15,16 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.examples.conftest import EXAMPLES, Load
+from slipstream.sandboxes import Limits, SealedSandbox, sealed
+from slipstream.sandboxes.base import MAX_CODE_CHARACTERS
+from tests.examples.conftest import Load
 
 NAME = "sandbox"
 
 
 @pytest.fixture(scope="module")
 def sandbox(load: Load) -> Iterator[Any]:
-    opened = load("sandbox").Sandbox(1)
+    opened = SealedSandbox(processes=1)
     yield opened
     opened.close()
 
@@ -86,7 +87,7 @@ def test_a_memory_hog_gets_an_error(sandbox: Any) -> None:
     assert sandbox.run("a = [0]\nwhile True: a += a") == "MemoryError"
 
 
-def test_huge_output_is_cut(sandbox: Any, load: Load) -> None:
+def test_huge_output_is_cut(sandbox: Any) -> None:
     printed = sandbox.run("while True: print('x' * 999)")
     assert 3000 < len(printed) <= 4096
 
@@ -99,9 +100,8 @@ def test_huge_output_is_cut(sandbox: Any, load: Load) -> None:
         "import _thread\nlock = _thread.allocate_lock()\nlock.acquire()\nlock.acquire()",
     ],
 )
-def test_an_endless_program_is_ended(load: Load, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load("sandbox"), "MAX_SECONDS", 0.3)
-    sandbox = load("sandbox").Sandbox(1)
+def test_an_endless_program_is_ended(code: str) -> None:
+    sandbox = SealedSandbox(Limits(0.3, 256, 4096), processes=1)
     try:
         assert sandbox.run(code) == "error: the program takes too long"
         assert sandbox.run("print(1)") == "1"
@@ -134,8 +134,8 @@ def test_nothing_of_a_program_is_left_over(sandbox: Any) -> None:
     assert sandbox.run("import math\nprint('secret' in globals(), math.pi > 3)") == "False True"
 
 
-def test_programs_side_by_side_get_their_own_answers(load: Load) -> None:
-    sandbox = load("sandbox").Sandbox(3)
+def test_programs_side_by_side_get_their_own_answers() -> None:
+    sandbox = SealedSandbox(processes=3)
     try:
         with ThreadPoolExecutor(8) as threads:
             assert list(threads.map(sandbox.run, (f"print({n} * 2)" for n in range(60)))) == [
@@ -145,8 +145,8 @@ def test_programs_side_by_side_get_their_own_answers(load: Load) -> None:
         sandbox.close()
 
 
-def test_a_helper_that_was_killed_is_replaced(load: Load) -> None:
-    sandbox = load("sandbox").Sandbox(1)
+def test_a_helper_that_was_killed_is_replaced() -> None:
+    sandbox = SealedSandbox(processes=1)
     try:
         assert sandbox.run("print(1)") == "1"
         helper = psutil.Process(sandbox._idle.queue[0].pid)
@@ -157,9 +157,8 @@ def test_a_helper_that_was_killed_is_replaced(load: Load) -> None:
         sandbox.close()
 
 
-def test_a_long_program_is_not_run(sandbox: Any, load: Load) -> None:
-    most = load("sandbox").MAX_CODE_CHARACTERS
-    assert "at most" in sandbox.run("#" * (most + 1))
+def test_a_long_program_is_not_run(sandbox: Any) -> None:
+    assert "at most" in sandbox.run("#" * (MAX_CODE_CHARACTERS + 1))
 
 
 def test_what_the_demonstrations_say_of_a_program_is_what_the_sandbox_says(sandbox: Any, load: Load) -> None:
@@ -172,26 +171,27 @@ def test_what_the_demonstrations_say_of_a_program_is_what_the_sandbox_says(sandb
                 assert load("task").python(**call["function"]["arguments"]) == answer["content"]
 
 
-def test_a_machine_without_the_seal_runs_nothing_and_says_so(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_the_seal_runs_nothing_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(RuntimeError, match="needs Linux on x86_64 or aarch64, and this is linux on riscv64"):
-        load("sandbox").Sandbox(1).run("print(1)")
+        SealedSandbox(processes=1).run("print(1)")
 
 
-def test_a_program_that_cannot_be_sealed_is_not_run(load: Load, tmp_path: Path) -> None:
+def test_a_program_that_cannot_be_sealed_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The seal fails where the kernel refuses it; here, as its table of machines is empty."""
-    folder = tmp_path / "sandbox"
-    shutil.copytree(EXAMPLES / NAME, folder, ignore=shutil.ignore_patterns("models", "*.png", "__pycache__"))
-    sealed = folder / "sealed.py"
-    sealed.write_text(sealed.read_text().replace('{"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}', "{}"))
-    code = "from sandbox import Sandbox; Sandbox(1).run(\"open('/tmp/x', 'w')\")"
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert "the sandbox cannot seal a process: KeyError" in done.stderr
+    program = Path(sealed.__file__).with_name("sealed_program.py").read_text()
+    unsealed = program.replace('{"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}', "{}")
+    assert unsealed != program
+    (tmp_path / "sealed_program.py").write_text(unsealed)
+    monkeypatch.setattr(sealed, "__file__", str(tmp_path / "sealed.py"))
+    with pytest.raises(RuntimeError, match="the sandbox cannot seal a process: KeyError"):
+        SealedSandbox(processes=1).run("open('/tmp/x', 'w')")
 
 
-def test_the_helper_ends_with_the_process_that_started_it(load: Load) -> None:
-    lines = ["import os, sandbox", "s = sandbox.Sandbox(1)", "s.run('1')", "print(s._idle.queue[0].pid, flush=True)"]
+def test_the_helper_ends_with_the_process_that_started_it() -> None:
+    lines = ["import os", "from slipstream.sandboxes import SealedSandbox", "s = SealedSandbox(processes=1)"]
+    lines += ["s.run('1')", "print(s._idle.queue[0].pid, flush=True)"]
     code = "\n".join([*lines, "os.kill(os.getpid(), 9)"])
-    done = subprocess.run([sys.executable, "-c", code], cwd=EXAMPLES / NAME, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     with contextlib.suppress(psutil.NoSuchProcess):
         psutil.Process(int(done.stdout)).wait(60)

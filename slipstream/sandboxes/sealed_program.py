@@ -1,4 +1,5 @@
-"""Runs the sandbox's helper: `python -I -S sealed.py SECONDS` reads programs, one JSON string a line, and answers each.
+"""The sealed sandbox's helper: `python -I -S sealed_program.py SECONDS CPU_SECONDS MEMORY_BYTES OUTPUT_BYTES` reads
+programs, one JSON string a line, and answers each.
 
 It forks for each program. The fork permanently gives up everything except computing and printing, and only then runs
 the program: the kernel refuses all system calls except those of `_ALLOWED`. A program therefore has no files and no
@@ -20,14 +21,11 @@ import select
 import signal
 import struct
 import sys
+from typing import NamedTuple
 
 # A program can import only loaded modules, because it cannot open files. So load these beforehand.
 for _module in ("collections", "datetime", "decimal", "fractions", "itertools", "math", "re", "statistics", "string"):
     importlib.import_module(_module)
-
-MAX_CPU_SECONDS = 1
-MAX_MEMORY_BYTES = 256 << 20  # Bytes of address space.
-MAX_OUTPUT_CHARACTERS = 4096  # Bytes.
 
 # Computing and printing need these system calls. The numbers are those on x86_64 and on aarch64.
 _ALLOWED = {
@@ -65,26 +63,35 @@ _LOAD, _IF_EQUAL, _RETURN = 0x20, 0x15, 0x06
 _KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050001  # _REFUSE fails the call with EPERM.
 
 
+class Limits(NamedTuple):
+    """What a program may use: wall-clock and CPU time, address space, and what is read of its output."""
+
+    seconds: float
+    cpu_seconds: int
+    memory_bytes: int
+    output_bytes: int
+
+
 class _Filter(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p)]
 
 
 def main() -> None:
-    seconds = float(sys.argv[1])
+    limits = Limits(float(sys.argv[1]), *map(int, sys.argv[2:]))
     answers = os.fdopen(os.dup(1), "w")
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 1)
     for line in sys.stdin:
-        answers.write(json.dumps(run(json.loads(line), seconds)) + "\n")
+        answers.write(json.dumps(run(json.loads(line), limits)) + "\n")
         answers.flush()
 
 
-def run(code: str, seconds: float) -> dict[str, str]:
+def run(code: str, limits: Limits) -> dict[str, str]:
     """Run a program in a sealed fork.
 
     Args:
         code: Python.
-        seconds: Maximum wall-clock time, seconds.
+        limits: What it may use.
 
     Returns:
         {"output": text that the program wrote}, or {"refused": reason why nothing was run}.
@@ -93,15 +100,15 @@ def run(code: str, seconds: float) -> dict[str, str]:
     sealed, seals = os.pipe()
     pid = os.fork()
     if pid == 0:
-        _be_the_program(code, written, seals)
+        _be_the_program(code, written, seals, limits)
     os.close(seals)
     process = os.pidfd_open(pid)
-    late = not select.select([process], [], [], seconds)[0]
+    late = not select.select([process], [], [], limits.seconds)[0]
     if late:
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     problem = os.read(sealed, 1000).decode()
-    output = os.pread(written, MAX_OUTPUT_CHARACTERS, 0).decode(errors="replace").strip()
+    output = os.pread(written, limits.output_bytes, 0).decode(errors="replace").strip()
     for fd in (written, sealed, process):
         os.close(fd)
     if problem:
@@ -114,7 +121,7 @@ def run(code: str, seconds: float) -> dict[str, str]:
     return {"output": output.strip()}
 
 
-def _be_the_program(code: str, written: int, seals: int) -> None:
+def _be_the_program(code: str, written: int, seals: int, limits: Limits) -> None:
     """Seal the fork, run the program in it, and exit. Does not return."""
     try:
         _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -125,7 +132,7 @@ def _be_the_program(code: str, written: int, seals: int) -> None:
         os.closerange(4, 1024)
         random.seed()
         printed = sys.stdout = sys.stderr = os.fdopen(1, "w", encoding="utf-8", errors="replace")
-        _limit()
+        _limit(limits)
         _seal()
         os.close(3)
     except BaseException as error:
@@ -153,11 +160,11 @@ def _text(error: BaseException) -> bytes:
         return b"error: the program failed"
 
 
-def _limit() -> None:
+def _limit(limits: Limits) -> None:
     for kind, most in (
-        (resource.RLIMIT_CPU, MAX_CPU_SECONDS),
-        (resource.RLIMIT_AS, MAX_MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, 2 * MAX_OUTPUT_CHARACTERS),
+        (resource.RLIMIT_CPU, limits.cpu_seconds),
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_FSIZE, 2 * limits.output_bytes),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(kind, (most, most))

@@ -178,6 +178,7 @@ def learner(
     probes.require_modules("slipstream learner", probes.LEARNER_MODULES)
     # Importing torch takes seconds; report a wrong setting before that.
     config = load(run_file, context.args, needs=["model", "chat", "callbacks"])
+    from learner.ranks.liveness import RANK_LOST, RankLost
     from learner.ranks.stopping import LearnerFailed
     from learner.run import run
     from weight_sync.publisher import PublishError
@@ -193,6 +194,8 @@ def learner(
         if error.reason != reasons.SESSION_SUPERSEDED:
             raise
         raise RunFailed(f"another learner has taken the run over: {error}", TAKEN_OVER) from error
+    except RankLost as error:
+        raise RunFailed(str(error), RANK_LOST) from error
     except (LearnerFailed, PublishError) as error:
         raise RunFailed(str(error)) from error
 

@@ -71,9 +71,14 @@ def write(config: RunConfig, folder: Path, run_folder: Path) -> list[Path]:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             if private:
                 os.fchmod(descriptor, 0o600)
-            yaml.dump_all(documents, file, Dumper=_Dumper, sort_keys=False, width=120)
+            file.write(as_text(documents))
         written.append(path)
     return written
+
+
+def as_text(documents: list[Manifest]) -> str:
+    """Return documents as YAML."""
+    return str(yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120))
 
 
 class _Dumper(yaml.SafeDumper):
@@ -120,16 +125,12 @@ def manifests(config: RunConfig, run_folder: Path) -> dict[str, list[Manifest]]:
 
 def _check(config: RunConfig) -> None:
     check_token(config)
-    cluster, ranks = config.cluster, config.learner.ranks
+    cluster = config.cluster
+    Parts.of(config)
     if cluster.image is None:
         raise ConfigError(
             "cluster.image is not set: build deploy/Containerfile, with your task and model in it, and name the image "
             "as registry/name:tag"
-        )
-    if ranks % cluster.learner_nodes:
-        raise ConfigError(
-            f"cluster.learner_nodes = {cluster.learner_nodes}: learner.ranks = {ranks} cannot be divided among them; "
-            f"choose a number that divides it"
         )
     if config.queue.store_kind == ":memory:":
         raise ConfigError(
@@ -390,7 +391,6 @@ def _learner_template(run: _Run) -> Manifest:
             "master-port": MASTER_PORT,
         }
         command = ["torchrun", *(f"--{name}={value}" for name, value in options.items()), "-m", "learner", *words]
-    head = run.parts.head
     container = {
         "command": command,
         "env": environment,
@@ -402,8 +402,7 @@ def _learner_template(run: _Run) -> Manifest:
         "terminationGracePeriodSeconds": max(60, int(config.deploy.grace_s) + MARGIN_S),
         "volumes": _on_volume(run),
     }
-    per_node = Resources(-(-head.gpus // nodes), head.cpus, head.memory_gb)
-    return run.template("learner", container, pod, per_node)
+    return run.template("learner", container, pod, run.parts.head)
 
 
 # Servers and workers.

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, on_nodes, programs
+from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, node_of, on_nodes, programs
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
 from protocol.config import ConfigError, RunConfig
@@ -218,6 +218,13 @@ def bundle(needed: Resources) -> dict[str, float]:
     return {"CPU": float(needed.cpus), **gpus, **memory}
 
 
+def named(part: Part, place: int) -> str:
+    """Name the actor of the `place`-th of a part: that of the queue, a server or a worker."""
+    if part == "head":
+        return f"head-{place}" if place else "head"
+    return f"{'vllm' if part == 'server' else part}-{place}"
+
+
 class RayCluster:
     """The engine: a placement group, with a `Host` in each of its bundles."""
 
@@ -225,6 +232,7 @@ class RayCluster:
         self._servers = config.vllm.launched
         self._group: Any = None
         self._hosts: dict[str, Any] = {}
+        self._of_ranks: list[Any] = []
         self._at: dict[str, str] = {}
         self._grace_s = config.deploy.grace_s
         self._passed = {name: os.environ[name] for name in config.cluster.ray_env}
@@ -238,9 +246,9 @@ class RayCluster:
         places = [(part, needed, place) for part, needed, count in needs for place in range(count)]
         await self._reserve(config, places, say)
         self._hosts = {
-            part if part == "head" else f"{'vllm' if part == 'server' else part}-{place}": self._host(index, needed)
-            for index, (part, needed, place) in enumerate(places)
+            named(part, place): self._host(index, needed) for index, (part, needed, place) in enumerate(places)
         }
+        self._of_ranks = [self._hosts[named("head", node)] for node in range(config.cluster.learner_nodes)]
         await self._ask_all(config)
         return on_nodes(config, self._at["head"])
 
@@ -325,7 +333,7 @@ class RayCluster:
 
     def host_of(self, program: Program) -> Any:
         """Return the actor that runs a program."""
-        return self._hosts.get(program.name, self._hosts["head"])
+        return self._hosts.get(program.name, self._of_ranks[node_of(program)])
 
     async def placed(self, program: Program, host: Any) -> Program:
         """Return the program as it runs where its actor is now; waits for an actor that moves to another node."""
@@ -412,7 +420,8 @@ class RayChildren(Children):
         wait_s = self.grace_s if grace_s is None else grace_s
         await asyncio.gather(*(child.end(wait_s) for child in elsewhere))
         for child in elsewhere:
-            self.living.remove(child)
+            if child in self.living:
+                self.living.remove(child)
 
 
 class _Running:

@@ -1,11 +1,14 @@
 """What the processes of a run need on a cluster, and their commands there.
 
-Queue and learner stand on one node, the head. Servers join the run and workers find the queue by its URL, so that both
-may stand anywhere, be restarted elsewhere, and leave by draining. No token is on a command line.
+Queue and learner stand on one node, the head; further ranks of the learner may stand on more such nodes. Servers join
+the run and workers find the queue by its URL, so that both may stand anywhere, be restarted elsewhere, and leave by
+draining. No token is on a command line.
 """
 
 from __future__ import annotations
 
+import os
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,19 +39,28 @@ class Resources:
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of a run: one head, and servers and workers in any number."""
+    """The parts of a run: `heads` nodes that share the learner, of which the first has the queue, and servers and
+    workers in any number."""
 
     head: Resources
     server: Resources
     worker: Resources
     servers: int
     workers: int
+    heads: int = 1
 
     @classmethod
     def of(cls, config: RunConfig) -> Parts:
-        """Read the parts from the run file, with "auto" resolved."""
-        cluster, vllm = config.cluster, config.vllm
-        head = cluster.head_gpus if cluster.head_gpus != "auto" else 0 if on_cpu() else config.learner.ranks
+        """Read the parts from the run file, with "auto" resolved. Raises `ConfigError` if the ranks cannot be divided
+        among the nodes."""
+        cluster, vllm, ranks = config.cluster, config.vllm, config.learner.ranks
+        if ranks % cluster.learner_nodes:
+            raise ConfigError(
+                f"cluster.learner_nodes = {cluster.learner_nodes}: learner.ranks = {ranks} cannot be divided among "
+                f"them; choose a number that divides it"
+            )
+        on_each = ranks // cluster.learner_nodes
+        head = cluster.head_gpus if cluster.head_gpus != "auto" else 0 if on_cpu() else on_each
         gpus = cluster.server_gpus
         server = gpus if gpus != "auto" else 0 if on_cpu() else Parallelism.of(vllm.args).gpus
         return cls(
@@ -57,12 +69,13 @@ class Parts:
             Resources(0, cluster.worker_cpus, cluster.worker_memory_gb),
             vllm.launched,
             config.worker.count,
+            cluster.learner_nodes,
         )
 
     def needs(self) -> list[tuple[Part, Resources, int]]:
         """Return each part that the run has, what one of it needs, and how many there are."""
         every: list[tuple[Part, Resources, int]] = [
-            ("head", self.head, 1),
+            ("head", self.head, self.heads),
             ("server", self.server, self.servers),
             ("worker", self.worker, self.workers),
         ]
@@ -133,6 +146,34 @@ def server_arguments(queue_url: str, port: int | str, name: str) -> list[str]:
     return ["--join", queue_url, "--name", name, *settings]
 
 
+# Names of torchrun, which the learner reads as those of any launcher.
+NODE_OF_RANK = "GROUP_RANK"
+
+
+def node_of(program: Program) -> int:
+    """Return which of the learner's nodes a rank stands on; 0, the head, for all other programs."""
+    return int(program.env.get(NODE_OF_RANK, 0))
+
+
+def _environments_of_ranks(config: RunConfig) -> list[dict[str, str]]:
+    """Return what each rank of a learner on several nodes finds the others by. [{}] on one node, where the learner
+    itself starts its ranks."""
+    nodes, ranks = config.cluster.learner_nodes, config.learner.ranks
+    if nodes == 1:
+        return [{}]
+    on_each = ranks // nodes
+    with socket.create_server(("", 0)) as listener:  # the head is this machine, or one on which it is most likely free
+        port = listener.getsockname()[1]
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, config.cluster.head_cpus // on_each))
+    shared = {"WORLD_SIZE": str(ranks), "MASTER_PORT": str(port), "OMP_NUM_THREADS": threads}
+    # The head's address, see `on_nodes`.
+    shared |= {"MASTER_ADDR": config.weight_sync.host, "LOCAL_WORLD_SIZE": str(on_each)}
+    return [
+        {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank % on_each), NODE_OF_RANK: str(rank // on_each)}
+        for rank in range(ranks)
+    ]
+
+
 def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> list[Program]:
     """Return the processes of a run whose run file is that of `on_nodes`, in the order in which they are started.
 
@@ -146,10 +187,13 @@ def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> l
 
     def program(name: str, role: ProcessKind, *arguments: str) -> Program:
         env = {**environment_of_role(config, role), RELEASE: release()}
-        return Program(name, role, [*SLIPSTREAM, role, str(run_file), *arguments], env)
+        command = "learner" if role == "rank" else role
+        return Program(name, role, [*SLIPSTREAM, command, str(run_file), *arguments], env)
 
     learner = program("learner", "learner", "--queue", url, *(["--resume"] if resume else []))
+    first, *others = _environments_of_ranks(config)
     env = {**learner.env, **nccl_environment(config), "SLIPSTREAM_COMMAND": typed()}
+    further = [program(f"learner-{rank}", "rank", "--queue", url) for rank in range(1, len(others) + 1)]
     return [
         replace(program("queue", "queue"), health=url + access.HEALTH),
         *(
@@ -162,5 +206,9 @@ def programs(config: RunConfig, run_file: Path, resume: bool, servers: int) -> l
             program(f"worker-{i}", "worker", "--name", f"worker-{i}", "--queue", url)
             for i in range(config.worker.count)
         ),
-        replace(learner, env=env, terminal="stdout"),
+        *(
+            replace(rank, env={**rank.env, **nccl_environment(config), **own})
+            for rank, own in zip(further, others, strict=True)
+        ),
+        replace(learner, env={**env, **first}, terminal="stdout"),
     ]

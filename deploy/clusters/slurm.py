@@ -33,6 +33,7 @@ from deploy.clusters.roles import (
     Resources,
     check_fits,
     check_token,
+    node_of,
     on_nodes,
     programs,
     server_arguments,
@@ -141,6 +142,7 @@ def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list
     cluster = config.cluster
     partition = (cluster.worker_partition if part == "worker" else None) or cluster.partition
     options = [f"--ntasks={count}", f"--cpus-per-task={needed.cpus}"]
+    options += [f"--nodes={count}", "--ntasks-per-node=1"] if part == "head" and count > 1 else []
     options += [f"--gpus-per-task={needed.gpus}"] if needed.gpus else []
     options += [f"--mem-per-cpu={math.ceil(needed.memory_gb * 1024 / needed.cpus)}M"] if needed.memory_gb else []
     options += [f"--partition={partition}"] if partition else []
@@ -379,15 +381,16 @@ class SlurmJob:
 
         A restarted server thereby keeps its address.
         """
-        part: Part = "server" if program.role == "vllm" else "worker"
-        group = next(place for place, (each, _, _) in enumerate(self._parts) if each == part)
-        _, needed, _ = self._parts[group]
-        nodes = self._nodes(group)
+        part, group, needed = self._part_of(program)
+        place = node_of(program) if part == "head" else int(program.name.rpartition("-")[2])
+        # A rank has its part of its node.
+        steps = int(program.env["LOCAL_WORLD_SIZE"]) if part == "head" else 1
         options = [
-            *("srun", f"--het-group={group}", "--ntasks=1", "--nodes=1", "--exact"),
-            *(f"--nodelist={nodes[int(program.name.rpartition('-')[2])]}", f"--job-name={program.name}"),
-            *("--kill-on-bad-exit=0", f"--cpus-per-task={needed.cpus}"),
-            *([f"--gpus-per-task={needed.gpus}"] if needed.gpus else []),
+            *("srun", *([f"--het-group={group}"] if len(self._parts) > 1 else [])),
+            *("--ntasks=1", "--nodes=1", "--exact"),
+            *(f"--nodelist={self._nodes(group)[place]}", f"--job-name={program.name}"),
+            *("--kill-on-bad-exit=0", f"--cpus-per-task={max(1, needed.cpus // steps)}"),
+            *([f"--gpus-per-task={needed.gpus // steps}"] if needed.gpus >= steps else []),
         ]
         file = self._folder / TOKENS / ("worker" if part == "worker" else "secret")
         token = {access.TOKEN_VARIABLE: "", access.TOKEN_FILE_VARIABLE: str(file)}
@@ -395,14 +398,22 @@ class SlurmJob:
 
     def job_of(self, program: Program) -> str:
         """Return the number of the component that a step belongs to."""
-        part = "server" if program.role == "vllm" else "worker"
+        return self._of_group("SLURM_JOB_ID", self._part_of(program)[1])
+
+    def _part_of(self, program: Program) -> tuple[Part, int, Resources]:
+        """Return a step's part, the number of its component, and what one of the part needs."""
+        part: Part = "server" if program.role == "vllm" else "worker" if program.role == "worker" else "head"
         group = next(place for place, (each, _, _) in enumerate(self._parts) if each == part)
-        return self._environment[f"SLURM_JOB_ID_HET_GROUP_{group}"]
+        return part, group, self._parts[group][1]
+
+    def _of_group(self, name: str, group: int) -> str:
+        """Return a variable of one component; a job of one component is an ordinary job."""
+        return self._environment[f"{name}_HET_GROUP_{group}" if len(self._parts) > 1 else name]
 
     def _nodes(self, group: int) -> list[str]:
         """Return the node of each task of a component."""
-        names = _slurm("scontrol", "show", "hostnames", self._environment[f"SLURM_JOB_NODELIST_HET_GROUP_{group}"])
-        tasks = self._environment[f"SLURM_TASKS_PER_NODE_HET_GROUP_{group}"]
+        names = _slurm("scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group))
+        tasks = self._of_group("SLURM_TASKS_PER_NODE", group)
         return [node for node, count in zip(names.split(), counts(tasks), strict=True) for _ in range(count)]
 
 
@@ -420,21 +431,25 @@ def _address(node: str) -> str:
 
 
 class SlurmSteps(Children):
-    """Starts queue and learner here, servers and workers as steps."""
+    """Starts queue and learner here, servers, workers and ranks on other nodes as steps."""
 
     def __init__(self, grace_s: float, job: SlurmJob) -> None:
         super().__init__(grace_s)
         self._job = job
 
     def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
-        if program.role not in ("vllm", "worker"):
+        if not _is_step(program):
             return super().start(program, log_dir, stdout)
         return super().start(self._job.as_step(program), log_dir, stdout)
 
     def _child(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int) -> Child:
-        if program.role not in ("vllm", "worker"):
+        if not _is_step(program):
             return super()._child(program, process, log, log_start)
         return _Step(program, process, log, log_start, self._job.job_of(program))
+
+
+def _is_step(program: Program) -> bool:
+    return program.role in ("vllm", "worker") or node_of(program) > 0
 
 
 class _Step(Child):
@@ -464,4 +479,8 @@ while read -r step name; do [ "$name" = "$2" ] && scancel --signal=TERM "$step";
 
 def requeue() -> None:
     """Let the job wait for its turn again. SLURM ends what is left of it."""
-    _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    try:
+        _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
+    except RunFailed as error:
+        if "Job is pending execution" not in str(error):  # its operators have queued it again, and SIGTERM says so
+            raise

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters import kubernetes, kubernetes_run, ray, slurm
+from deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm
 from deploy.clusters.roles import check_token
 from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
@@ -87,9 +87,11 @@ def render_kubernetes(
     run_file: RunFilePath,
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="folder for the manifests; may exist")],
 ) -> None:
-    """Write the manifests of a run, for `kubectl apply -k`. Tokens are in secret.yaml alone."""
+    """Write the manifests of a run, for `kubectl apply -k`, and a Helm chart. Tokens are in secret.yaml alone."""
     config = load(run_file, context.args)
     check_secret(config)
-    written = kubernetes.write(config, out, Path(run_file).absolute().parent)
+    folder = Path(run_file).absolute().parent
+    written = [*kubernetes.write(config, out, folder), *helm.write(config, out / "chart", folder)]
     typer.echo(f"wrote {len(written)} files. The volume comes first, and stays: kubectl apply -f {out}/storage.yaml")
     typer.echo(f"then: kubectl apply -k {out}")
+    typer.echo(f"or by Helm: kubectl apply -f {out}/secret.yaml, then helm install NAME {out}/chart")

@@ -16,6 +16,9 @@ _ERROR = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|(^|\s)[\w.]*(Error|Exception)\b
 # What argparse says last, after a usage whose flags may be called anything.
 _USAGE, _WRONG_USAGE = "usage: ", re.compile(r"^\S+: error: ")
 
+# What SLURM says of a step, which may come before the last words of the step's program.
+_OF_SLURM = re.compile(r"^(srun|slurmstepd): error: ")
+
 # vLLM's prefix of each line of a logged traceback: process, level, time and place.
 _VLLM_PREFIX = re.compile(r"^(\([^()]+ pid=\d+\) )?(?:\w+ \d\d-\d\d \d\d:\d\d:\d\d \[[^]]*\] ?)?")
 
@@ -38,12 +41,13 @@ def first_error(lines: Sequence[str]) -> str | None:
 
     Returns:
         The first line that reports an error; of a traceback the exception at its end, of a chain of tracebacks the
-        root. For a vLLM server whose engine ended, the engine's own first error, else that it ended. None if there is
-        no error.
+        root. For a vLLM server whose engine ended, the engine's own first error, else that it ended. What SLURM says
+        of a step counts only where its program reports no error. None if there is no error.
     """
-    if (ended := next(filter(None, map(_ENGINE_ENDED.search, lines)), None)) is not None:
-        return _first_error([line for line in lines if _OF_THE_ENGINE.match(line)]) or ended.group()
-    return _first_error(lines)
+    own = [line for line in lines if not _OF_SLURM.match(line)]
+    if (ended := next(filter(None, map(_ENGINE_ENDED.search, own)), None)) is not None:
+        return _first_error([line for line in own if _OF_THE_ENGINE.match(line)]) or ended.group()
+    return _first_error(own) or _first_error(lines)
 
 
 def follows_engine(error: str) -> bool:

@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import aiohttp
 
 from deploy.run.processes import Child, Children, ProcessKind, Program, describe_end
 from deploy.run.terminal import Terminal
+from learner.ranks.liveness import RANK_LOST
 from protocol import access, reasons
 from protocol.addresses import split_urls
 from protocol.config import RunConfig
@@ -79,7 +80,8 @@ Verdict = Done | Again | Over | Elsewhere
 
 
 class RestartPolicy:
-    """Restarts a vLLM server, a worker or the queue; the learner's end ends the run.
+    """Restarts a vLLM server, a worker or the queue, and a learner that has lost a rank; any other end of the learner
+    ends the run.
 
     Args:
         times: Maximum number of restarts in a row of one process.
@@ -100,7 +102,9 @@ class RestartPolicy:
         self._up_since[name] = self._clock()
         self._was_up.add(name)
 
-    def ended(self, name: str, role: ProcessKind, code: int, goes_on: bool = False, leaves: bool = False) -> Verdict:
+    def ended(
+        self, name: str, role: ProcessKind, code: int, goes_on: bool = False, leaves: bool = False, lost: bool = False
+    ) -> Verdict:
         """Decide what follows from the end of a process.
 
         A server or a queue has no good reason to end, even with 0.
@@ -111,6 +115,7 @@ class RestartPolicy:
             code: Exit code; 128 + n for signal n.
             goes_on: Whether the queue says that the run is not finished; then a worker has no reason to end either.
             leaves: Whether it is a server that joined the run, which ends with 0 once it was removed from it.
+            lost: Whether it is a learner that has lost one of its ranks.
         """
         up_since = self._up_since.pop(name, None)
         if code == 0 and leaves:
@@ -120,7 +125,7 @@ class RestartPolicy:
         code = code or 1
         if role == "learner" and code == TAKEN_OVER:
             return Elsewhere()
-        if role == "learner":
+        if role == "learner" and (not lost or code in (WRONG_SETTING, *STOPPED)):
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
         if code == WRONG_SETTING:
             return Over(code, "(a wrong setting)")
@@ -129,7 +134,8 @@ class RestartPolicy:
         if up_since is not None and self._clock() - up_since >= STEADY_AFTER_S:
             self._in_a_row[name] = 0
         if self._in_a_row[name] >= self.times:
-            return Over(code, f"once more than deploy.restart = {self.times} allows" if self.times else "")
+            why = f"once more than deploy.restart = {self.times} allows" if self.times else ""
+            return Over(code, why, self._to_go_on() if role == "learner" else "")
         self._in_a_row[name] += 1
         attempt = self._in_a_row[name]
         return Again(min(MAX_PAUSE_S, FIRST_PAUSE_S * 2.0 ** min(attempt - 1, 10)), attempt)
@@ -145,6 +151,9 @@ LAST_LINES = 20
 
 # With less room a process may not even say why it ends.
 FULL_BELOW_BYTES = 256 * 1024
+
+# For rank 0 to find out that another rank has died, and for the others to end with it.
+RANKS_END_WITHIN_S = 10.0
 
 # vLLM's engine processes react late to SIGTERM once their server is gone.
 ORPHANS_GRACE_S = 1.0
@@ -175,7 +184,12 @@ class ProcessKeeper:
         self._terminal.say(f"starting {', '.join(program.name for program in programs)}; logs in {self._log_dir}")
         try:
             async with _session() as http, asyncio.TaskGroup() as tasks:
-                kept = [(program.role, tasks.create_task(self._keep(program, http))) for program in programs]
+                ranks = [program for program in programs if program.role == "rank"]
+                kept = [
+                    (each.role, tasks.create_task(self._keep(each, http, ranks if each.role == "learner" else ())))
+                    for each in programs
+                    if each not in ranks
+                ]
                 await next(task for role, task in kept if role == "learner")
                 self._terminal.say("stopping the others")
                 for _, task in kept:
@@ -184,14 +198,15 @@ class ProcessKeeper:
             failures, _ = errors.split(RunFailed)
             raise (failures or errors).exceptions[0] from None
 
-    async def _keep(self, program: Program, http: aiohttp.ClientSession) -> None:
-        """Run one program, restarts included."""
+    async def _keep(self, program: Program, http: aiohttp.ClientSession, ranks: Sequence[Program] = ()) -> None:
+        """Run one program, restarts included; a learner with its further `ranks`, which end and start with it."""
         name = program.name
         while True:
             child = self._start(program)
+            others = [self._start(rank) for rank in ranks]
             async with asyncio.TaskGroup() as life:
                 watching = life.create_task(self._until_up(child, http))
-                code = await child.wait()
+                code, lost = await self._end_of(child, others)
                 watching.cancel()
             self._terminal.down(name)
             self._terminal.pass_on()
@@ -199,7 +214,7 @@ class ProcessKeeper:
                 await self._while_given_up(http)
             # A worker ends with 0 when the run is finished, but a tool may end its process with 0 too.
             goes_on = program.role == "worker" and code == 0 and await self._goes_on(http)
-            match self._policy.ended(name, program.role, code, goes_on, program.leaves):
+            match self._policy.ended(name, program.role, code, goes_on, program.leaves, lost is not None):
                 case Done():
                     self._terminal.say(f"{name} is done")
                     await self._children.end([child])
@@ -217,15 +232,54 @@ class ProcessKeeper:
                     self._terminal.complain(f"{describe_end(name, code)}; stopping the others")
                     raise RunFailed(ended + _quoted(child), end_code)
                 case Again(pause_s, attempt):
+                    died = child if lost is None else lost
+                    end = died.poll() or code
                     # Of one that was killed, an error in the log is an earlier one, which it has survived.
-                    cause = None if code == 128 + signal.SIGKILL else child.first_error()
+                    cause = None if end == 128 + signal.SIGKILL else died.first_error()
+                    again = "starting it again"
+                    if lost is not None:
+                        again = "starting all ranks of the learner again from the newest checkpoint"
+                        program = replace(program, command=with_resume(program.command))
+                    why = f"{f': {cause}' if cause else ''}{_disk_is_full(child.log)}"
                     self._terminal.complain(
-                        f"{describe_end(name, code)}{f': {cause}' if cause else ''}{_disk_is_full(child.log)}; "
-                        f"starting it again in {pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
+                        f"{describe_end(died.name, end)}{why}; {again} in {pause_s:g} s (restart {attempt} of "
+                        f"{self._policy.times} in a row)"
                     )
                     # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)
                     await asyncio.sleep(pause_s)
+
+    async def _end_of(self, child: Child, ranks: Sequence[Child]) -> tuple[int, Child | None]:
+        """Wait for the end of a program, and of a learner's further ranks.
+
+        Returns:
+            The exit code, and the rank of the learner with which all others were lost; None if none was.
+        """
+        learner = asyncio.ensure_future(child.wait())
+        rank_died = asyncio.ensure_future(_first_to_fail(ranks))
+        hung = False
+        try:
+            await asyncio.wait([learner, rank_died], return_when=asyncio.FIRST_COMPLETED)
+            if not learner.done():
+                # Its connections to that rank break, and it says so. Else it would wait for learner.rank_timeout_s.
+                await asyncio.wait([learner], timeout=RANKS_END_WITHIN_S)
+                hung = not learner.done()
+                await self._children.end([child], ORPHANS_GRACE_S)
+            code = await learner
+            if ranks:
+                await self._children.end(ranks, RANKS_END_WITHIN_S if code == 0 else ORPHANS_GRACE_S)
+            died = rank_died.result() if rank_died.done() else None
+        finally:
+            learner.cancel()
+            rank_died.cancel()
+        rank_code = 0 if died is None else died.poll() or 0
+        if died is not None and rank_code == WRONG_SETTING:
+            raise RunFailed(f"{describe_end(died.name, rank_code)}{_quoted(died)}", rank_code)
+        if child.program.role != "learner" or self._config.learner.ranks == 1:
+            return code, None
+        if died is not None and code and (hung or rank_code > 128):
+            return RANK_LOST, died
+        return code, child if code == RANK_LOST or (code > 128 and code not in STOPPED) else None
 
     async def _while_given_up(self, http: aiohttp.ClientSession) -> None:
         """Wait while the queue has given the run up: the learner then ends too, and reports the reason once.
@@ -288,6 +342,25 @@ class ProcessKeeper:
         self._terminal.up(child.name)
         if health:
             self._terminal.say(f"{child.name} answers after {time.monotonic() - started:.1f} s")
+
+
+async def _first_to_fail(ranks: Sequence[Child]) -> Child:
+    """Wait until a rank fails. Runs until cancelled where none does."""
+    waits = {asyncio.ensure_future(rank.wait()): rank for rank in ranks}
+    try:
+        for ended in asyncio.as_completed([*waits]):
+            if await ended:
+                return next(rank for rank in ranks if rank.poll())
+        await asyncio.Event().wait()
+        raise AssertionError
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
+def with_resume(command: Sequence[str]) -> list[str]:
+    """Return a learner's command so that it goes on from the newest checkpoint."""
+    return [*command] if "--resume" in command else [*command, "--resume"]
 
 
 def _quoted(child: Child) -> str:

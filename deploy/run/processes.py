@@ -30,8 +30,9 @@ from protocol.config import RunConfig
 from protocol.config.load import SAME_TERMINAL
 from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
-# The role of a process, which is also the name of its command.
-ProcessKind = Literal["preflight", "queue", "vllm", "worker", "learner"]
+# The role of a process, which is also the name of its command. A rank is one of the learner's but the first, where each
+# is started by itself.
+ProcessKind = Literal["preflight", "queue", "vllm", "worker", "learner", "rank"]
 
 # -P keeps Python from importing a user's folder named `protocol` or `deploy` from the working directory.
 SLIPSTREAM: tuple[str, ...] = (sys.executable, "-P", "-m", "deploy.cli")
@@ -297,8 +298,9 @@ class Children:
             await _gone(children, KILLED_WITHIN_S)
         for child in children:
             child.poll()
-            self.living.remove(child)
-            self.guard.remove(child.pid)
+            if child in self.living:  # it may have been ended before
+                self.living.remove(child)
+                self.guard.remove(child.pid)
 
 
 def describe_end(name: str, code: int) -> str:

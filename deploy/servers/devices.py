@@ -86,12 +86,14 @@ def settle(
 def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Settle the run file for a learner that a person has started by itself; one of the supervisor has been settled.
 
-    How much of its GPU servers leave it is known only if the launcher starts none.
+    How much of its GPU servers leave it is known only if the launcher starts none. A rank that a launcher has started
+    sees the GPUs of its own node, or its own one, and is settled by the run file alone.
 
     Raises:
         ConfigError: The GPUs are too few or too small.
     """
-    found = [] if SHARE in os.environ else probes.visible_gpus()
+    is_rank = int(os.environ.get("WORLD_SIZE") or 1) > 1
+    found = [] if SHARE in os.environ or is_rank else probes.visible_gpus()
     config, chosen = _of_checkpoint(found, config)
     planned = _planned(found, config, "learner") if not config.vllm.launched else None
     chosen |= planned.chosen if planned is not None else {}

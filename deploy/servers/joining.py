@@ -42,6 +42,9 @@ LOOK_EVERY_S = 10.0
 # Seconds from SIGTERM to SIGKILL.
 GRACE_S = 20.0
 
+# The same where it has requests at work that nobody waits for.
+BUSY_GRACE_S = 3.0
+
 
 @dataclass(frozen=True)
 class ServerJoin:
@@ -139,12 +142,13 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
             await _report_down(queue, joining, f"its process ended with code {code if code >= 0 else 128 - code}")
             return code if code >= 0 else 128 - code
         if stop.done():
-            await _drain(config, queue, joining, signals, ended, watch.silent)
+            grace_s = await _drain(config, queue, joining, signals, ended, watch.silent)
         else:
             stop.cancel()
+            grace_s = GRACE_S
             if not removed.cancelled() and (error := removed.exception()) is not None:
                 logger.error("%s is not watched any more and ends: %s", joining.name, error)
-        await _end(child, ended)
+        await _end(child, ended, grace_s)
         return 0
 
 
@@ -190,20 +194,38 @@ async def _drain(
     signals: asyncio.Queue[int],
     ended: asyncio.Task[int],
     silent: bool,
-) -> None:
+) -> float:
     """Take the server out of the run; returns when it has drained, vLLM has ended, or a second signal has come.
 
-    `silent`: the queue did not answer the last look, so it is not waited for.
+    After its own `vllm.drain_timeout_s`, which may be less than the run's, it is removed with requests at work, which
+    go on elsewhere.
+
+    Args:
+        silent: Whether the queue did not answer the last look; then it is not waited for.
+
+    Returns:
+        Seconds that vLLM has to end.
     """
     if silent:
         logger.warning("%s ends without draining: the queue does not answer", joining.name)
-        return
+        return GRACE_S
+    grace_s = GRACE_S
     logger.info("%s leaves: no new episodes; a second signal ends it at once", joining.name)
 
     async def leave() -> None:
-        timeout_s = config.vllm.drain_timeout_s + LEAVE_MARGIN_S
+        nonlocal grace_s
         left = await queue.remove_server(joining.name)
-        await until_gone(queue, joining.name, left, timeout_s)
+        try:
+            await until_gone(queue, joining.name, left, config.vllm.drain_timeout_s)
+        except QueueError:
+            left = await queue.remove_server(joining.name, now=True)
+            logger.warning(
+                "%s leaves with requests at work, which go on elsewhere: vllm.drain_timeout_s = %g is over",
+                joining.name,
+                config.vllm.drain_timeout_s,
+            )
+            grace_s = BUSY_GRACE_S
+            await until_gone(queue, joining.name, left, LEAVE_MARGIN_S)
 
     leaving, again = asyncio.create_task(leave()), asyncio.create_task(signals.get())
     await asyncio.wait([leaving, again, ended], return_when=asyncio.FIRST_COMPLETED)
@@ -218,12 +240,13 @@ async def _drain(
             await leaving
         except QueueError as error:
             logger.warning("%s ends without having drained: %s", joining.name, error)
+    return grace_s
 
 
-async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int]) -> None:
+async def _end(child: asyncio.subprocess.Process, ended: asyncio.Task[int], grace_s: float) -> None:
     with contextlib.suppress(ProcessLookupError):
         child.terminate()
-    done, _ = await asyncio.wait([ended], timeout=GRACE_S)
+    done, _ = await asyncio.wait([ended], timeout=grace_s)
     signal_group(child.pid, signal.SIGKILL)  # This also ends processes that it has left behind.
     if not done:
         await ended

@@ -45,6 +45,9 @@ NOTICED_WITHIN_S = 3.0
 # Rank 0 may hang in a collective with a rank that is gone: gloo reports it at once, NCCL does not.
 GIVES_UP_AFTER_S = 60.0
 
+# Exit code of rank 0 that has lost another rank: all may be started again.
+RANK_LOST = 75
+
 logger = logging.getLogger(__name__)
 
 
@@ -308,4 +311,4 @@ class Alarm:
         """End this process unless its main thread leaves the collective in time."""
         if not self._free.wait(GIVES_UP_AFTER_S):
             self.kill_all()
-            end_now(1, f"learner: {self._why}; rank 0 waits for it in vain and ends")
+            end_now(RANK_LOST, f"learner: {self._why}; rank 0 waits for it in vain and ends")

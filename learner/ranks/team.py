@@ -7,6 +7,7 @@ a rank that gives no sign of life is taken to be dead (`learner.ranks.liveness`)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -140,7 +141,7 @@ class Team:
             yield
         except RuntimeError as error:
             broke = type(error) is RuntimeError or isinstance(error, dist.DistError)
-            if broke and (why := self.alarm.cause()):
+            if broke and (why := self.alarm.cause() or _broken(error)):
                 raise self._lost(why) from error
             raise
         finally:
@@ -311,6 +312,13 @@ class Team:
             self._store.delete_key(f"command/{self._turn - 2}")
         self._store.set(f"command/{self._turn}", msgspec.json.encode(Command(name)).decode())
         self._turn += 1
+
+
+def _broken(error: RuntimeError) -> str | None:
+    """Say that the connection to a rank broke, whose end nobody here has seen: it is on another machine."""
+    first = str(error).partition("\n")[0]
+    found = re.search(r"Connection (closed|reset) by peer|Socket closed|Broken pipe|remote process exited", first)
+    return f"the connection to another rank broke ({first})" if found else None
 
 
 def _bytes(count: int) -> torch.Tensor:

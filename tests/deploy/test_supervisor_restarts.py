@@ -105,6 +105,30 @@ def test_restarts_are_bounded_and_each_is_told_with_its_cause(stage: Stage) -> N
     until(lambda: not stage.alive())
 
 
+@pytest.mark.parametrize("end", ["exit 75", "kill -KILL $$"], ids=["it has lost a rank", "rank 0 is killed"])
+def test_a_learner_of_several_ranks_goes_on_from_its_newest_checkpoint_and_the_rest_notices_nothing(
+    stage: Stage, end: str
+) -> None:
+    stage.play(queue=stage.answers("queue"), vllm=stage.answers("vllm"))
+    stage.play(learner=f"[ $lives = 1 ] && {stage.waits_for('queue')} && {stage.waits_for('vllm')} && {end}; exit 0")
+    result = stage.run("--deploy.restart", "1", "--learner.ranks", "2")
+    assert result.returncode == 0, result.stderr
+    assert (
+        "starting all ranks of the learner again from the newest checkpoint in 0.1 s (restart 1 of 1" in result.stderr
+    )
+    first, second = stage.calls("learner")
+    assert "--resume" not in first.line
+    assert second.line == f"{first.line} --resume"
+    assert [len(stage.calls(role)) for role in ("queue", "vllm", "worker")] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("ranks", "end"), [("1", "kill -KILL $$"), ("1", "exit 75"), ("2", "exit 1")])
+def test_a_learner_that_fails_by_itself_ends_the_run(stage: Stage, ranks: str, end: str) -> None:
+    stage.play(learner=end)
+    assert stage.run("--deploy.restart", "1", "--learner.ranks", ranks).returncode in (1, 75, 137)
+    assert len(stage.calls("learner")) == 1
+
+
 @pytest.mark.parametrize(
     ("role", "act", "code"),
     [("learner", FAILS, 3), ("vllm", FAILS, 3), ("worker", "exit 2", 2), ("queue", "exit 2", 2)],

@@ -1,7 +1,7 @@
-"""A real SLURM on loopback for the tests of one process: munged, slurmctld and three slurmd, of Debian's packages
+"""A real SLURM on loopback for the tests of one process: munged, slurmctld and four slurmd, of Debian's packages
 `slurm-wlm` and `munge`.
 
-Nodes n1 to n3 have 8 CPUs and 2 GPUs as SLURM counts them; partition `spot` has n3 alone.
+Nodes n1 to n4 have 8 CPUs and 2 GPUs as SLURM counts them; partition `spot` has n3 alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.kit.ports import free_port
 
 STARTS_WITHIN_S = 30.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
-NODES = ("n1", "n2", "n3")
+NODES = ("n1", "n2", "n3", "n4")
 
 # Any two device files count as GPUs.
 GRES = "AutoDetect=off\nName=gpu File=/dev/null\nName=gpu File=/dev/zero\n"
@@ -34,8 +34,8 @@ ClusterName=tests
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={port}
 AuthType=auth/munge
-# A job that is requeued waits until its credential has expired.
-AuthInfo=socket={folder}/munge/socket,cred_expire=2
+# A job that is requeued waits until its credential has expired; below 5 s SLURM takes two minutes.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 SlurmUser={user}
 SlurmdUser={user}
 StateSaveLocation={folder}/state
@@ -57,7 +57,7 @@ SlurmdParameters=config_overrides
 KillWait=5
 JobRequeue=1
 {nodes}
-PartitionName=main Nodes=n[1-3] Default=YES MaxTime=INFINITE State=UP
+PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP
 PartitionName=spot Nodes=n3 MaxTime=INFINITE State=UP
 """
 
@@ -105,7 +105,7 @@ class SlurmCluster:
             self._start("slurmctld", "-D")
             for name in NODES:
                 self._start("slurmd", "-D", "-N", name)
-            until_true(lambda: self._states() == ["idle"] * 3, "SLURM does not come up")
+            until_true(lambda: self._states() == ["idle"] * len(NODES), "SLURM does not come up")
         except BaseException:
             self.close()
             raise

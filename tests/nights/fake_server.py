@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 from typing import Any
 
@@ -26,7 +27,7 @@ from weight_sync.transports.http.receiver import HttpReceiver
 from weight_sync.transports.receiver import Worker, of_one_version
 from weight_sync.weights.parts import joined
 
-LATENCY_S = 0.1
+LATENCY_S = float(os.environ.get("FAKE_LATENCY_S", "0.1"))
 # The share of its answers that are right, so that a group's rewards differ.
 RIGHT = 0.6
 REPLY = persistent(2)
@@ -83,7 +84,7 @@ class ReceivingEnd:
     def __init__(self, engine: WeighedEngine) -> None:
         self.wrong = False
         self._engine = engine
-        self._receiver: HttpReceiver | None = None
+        self._receivers: list[HttpReceiver] = []  # one for each rank of the learner
         self._arrived: asyncio.Future[dict[str, torch.Tensor]] | None = None
         engine.hooks |= {
             "init_weight_transfer_engine": self._join,
@@ -93,25 +94,30 @@ class ReceivingEnd:
         }
 
     async def _join(self, init_info: dict[str, Any]) -> None:
-        if self._receiver is not None:
-            self._receiver.close()
-        (info,) = init_info["shares"]
+        for receiver in self._receivers:
+            receiver.close()
+        self._receivers = []
         try:
-            self._receiver = await asyncio.to_thread(HttpReceiver, info, Worker(1, torch.device("cpu")))
+            for info in init_info["shares"]:
+                receiver = await asyncio.to_thread(HttpReceiver, info, Worker(1, torch.device("cpu")))
+                self._receivers.append(receiver)
         except TransferError as error:
             raise EngineError(str(error)) from error
 
     def _receive(self, update_info: dict[str, Any]) -> None:
         try:
-            (update,) = of_one_version(update_info["shares"])
+            updates = of_one_version(update_info["shares"])
         except ValueError as error:
             raise EngineError(str(error)) from error
-        receiver = self._receiver
-        assert receiver is not None
+        receivers = self._receivers
 
         def receive() -> dict[str, torch.Tensor]:
-            share = receiver.receive(update)
-            arrived = {name: tensor.clone() for name, tensor in joined(dict(piece) for piece in share.pieces)}
+            pieces = (
+                dict(piece)
+                for receiver, update in zip(receivers, updates, strict=True)
+                for piece in receiver.receive(update).pieces
+            )
+            arrived = {name: tensor.clone() for name, tensor in joined(pieces)}
             for name, here in self._engine.model.state_dict().items():
                 if name in arrived and arrived[name].shape != here.shape:
                     raise ValueError(f"{name} has shape {[*arrived[name].shape]}, and the model's is {[*here.shape]}")
@@ -139,13 +145,14 @@ class ReceivingEnd:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
+    parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, required=True)
     arguments, _ = parser.parse_known_args()
     torch.set_num_threads(1)
-    asyncio.run(serve(arguments.model, arguments.port))
+    asyncio.run(serve(arguments.model, arguments.host, arguments.port))
 
 
-async def serve(model: str, port: int) -> None:
+async def serve(model: str, host: str, port: int) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     engine = WeighedEngine(
         policy=scripted(tokenizer, now_and_then_wrong),
@@ -163,7 +170,7 @@ async def serve(model: str, port: int) -> None:
         return web.json_response({})
 
     fake.app.add_routes([web.post("/_wrong_swap", swap_wrongly)])
-    async with serving(fake, port=port):
+    async with serving(fake, host, port):
         await asyncio.Event().wait()
 
 

@@ -16,13 +16,19 @@ _TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 class ClusterSection(Section):
     head_gpus: Gpus = setting(
         "auto",
-        description="GPUs of the head, the node of queue and learner; auto: one for each of learner.ranks, none with "
-        "vLLM's CPU build",
+        description="GPUs of the head, the node of queue and learner, and of each further one of "
+        "cluster.learner_nodes; auto: one for each rank there, none with vLLM's CPU build",
         why="a rank trains on one GPU",
     )
-    head_cpus: Count = setting(8, description="CPU cores of the head", why="a learner's data loading and the queue")
+    head_cpus: Count = setting(
+        8, description="CPU cores of each node of the learner", why="a learner's data loading and the queue"
+    )
     head_memory_gb: int = setting(
-        0, ge=0, le=10**6, description="gigabytes of memory of the head; 0: the default there", why="ours is a guess"
+        0,
+        ge=0,
+        le=10**6,
+        description="gigabytes of memory of each node of the learner; 0: the default there",
+        why="ours is a guess",
     )
     server_gpus: Gpus = setting(
         "auto",
@@ -91,7 +97,9 @@ class ClusterSection(Section):
     )
     namespace: str = setting("default", description="kubernetes: namespace of the run", why="the cluster's own default")
     learner_nodes: Count = setting(
-        1, description="kubernetes: pods, each on a node of its own GPUs, that share learner.ranks", why="one is enough"
+        1,
+        description="slurm, ray, kubernetes: nodes that share learner.ranks evenly; the first has the queue as well",
+        why="one is enough",
     )
     node_selector: list[str] = setting(
         [],

@@ -187,7 +187,8 @@ class VllmSection(Section):
 class DeploySection(Section):
     restart: CountOrZero = setting(
         3,
-        description="restarts in a row of a vLLM server, a worker or the queue that died",
+        description="restarts in a row of a vLLM server, a worker or the queue that died, and of a learner that lost "
+        "one of its ranks, from its newest checkpoint",
         why="survives a crash, while a fault that comes back ends the run",
     )
     grace_s: Seconds = setting(

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.kit import slurm
+from tests.kit.ports import free_port
 from tests.kit.ray import RayNodes
 from tests.kit.slurm import SlurmCluster
+from tests.nights import fleet
 
 ROOT = Path(__file__).parents[3]
 SECRET = "0123456789abcdef0123456789abcdef"
@@ -50,6 +53,29 @@ def run(config, queue_url, resume, take_over):
     while os.path.exists(os.environ["HOLD"]):
         time.sleep(0.1)
 """
+
+
+@pytest.fixture
+def example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Settings of a run of multiply in `tmp_path`: servers are fakes with real weights, everything else is real."""
+    stub = tmp_path / "stubs" / "vllm" / "entrypoints" / "openai"
+    stub.mkdir(parents=True)
+    for folder in (stub, stub.parent, stub.parent.parent):
+        (folder / "__init__.py").touch()
+    (stub / "api_server.py").write_text(fleet.FAKE_VLLM, encoding="utf-8")
+    fleet.save_model(tmp_path / "model")
+    for name in ("run.toml", "task.py"):
+        shutil.copy(fleet.EXAMPLE / name, tmp_path / name)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "stubs"), str(tmp_path), str(ROOT)]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", SECRET)
+    return [
+        *("--run.name", "example", "--run.dir", str(tmp_path / "runs"), "--model.path", str(tmp_path / "model")),
+        *("--queue.port", str(free_port()), "--vllm.port", str(free_port()), "--weight_sync.transport", "http"),
+        *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.checkpoint_every", "2"),
+        *("--worker.episodes", "32", "--worker.count", "1"),
+        *("--cluster.server_cpus", "1", "--cluster.worker_cpus", "1", "--cluster.head_cpus", "6"),
+    ]
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ POSTGRES = ("--queue.store", "postgresql://db/runs")
 VARIANTS: dict[str, tuple[str, ...]] = {
     "sqlite": (),
     "postgres": POSTGRES,
-    "ranks": (*POSTGRES, "--learner.ranks", "4", "--cluster.learner_nodes", "2", "--cluster.head_gpus", "4"),
+    "ranks": (*POSTGRES, "--learner.ranks", "4", "--cluster.learner_nodes", "2", "--cluster.head_gpus", "2"),
     "scaled": ("--cluster.max_servers", "4", "--cluster.max_workers", "9", "--cluster.kueue", "team"),
     "full": (
         *("--cluster.server_gpus", "2", "--cluster.server_memory_gb", "64", "--cluster.namespace", "rl"),

@@ -48,17 +48,22 @@ def workers(run_file: Path) -> set[str]:
     return {word for word in said.replace('"', " ").split() if word.startswith("worker-")} if code == 0 else set()
 
 
-def test_before_the_time_limit_a_checkpoint_is_written_and_the_job_goes_on_with_it(
-    slurm_here: SlurmCluster, run_file: Path, hold: Path
+@pytest.mark.parametrize("ended_by", ["the signal of its limit", "scontrol requeue"])
+def test_a_job_that_is_queued_again_has_written_a_checkpoint_and_goes_on_from_it(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path, ended_by: str
 ) -> None:
     """The signal is SLURM's own, sent early here; what follows it is what follows at the limit."""
-    with slipstream("up", str(run_file), "--on", "slurm", "--deploy.grace_s", "10", *SMALL) as up:
+    with slipstream("up", str(run_file), "--on", "slurm", "--deploy.grace_s", "5", *SMALL) as up:
         told = read_until(up, "all have come")
         job = told.split("submitted job ")[1].split(",")[0]
-        slurm_here.run("scancel", "--batch", "--signal=TERM", job)
+        if ended_by == "scontrol requeue":
+            slurm_here.run("scontrol", "requeue", job)
+        else:
+            slurm_here.run("scancel", "--batch", "--signal=TERM", job)
         told = read_until(up, "all have come")
         assert "step 3: checkpoint written at the signal" in told
         assert "resume True" in told
+        assert "slipstream: scontrol" not in told
         hold.unlink()
         assert up.wait(timeout=100) == 0
 
@@ -97,6 +102,11 @@ def every_command_line() -> list[str]:
             ["--cluster.server_gpus", "3"],
             "cluster.server_gpus = 3: no node of partition main has more than 2 GPUs; lower it, or name another "
             "partition",
+        ),
+        (
+            ["--cluster.learner_nodes", "2"],
+            "cluster.learner_nodes = 2: learner.ranks = 1 cannot be divided among them; choose a number that divides "
+            "it",
         ),
         (
             ["--cluster.head_cpus", "9"],

@@ -16,6 +16,7 @@ from deploy.run.process_keeper import (
     Verdict,
 )
 from deploy.run.processes import ProcessKind
+from learner.ranks.liveness import RANK_LOST
 
 RESUME = "go on"
 
@@ -86,6 +87,20 @@ def test_a_long_start_is_not_being_up() -> None:
 )
 def test_the_first_end(role: ProcessKind, code: int, up_s: float | None, verdict: Verdict) -> None:
     assert History(role).life(code, up_s) == verdict
+
+
+@pytest.mark.parametrize("code", [RANK_LOST, 137, 139])
+def test_a_learner_that_lost_a_rank_is_started_again_and_then_no_more(code: int) -> None:
+    policy = RestartPolicy(2, lambda: RESUME, lambda: 0.0)
+
+    def ended(code: int) -> Verdict:
+        policy.up("learner")
+        return policy.ended("learner", "learner", code, lost=True)
+
+    assert [ended(code) for _ in range(2)] == [Again(1, 1), Again(2, 2)]
+    assert ended(code) == Over(code, "once more than deploy.restart = 2 allows", RESUME)
+    # What was stopped, or is set wrongly, has lost nothing.
+    assert [ended(code) for code in (2, 130, 143)] == [Over(2), Over(130), Over(143)]
 
 
 @pytest.mark.parametrize(("code", "ends_with"), [(0, 1), (1, 1), (137, 137)])

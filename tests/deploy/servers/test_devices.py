@@ -185,6 +185,10 @@ def test_a_learner_by_itself_takes_its_gpus_only_where_servers_are_elsewhere(
     assert devices.settle_learner(apart, said.append).model.dtype == "bfloat16"
     monkeypatch.setenv(devices.SHARE, "0.000")
     assert devices.settle_learner(apart, said.append) == apart, "the supervisor has settled it"
+    monkeypatch.delenv(devices.SHARE)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    several = apart.model_copy(update={"learner": apart.learner.model_copy(update={"ranks": 2})})
+    assert devices.settle_learner(several, said.append) == several, "one of two ranks, whose node has one GPU"
 
 
 def test_gpus_that_do_not_reach_each_other_switch_p2p_and_shm_off_and_that_is_said(run_file: Path) -> None:

@@ -193,7 +193,9 @@ def test_a_main_thread_that_nothing_frees_ends_with_the_process(
         scene.alarm.is_free()
     scene.alarm._why = "rank 1 has gone"
     scene.alarm.give_up()
-    assert ended == ([] if free else [(1, "learner: rank 1 has gone; rank 0 waits for it in vain and ends")])
+    assert ended == (
+        [] if free else [(alarms.RANK_LOST, "learner: rank 1 has gone; rank 0 waits for it in vain and ends")]
+    )
 
 
 @pytest.mark.parametrize(("rank", "seconds", "ends"), [(0, 119.0, False), (0, 120.0, True), (None, 120.0, True)])

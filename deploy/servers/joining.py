@@ -30,7 +30,7 @@ from protocol.config import ConfigError, RunConfig
 from protocol.config.sections import LOOPBACK
 from protocol.config.sections.base import WILDCARDS, url_of
 from protocol.messages import Server, ServerState
-from rollout_worker.user_code.process_guard import signal_group
+from rollout_worker.user_code.process_guard import ProcessGuard, signal_group
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +117,8 @@ def run(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Map
 async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[str], env: Mapping[str, str]) -> int:
     """Register and run the server, and drain it when told to stop. Returns the exit code."""
     token = config.token_for("learner")
-    async with QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says") as queue:
+    client = QueueClient(joining.queue_url, token, QUEUE_PATIENCE_S, said_by="--join says")
+    async with client as queue, contextlib.AsyncExitStack() as cleanup:
         another = f"to start another one, give it a port of its own, such as --vllm.port {config.vllm.port + 1}; "
         await check_free(queue, joining.name, joining.url, another)
         await queue.put_server(Server(joining.name, joining.url))
@@ -126,8 +127,11 @@ async def run_server(config: RunConfig, joining: ServerJoin, command: Sequence[s
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, signals.put_nowait, number)
-        # In a session of its own, so that Ctrl-C reaches this process alone.
+        # In a session of its own, so that Ctrl-C reaches this process alone. If this process is killed, the guard ends it.
         child = await asyncio.create_subprocess_exec(*command, env=dict(env), start_new_session=True)
+        guard = ProcessGuard(BUSY_GRACE_S)
+        guard.add(child.pid)
+        cleanup.callback(guard.close)
         ended = asyncio.create_task(child.wait())
         stop = asyncio.create_task(signals.get())
         watch = _Watch(queue, joining)

@@ -20,6 +20,7 @@ from protocol.client import QueueClient, QueueRefused, Unreachable
 from protocol.config import ConfigError, RunConfig
 from protocol.messages import BeginSession, Server, ServerState
 from protocol.status import ServerStatus
+from rollout_worker.user_code.process_guard import signal_group
 from tests.deploy.stage import is_running, until
 from tests.kit import config
 from tests.kit.fake_vllm import FakeVllm
@@ -259,6 +260,31 @@ async def test_a_server_that_is_killed_leaves_no_engine_behind_and_says_by_which
         (down,) = [server for server in await client.servers() if server.name == "mine"]
         assert down.reason == "its process ended with code 137"
     until(lambda: not is_running(int(mark.read_text())))
+
+
+CHILD_OF_KILLED = """
+import os, sys
+from deploy.servers import joining
+from tests.kit import config
+
+queue, mark = sys.argv[1:]
+child = ["/bin/sh", "-c", "echo $$ > $0.part; mv $0.part $0; trap '' TERM; sleep 300 & wait; wait", mark]
+joining.run(config(), joining.ServerJoin("mine", "http://127.0.0.1:1", queue, 64), child, os.environ)
+"""
+
+
+async def test_a_server_whose_command_is_killed_leaves_no_process_behind(tmp_path: Path) -> None:
+    """vLLM has a session of its own; it kept its memory, and its port."""
+    mark = tmp_path / "up"
+    async with serving(config()) as queue:
+        command = await asyncio.create_subprocess_exec(sys.executable, "-c", CHILD_OF_KILLED, queue.url, str(mark))
+        async with asyncio.timeout(60):
+            while not mark.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        command.kill()
+        await command.wait()
+    group = int(mark.read_text())
+    until(lambda: not signal_group(group, 0))
 
 
 async def test_a_second_server_at_the_port_of_the_first_is_told_to_take_another() -> None:

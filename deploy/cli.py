@@ -31,7 +31,7 @@ from deploy.run.process_keeper import TAKEN_OVER, RunFailed
 from deploy.run.supervisor import SIGNALS
 from deploy.servers import devices, probes, tokens
 from deploy.servers.tokens import check_arguments, check_secret
-from protocol import access, reasons
+from protocol import access, log_lines, reasons
 from protocol.client import QueueError, QueueRefused
 from protocol.config import (
     ConfigError,
@@ -366,11 +366,7 @@ def _with_steps(config: RunConfig) -> RunConfig:
 def main() -> None:
     """Run the command line. Exits with 2 and one message for a setting or state that cannot work, with 1 for a run
     that failed."""
-    logging.basicConfig(
-        level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    log_lines.set_up()
     logging.getLogger("httpx").setLevel(logging.WARNING)
     # transformers warns if torch is not imported, and most commands do not need torch.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")

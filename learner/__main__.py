@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import argparse
-import logging
 import os
 import signal
 import sys
@@ -85,9 +84,7 @@ if __name__ == "__main__":
     # Until the learner handles it, Ctrl-C ends the process without a traceback: torch loads for seconds.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-    logging.basicConfig(
-        level=os.environ.get("SLIPSTREAM_LOG", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    from protocol import log_lines
+
+    log_lines.set_up()
     sys.exit(main(sys.argv[1:]))

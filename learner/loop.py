@@ -217,6 +217,8 @@ class Loop:
         for text in self._session.watch.step(metrics.beside):
             self._progress.warn(text)
             self._session.notices.server(text)
+        for name in self._session.watch.back():
+            self._progress.say(f"no longer seen: {name} samples farther from the learner's policy than it did")
 
     def _conclude(self) -> None:
         status = self._client.call(lambda queue: queue.status())

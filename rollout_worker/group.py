@@ -83,6 +83,7 @@ class GroupRunner:
             outcomes = await self.source.run(plan)
             reservation.give_all()
             episodes = self._counted(ticket, [self._checked(outcome) for outcome in outcomes], min_rollouts)
+            self._note_silent_roles(episodes)
             if self.keep_messages:
                 self._keep_messages(episodes)
             rewarded = self._still_proven(await self._rewarded(ticket, row, episodes, min_rollouts), min_rollouts)
@@ -147,6 +148,17 @@ class GroupRunner:
             detail = f"the weights that sampled {lost} of {len(episodes)} episodes failed their proof"
             raise TicketFailed(reasons.UNVERIFIED_SERVER, detail, retryable=True)
         return proven
+
+    def _note_silent_roles(self, episodes: list[Episode]) -> None:
+        """Say once which roles were asked in no episode of a group, where others were."""
+        spoke = {episode.rollout.role for episode in episodes if episode.rollout.role}
+        if spoke and (silent := [role for role in self.source.own_rewards if role not in spoke]):
+            roles = ", ".join(map(repr, silent))
+            detail = (
+                f"the role {roles} had no answer in all episodes of a group, so nothing of it is trained there; is the "
+                f"agent asking at endpoints[{silent[0]!r}]?"
+            )
+            self.notices.add("agent", f"silent {roles}", detail)
 
     def _compared(self, episodes: list[Episode], min_rollouts: int) -> list[Episode]:
         """Return the episodes whose role has enough of them to be compared. Raises `TicketFailed` if none has."""
@@ -228,6 +240,9 @@ class GroupRunner:
             if score.reward is None:
                 self.counters.failures[self._why_without(episode)] += 1
                 without.append(episode)
+                if role := episode.rollout.role:
+                    detail = f"the role {role!r} leaves a group without a reward: {episode.why_no_reward.text}"
+                    self.notices.add("agent", f"{reasons.NO_REWARD} {role}", detail)
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
             episode.rollout.timings["reward"] = seconds

@@ -233,14 +233,17 @@ class ProcessKeeper:
                     raise RunFailed(ended + _quoted(child), end_code)
                 case Again(pause_s, attempt):
                     died = child if lost is None else lost
-                    cause, ended_as = died.first_error(), describe_end(died.name, died.poll() or code)
+                    end = died.poll() or code
+                    # Of one that was killed, an error in the log is an earlier one, which it has survived.
+                    cause = None if end == 128 + signal.SIGKILL else died.first_error()
                     again = "starting it again"
                     if lost is not None:
                         again = "starting all ranks of the learner again from the newest checkpoint"
                         program = replace(program, command=with_resume(program.command))
+                    why = f"{f': {cause}' if cause else ''}{_disk_is_full(child.log)}"
                     self._terminal.complain(
-                        f"{ended_as}{f': {cause}' if cause else ''}{_disk_is_full(child.log)}; {again} "
-                        f"in {pause_s:g} s (restart {attempt} of {self._policy.times} in a row)"
+                        f"{describe_end(died.name, end)}{why}; {again} in {pause_s:g} s (restart {attempt} of "
+                        f"{self._policy.times} in a row)"
                     )
                     # An engine without its server has nothing to save, and holds memory that the next one needs.
                     await self._children.end([child], ORPHANS_GRACE_S if program.role == "vllm" else None)

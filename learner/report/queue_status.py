@@ -1,6 +1,7 @@
 """Exchanges notices with the queue: shows the queue's on the terminal, and keeps the learner's own until the next step.
 
-The terminal shows each notice once, what keeps the run from learning, the stall alarm, and who waits for whom (I7).
+The terminal shows each notice once, servers that leave service and serve again, what keeps the run from learning, the
+stall alarm, and who waits for whom (I7).
 """
 
 from __future__ import annotations
@@ -8,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
@@ -15,8 +18,9 @@ import msgspec
 
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.report.progress import TerminalProgress
+from protocol import reasons
 from protocol.client import QueueError
-from protocol.messages import LearnerReport, Notice
+from protocol.messages import LearnerReport, Notice, Server, ServerState
 from protocol.status import Status
 
 ASK_EVERY_S = 2.0
@@ -26,6 +30,9 @@ TICK_EVERY_S = 1.0
 # Seconds without an answer after which the terminal says so. A restart of the queue takes fewer.
 SILENT_AFTER_S = 8.0
 
+# Seconds for which a server is behind the others, or away, before that is worth a line.
+SAY_OUT_AFTER_S = 4.0
+
 # As long as a cause lasts it is shown again, lest it be lost above the steps.
 SAY_CAUSE_EVERY_S = 600.0
 
@@ -33,6 +40,54 @@ SAY_CAUSE_EVERY_S = 600.0
 LEARNER = "learner"
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Out:
+    since: float
+    told: bool = False
+
+
+class ServersSeen:
+    """Says when servers leave service and when they serve again. The queue's notice of the first time a server is down
+    is its only one."""
+
+    def __init__(self) -> None:
+        self._served: set[str] = set()
+        self._out: dict[str, _Out] = {}
+
+    def look(self, servers: Iterable[Server], notices: Iterable[str], now: float) -> Iterator[tuple[bool, str]]:
+        """Take in the servers as they are now.
+
+        Args:
+            notices: Texts that were shown since the last look.
+            now: Seconds, monotonic.
+
+        Yields:
+            Whether it is a warning, and the line.
+        """
+        shown = [*notices]
+        for server in servers:
+            name, state = server.name, server.state
+            if any(text.startswith(f"vLLM server {name} at ") for text in shown):
+                self._out.setdefault(name, _Out(now)).told = True
+            if state is ServerState.SERVING:
+                self._served.add(name)
+                out = self._out.pop(name, None)
+                if out is not None and (out.told or now - out.since >= SAY_OUT_AFTER_S):
+                    yield False, f"vLLM server {name} serves again, after {now - out.since:.0f} s"
+            elif state is ServerState.DRAINING:  # somebody has asked for that
+                self._served.discard(name)
+                self._out.pop(name, None)
+            elif name in self._served:
+                out = self._out.setdefault(name, _Out(now))
+                lasts = state is not ServerState.STALE or now - out.since >= SAY_OUT_AFTER_S
+                if not out.told and lasts and state in _OUT_OF_SERVICE:
+                    out.told = True
+                    yield True, f"vLLM server {name} at {server.url} is {state}: {server.reason}"
+
+
+_OUT_OF_SERVICE = (ServerState.STALE, ServerState.QUARANTINED, ServerState.DOWN)
 
 
 class Watch:
@@ -46,6 +101,7 @@ class Watch:
         self._client = client
         self._progress = progress
         self._told: set[tuple[str, str | None, str]] = set()
+        self._servers = ServersSeen()
         self._causes: dict[str, int] = {}
         self._stalled = False
 
@@ -100,6 +156,7 @@ class Watch:
 
     def _tell(self, status: Status) -> None:
         self._progress.status = status
+        of_servers = []
         for notice in status.notices:
             key = (notice.kind, notice.who, notice.text)
             if notice.who == LEARNER:
@@ -107,6 +164,9 @@ class Watch:
             if key not in self._told:  # not by id: a queue that restarts counts ids anew
                 self._told.add(key)
                 self._progress.warn(f"{notice.who}: {notice.text}" if notice.who else notice.text)
+                of_servers += [notice.text] if notice.kind == reasons.SERVER else []
+        for warns, text in self._servers.look(status.servers, of_servers, time.monotonic()):
+            (self._progress.warn if warns else self._progress.say)(text)
         self._tell_causes(status)
         stall = status.stall
         if stall.stalled and not self._stalled:

@@ -44,6 +44,7 @@ CAUSES = (
 class _Seen:
     usual: deque[float] = field(default_factory=lambda: deque(maxlen=REMEMBERED))
     in_a_row: int = 0
+    back: bool = False
 
 
 class ServerWatch:
@@ -68,6 +69,13 @@ class ServerWatch:
         }
         return [text for name, distance in distances.items() if (text := self._judge(name, distance, distances))]
 
+    def back(self) -> list[str]:
+        """Return the names of the servers that were named in an alarm and are back in their range, each once."""
+        found = [name for name, seen in self._servers.items() if seen.back]
+        for name in found:
+            self._servers[name].back = False
+        return found
+
     def _judge(self, name: str, distance: float, distances: Mapping[str, float]) -> str | None:
         seen = self._servers.setdefault(name, _Seen())
         others = [of for other, of in distances.items() if other != name]
@@ -76,6 +84,7 @@ class ServerWatch:
         with_others = bool(others) and distance <= UNUSUAL * median(others)
         if usual is None or distance <= UNUSUAL * usual or with_others:
             seen.usual.append(distance)
+            seen.back = seen.back or seen.in_a_row >= IN_A_ROW
             seen.in_a_row = 0
             return None
         seen.in_a_row += 1
@@ -84,7 +93,8 @@ class ServerWatch:
         return (
             f"{name} samples farther from the learner's policy than it did: {DISTANCE}{name} is {distance:.2g} nats a "
             f"token, {distance / usual:.0f} times what is usual for it, for {IN_A_ROW} steps of its in a row. Its "
-            f"weights or its arithmetic are not what they were: look at its log and start it again"
+            f"weights or its arithmetic are not what they were: look at its log, and start it again unless this is "
+            f"said to be over"
         )
 
 

@@ -16,6 +16,9 @@ CHANGED = "changed"
 
 MAX_CHARACTERS = 500
 
+# Seconds in which nobody gives a notice, after which the next who does gives it anew. Less than a worker takes.
+AGAIN_AFTER_S = 240.0
+
 _MAX_KNOWN = 1024
 
 # Workers repeat their notices with each heartbeat.
@@ -33,6 +36,7 @@ class _Said(msgspec.Struct):
     text: str
     who: str | None
     at: float
+    given_at: float
     others: set[str]
 
 
@@ -56,8 +60,10 @@ class Notices:
         """Notices ever given."""
         return self._count
 
-    def say(self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None) -> None:
-        """Add a notice unless it was given before.
+    def say(
+        self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None, life: str = ""
+    ) -> None:
+        """Add a notice unless it was given before; again if nobody has given it for `AGAIN_AFTER_S`.
 
         Args:
             kind: A reason of `protocol.reasons`.
@@ -65,8 +71,9 @@ class Notices:
             now: Current time, seconds.
             who: The worker or process that it is about.
             key: Notices of one kind and key are the same, whatever their texts.
+            life: Tells processes of one name apart, whose texts may be the same: one that was restarted.
         """
-        given = hash((kind, text, who, key))
+        given = hash((kind, text, who, key, life))
         if given in self._repeated:
             return
         self._repeated[given] = None
@@ -78,12 +85,14 @@ class Notices:
         who = who and printable(who).replace("\n", " ")
         nameless = text.replace(who, "") if who and len(who) >= _MIN_NAME_CHARACTERS else text
         name = (kind, _NUMBERS.sub("0", nameless) if key is None else key)
-        if (known := self._known.get(name)) is not None:
+        known = self._known.get(name)
+        if known is not None and (key is not None or now - known.given_at < AGAIN_AFTER_S):
+            known.given_at = now
             if who and who != known.who:
                 known.others.add(who)
             return
         self._count += 1
-        said = self._known[name] = _Said(self._count, kind, text, who, now, set())
+        said = self._known[name] = _Said(self._count, kind, text, who, now, now, set())
         self._said.append(said)
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]

@@ -175,7 +175,7 @@ class Observations:
         else:
             self.waits.end(who)
         for notice in report.notices[:_MAX_NOTICES_PER_REPORT]:
-            self.notices.say(notice.kind, notice.text, now, report.worker_id)
+            self.notices.say(notice.kind, notice.text, now, report.worker_id, life=f"{report.host} {report.pid}")
 
     def worker_refused(self, report: WorkerReport, why: str, now: float) -> None:
         """Note that a worker was refused."""

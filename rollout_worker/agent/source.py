@@ -139,7 +139,6 @@ class AgentSource:
             if reward is not None:
                 extra = {"agent_error": str(error)[:TEXT_CHARACTERS]}
                 result = AgentResult(reward=reward, extra=extra, by_role=dict.fromkeys(played.sessions, reward))
-                raised = played.ended_as or "stop"
             else:
                 raised = self._excused(played, error)
             why = f"the agent raised at the limit {raised}: catch that, and return what there is"

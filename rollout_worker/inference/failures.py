@@ -5,7 +5,9 @@ first failures for people to read.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import Enum
 
 from protocol.messages import Notice, Server
@@ -177,35 +179,64 @@ MAX_NOTICES = 16
 MAX_CHARACTERS = 500
 
 
+# Seconds without a failure of its kind after which the next one is told again.
+AGAIN_AFTER_S = 300.0
+
+
+@dataclass
+class _Kept:
+    """Failures that are alike.
+
+    Attributes:
+        place: Of their notice, among all.
+        last_at: When the newest came.
+        count: How many have come.
+    """
+
+    place: int
+    last_at: float
+    count: int = 1
+
+
 class FailureNotices:
-    """Keeps the first failure of each kind and key for people to read. The counters count all failures.
+    """Keeps the first failure of each kind and key for people to read, and tells it again when it comes back after a
+    while. The counters count all failures.
 
     Attributes:
         found: At most `MAX_NOTICES` notices.
         on_new: Called after each new one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.found: list[Notice] = []
         self.on_new: Callable[[], None] = lambda: None
-        self._keys: set[tuple[str, str]] = set()
+        self._clock = clock
+        self._kept: dict[tuple[str, str], _Kept] = {}
 
     def add(self, kind: str, key: str, text: str, where: str | None = None) -> None:
-        """Keep a failure, if it is the first of its kind and key.
+        """Keep a failure, if none of its kind and key has come for `AGAIN_AFTER_S`.
 
         Args:
             kind: As in `Notice`.
             key: Identifies the failure; the same for failures that are alike.
             where: file:line of the user's code.
         """
-        if (kind, key) in self._keys or len(self.found) == MAX_NOTICES:
-            return
-        self._keys.add((kind, key))
+        now, kept, again = self._clock(), self._kept.get((kind, key)), ""
+        if kept is None:
+            if len(self.found) == MAX_NOTICES:
+                return
+            kept = self._kept[kind, key] = _Kept(len(self.found), now)
+        else:
+            since_s, kept.last_at = now - kept.last_at, now
+            kept.count += 1
+            if since_s < AGAIN_AFTER_S:
+                return
+            again = f"; again, after {since_s / 60:.0f} min without, and {kept.count - 1:,} like it before"
         place = f" ({where[-MAX_CHARACTERS // 2 :]})" if where else ""
-        room = MAX_CHARACTERS - len(place)
+        room = MAX_CHARACTERS - len(place) - len(again)
         whole = " ".join(text.split())
-        shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place
+        shown = (whole if len(whole) <= room else f"{whole[: room - 3]}...") + place + again
         notice = Notice(kind, encodable(shown))
-        self.found.append(notice)
+        self.found[kept.place : kept.place + 1] = [notice]
         logger.warning("%s; others like it are only counted", notice.text)
         self.on_new()

@@ -132,7 +132,10 @@ class _Reading:
         if len(found) < max(1, self._numbers):
             raise ValueError(f"There is no action in that. {self.told}")
         if not self._numbers:
-            action: Any = self._space.dtype.type(float(found[-1]))
+            try:
+                action: Any = self._space.dtype.type(float(found[-1]))
+            except OverflowError:
+                raise ValueError(f"There is no such action. {self.told}") from None
         else:
             action = numpy.array([float(number) for number in found[-self._numbers :]], self._space.dtype)
             action = action.reshape(self._space.shape)

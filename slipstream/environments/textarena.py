@@ -39,6 +39,8 @@ def textarena_environment(
             f"{named}: players={players}, and nobody moves for the others; give opponent=function, which returns the "
             f"move for what it is shown"
         )
+    if opponent is not None and not callable(opponent):
+        raise ConfigError(f"{named}: opponent={opponent!r:.80} cannot be called; give a function of what is shown")
     # As the game tells it, without the history, which the conversation has already.
     known = arena.envs.registration.ENV_REGISTRY
     raw = f"{id}-raw" if f"{id}-raw" in known else id

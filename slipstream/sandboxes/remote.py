@@ -20,6 +20,8 @@ LIFETIME_S = 3600
 # Seconds for an answer, beyond a program's time.
 _PATIENCE_S = 15.0
 _LATE = (124, 137)
+# Bytes of a program: it is a part of one argument of the shell, of which Linux takes 128 KiB, in base64.
+MAX_CODE_BYTES = 90_000
 
 
 class RemoteSandbox(Sandbox):
@@ -38,6 +40,8 @@ class RemoteSandbox(Sandbox):
             self._end(opened)
 
     def _run(self, code: str) -> str:
+        if (size := len(code.encode("utf-8", "replace"))) > MAX_CODE_BYTES:
+            return f"error: the program has {size} bytes; at most {MAX_CODE_BYTES} are run"
         with self._lock:
             if self._opened is None:
                 self._opened = self._open()

@@ -45,11 +45,9 @@ def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(
 
 @pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
 def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role: str) -> None:
-    """With nothing left of what it had started before."""
-    if role in stage.ports:
-        stage.play(**{role: f"echo life $lives; {stage.answers(role)}"})
-    else:
-        stage.play(**{role: f"echo life $lives; {STAYS}"})
+    """With nothing left of what it had started before, and no cause but the signal, whatever stands in its log."""
+    survived = "echo ValueError: which it survived"
+    stage.play(**{role: f"echo life $lives; {survived}; {stage.answers(role) if role in stage.ports else STAYS}"})
     stage.play(learner="until [ -e finish ]; do sleep 0.1; done")
     process = stage.start("--deploy.restart", "1")
     assert process.stdout is not None
@@ -70,7 +68,8 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
     (stage.folder / "finish").touch()
     assert process.wait(LIMIT_S) == 0
-    assert (stage.logs / f"{name}.log").read_text() == "life 1\nlife 2\n"
+    lives = [f"life {life}\nValueError: which it survived\n" for life in (1, 2)]
+    assert (stage.logs / f"{name}.log").read_text() == "".join(lives)
     until(lambda: not stage.alive())
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.nights import schedule as schedules
-from tests.nights.faults import possible
+from tests.nights.faults import possible, quick
 from tests.nights.fleet import EXAMPLE
 from tests.nights.night import Outcome, Told, play
 
@@ -32,14 +32,16 @@ def main() -> int:
     parser.add_argument("--fake", action="store_true", help="fake servers, which start in seconds")
     parser.add_argument("--every", type=float, help="seconds between faults; default 30, with --fake 5")
     parser.add_argument("--only", nargs="+", help="parts of the names of faults")
+    parser.add_argument("--quick", action="store_true", help="only faults that a run is over in seconds")
     parser.add_argument("--schedule", type=Path, help="play this file in place of what the seed draws")
     parser.add_argument("--shrink", action="store_true", help="if a rule is broken, find the faults that break it")
     parser.add_argument("--out", type=Path, help="write the outcome there, as JSON")
+    parser.add_argument("--keep", type=Path, help="copy the run's directory there, and all that was heard")
     arguments = parser.parse_args()
     every_s = arguments.every or (5.0 if arguments.fake else 30.0)
     faults = [
         fault
-        for fault in possible("fake" if arguments.fake else "real")
+        for fault in (quick if arguments.quick else possible)("fake" if arguments.fake else "real")
         if not arguments.only or any(part in fault.name for part in arguments.only)
     ]
     schedule = (
@@ -54,7 +56,7 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say)
+    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say, arguments.keep)
     report(outcome)
     if arguments.out:
         arguments.out.write_text(json.dumps(outcome.as_dict(), indent=1), encoding="utf-8")
@@ -113,6 +115,13 @@ def report(outcome: Outcome) -> None:
         f"{outcome.labels.worst:.2g} nats off; reward {outcome.reward[0]:.3f} to {outcome.reward[1]:.3f}"
     )
     print(f"growth: {json.dumps(outcome.growth)}; logs: {json.dumps(outcome.log_bytes)}")
+    for name, trends in sorted(outcome.trends.items()):
+        parts = [
+            f"{what} {of.first_half / unit:+.1f} then {of.second_half / unit:+.1f}{' MB' if unit > 1 else ''}"
+            for what, of in trends.items()
+            for unit in [1e6 if what == "memory" else 1.0]
+        ]
+        print(f"  {name}, an hour in the halves of its longest life: {', '.join(parts)}")
     for text in outcome.broken:
         print(f"BROKEN: {text}")
 

@@ -6,11 +6,12 @@ import json
 import random
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -28,6 +29,38 @@ SEGMENTS = 200
 # from warming up.
 GROWTH = {"memory": 200 << 20, "handles": 100, "threads": 300}
 WARM_AFTER_S = 60.0
+# Parts of a life whose medians are compared, and how many of their scatter a steady growth is apart from none.
+PARTS = 12
+SURE = 4.0
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a figure of one process grew while it lived, in units an hour: in its first and second half, and as a line
+    through all of it. `error`: the standard error of `per_hour`."""
+
+    per_hour: float
+    error: float
+    first_half: float
+    second_half: float
+
+    @property
+    def leaks(self) -> bool:
+        """Whether it grew steadily: more than chance does, and no less in its second half, as what warms up does."""
+        return self.per_hour > SURE * self.error and self.second_half > 0.5 * self.first_half
+
+
+def trend(looks: Sequence[tuple[float, float]]) -> Trend | None:
+    """Find the trend of a series of (seconds, value); None if it is too short to have one."""
+    if len(looks) < 2 * PARTS:
+        return None
+    parts = np.array_split(np.array(looks, dtype=float), PARTS)
+    hours, values = np.array([np.median(part, axis=0) for part in parts]).T / np.array([[3600.0], [1.0]])
+    (per_hour, _), covariance = np.polyfit(hours, values, 1, cov=True)
+    halves = [
+        float(np.polyfit(hours[half], values[half], 1)[0]) for half in (slice(PARTS // 2), slice(PARTS // 2, None))
+    ]
+    return Trend(float(per_hour), float(np.sqrt(covariance[0, 0])), *halves)
 
 
 @dataclass
@@ -60,6 +93,16 @@ class Growth:
             for what in GROWTH:
                 row[what] = max(row[what], warm[-1][what] - warm[0][what])
         return most
+
+    def trends(self) -> dict[str, dict[str, Trend]]:
+        """By process, the trends of its longest life after it was warm."""
+        found: dict[str, dict[str, Trend]] = {}
+        for (name, _), looks in sorted(self.seen.items(), key=lambda item: item[1][-1][0] - item[1][0][0]):
+            warm = [(at, values) for at, values in looks if at - looks[0][0] >= WARM_AFTER_S]
+            of = {what: trend([(at, values[what]) for at, values in warm]) for what in GROWTH}
+            if all(of.values()):
+                found[name] = {what: each for what, each in of.items() if each is not None}
+        return found
 
     def broken(self) -> Iterator[str]:
         for name, row in self.table().items():
@@ -141,6 +184,7 @@ def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
     Args:
         kept, model: See `Versions`.
     """
+    torch.set_num_threads(1)  # the model is small, and on a busy machine threads wait for one another
     known = Versions(kept, model)
     try:
         record = read_record(folder / RECORD_FOLDER)

@@ -194,6 +194,8 @@ class Fleet:
             *("--vllm.count", str(self.servers), "--worker.count", str(self.workers)),
             *("--weight_sync.transport", "http", "--weight_sync.timeout_s", "40"),
             *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.checkpoint_every", "10"),
+            # Slow, or all rewards of a group are soon equal, and no step is made of them.
+            *("--learner.learning_rate", "5e-5"),
             *("--worker.episodes", "32", "--worker.tool_timeout_s", "3", "--worker.reward_timeout_s", "6"),
             *("--queue.ticket_timeout_s", "10", "--queue.lease_timeout_s", "20", "--queue.stall_after_s", "20"),
             *("--queue.record", "true", "--deploy.restart", "1000", "--deploy.grace_s", "15"),

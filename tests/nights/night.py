@@ -24,6 +24,8 @@ STARTS_WITHIN_S = 300.0
 # After a fault is undone, a step is made within so many seconds, restarts of the whole run included.
 STEPS_WITHIN_S = {True: 60.0, False: 150.0}
 QUIET_WITHIN_S = 120.0
+# Processes that wait for a core, for each core, from which on a run is given more time: others use the machine too.
+BUSY = 4.0
 STEPS_AT_THE_END = 5
 DISK_BYTES = 400 << 20
 
@@ -70,6 +72,7 @@ class Outcome:
     broken: list[str] = field(default_factory=list)
     labels: audit.Labels = field(default_factory=audit.Labels)
     growth: dict[str, dict[str, int]] = field(default_factory=dict)
+    trends: dict[str, dict[str, audit.Trend]] = field(default_factory=dict)
     log_bytes: dict[str, int] = field(default_factory=dict)
     reward: tuple[float, float] = (0.0, 0.0)
 
@@ -114,7 +117,7 @@ class Night:
                 threads[-1].start()
             for thread in threads:
                 thread.join(300)
-            if schedule and not self._wait(self._whole, QUIET_WITHIN_S):
+            if schedule and not self._wait(self._whole, QUIET_WITHIN_S * slowness()):
                 broken.append(f"not whole again after {QUIET_WITHIN_S:g} s: {'; '.join(self._ailing())}")
             self._over.set()
             keeping.join()
@@ -136,7 +139,7 @@ class Night:
         for of in found.strikes:
             found.broken += of.broken
         found.broken += [*audit.of_files(fleet.run_dir, steps), *self._growth.broken()]
-        found.growth = self._growth.table()
+        found.growth, found.trends = self._growth.table(), self._growth.trends()
         found.labels = audit.labels(fleet.run_dir, fleet.kept, fleet.model, fleet.seed)
         if found.labels.worst > audit.TOLERANCE:
             found.broken.append(f"a label is {found.labels.worst:.2g} nats off")
@@ -172,12 +175,12 @@ class Night:
                 time.sleep(strike.lasts_s)
             ended = time.monotonic()
             pattern = strike.of.says.format(target=of.target)
-            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) + strike.lasts_s
+            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) * slowness() + strike.lasts_s
             if pattern:
                 self._wait(lambda: watch.first(pattern, began) is not None, began + within_s - time.monotonic())
                 if (line := watch.first(pattern, began)) is not None:
                     of.line, of.after_s = str(line)[:300], round(line.at - began, 1)
-            steps = STEPS_WITHIN_S[self._fleet.fake]
+            steps = STEPS_WITHIN_S[self._fleet.fake] * slowness()
             self._wait(lambda: watch.steps[-1][0] > ended, steps)
             made = [at for at, _ in watch.steps if at > ended]
             of.step_after_s = round(made[0] - ended, 1) if made else None
@@ -229,9 +232,19 @@ class Night:
 
 
 def play(
-    schedule: Sequence[Strike], seed: int, fake: bool, every_s: float, model: Path | None = None, say: Any = print
+    schedule: Sequence[Strike],
+    seed: int,
+    fake: bool,
+    every_s: float,
+    model: Path | None = None,
+    say: Any = print,
+    keep: Path | None = None,
 ) -> Outcome:
-    """Play a schedule with a new fleet, in a folder that is deleted if nothing was broken."""
+    """Play a schedule with a new fleet, in a folder that is deleted if nothing was broken.
+
+    Args:
+        keep: Where the run's directory and all that was heard are copied to, for `slipstream report`.
+    """
     folder = Path(tempfile.mkdtemp(prefix="night-"))
     with ExitStack() as stack:
         if has_disk_of_its_own(folder / "runs"):
@@ -241,12 +254,21 @@ def play(
             outcome = Night(fleet, every_s).play(schedule, say)
         finally:
             (folder / "heard.txt").write_text("\n".join(f"{line.at:.1f} {line}" for line in fleet.watch.lines))
+            if keep is not None:
+                big = shutil.ignore_patterns("checkpoints", "queue-groups")
+                shutil.copytree(fleet.run_dir, keep, ignore=big, dirs_exist_ok=True)
+                shutil.copy(folder / "heard.txt", keep)
         if outcome.broken:
             shutil.copytree(folder / "runs", folder / "kept-runs", ignore=shutil.ignore_patterns("filler"))
             print(f"broken; what is left is in {folder}", file=sys.stderr)
     if not outcome.broken:
         shutil.rmtree(folder, ignore_errors=True)
     return outcome
+
+
+def slowness() -> float:
+    """How many times slower than a quiet machine this one may be now."""
+    return max(1.0, os.getloadavg()[0] / (BUSY * (os.cpu_count() or 1)))
 
 
 def has_disk_of_its_own(folder: Path) -> bool:

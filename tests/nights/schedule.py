@@ -32,17 +32,24 @@ class Strike:
 
 
 def draw(seed: int, seconds: float, every_s: float, faults: Sequence[Fault]) -> list[Strike]:
-    """Draw a schedule. Each fault comes once before any comes twice, so that a short night is a wide one."""
+    """Draw a schedule. Each fault comes once before any comes twice, so that a short night is a wide one; one that was
+    too near its last is left out."""
     rng = random.Random(seed)
     weighted = [fault for fault in faults for _ in range(fault.weight)]
     strikes: list[Strike] = []
     left: list[Fault] = []
+    came: dict[str, float] = {}
     at_s = rng.uniform(0, every_s)
     while at_s < seconds:
         if not left:
             first = rng.sample(list(faults), len(faults))
             left = first if not strikes else rng.sample(weighted, len(weighted))
         fault = left.pop()
+        if at_s - came.get(fault.name, -fault.apart_s) < fault.apart_s:
+            if not left:  # of a few faults none may be due
+                at_s += every_s
+            continue
+        came[fault.name] = at_s
         strikes.append(Strike(round(at_s, 1), fault.name, rng.randrange(16), round(rng.uniform(*fault.lasts_s), 1)))
         at_s += every_s * rng.uniform(0.5, 1.5)
     return strikes

@@ -18,6 +18,8 @@ from protocol import access
 ASK_EVERY_S = 0.5
 # Their logs are on other machines: a person reads the run's terminal, and its status.
 UNREAD = ("far", "joined")
+# Reports of steps, which tell of no fault.
+_STEP = re.compile(r"^(\S+ )?step +\d+/")
 _NUMBERS = re.compile(r"\d+(\.\d+)?")
 
 
@@ -74,7 +76,11 @@ class Watch:
     def first(self, pattern: str, since: float) -> Line | None:
         """The first line from `since` on that a pattern is in."""
         found = re.compile(pattern)
-        lines = (line for line in self.lines if line.at >= since and line.who not in UNREAD)
+        lines = (
+            line
+            for line in self.lines
+            if line.at >= since and line.who not in UNREAD and _STEP.match(line.text) is None
+        )
         return next((line for line in lines if found.search(str(line))), None)
 
     def step(self) -> int:

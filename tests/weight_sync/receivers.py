@@ -43,7 +43,7 @@ class ReceivingEnd:
         self.memory = SharedMemory()
         self.world = World()
         self._engine = engine
-        self._workers = workers
+        self.workers = workers
 
     def hang(self) -> None:
         """Receive nothing from now on, while the server answers as far as it can without."""
@@ -89,7 +89,7 @@ class NcclEnd(ReceivingEnd):
     async def _join(self, init_info: dict[str, Any]) -> None:
         self._info = init_info
         unique_id, size = base64.b64decode(init_info["nccl_unique_id_b64"]), init_info["world_size"]
-        ranks = range(init_info["rank_offset"], init_info["rank_offset"] + self._workers)
+        ranks = range(init_info["rank_offset"], init_info["rank_offset"] + self.workers)
         self.groups = await gather(*(on_thread(Blocking, self.world, unique_id, rank, size) for rank in ranks))
 
     async def _receive(self, update_info: dict[str, Any]) -> None:
@@ -162,7 +162,7 @@ class StagedEnd(ReceivingEnd):
             return [make(info, Worker(rank, self.device_of(rank))) for info in init_info["shares"]]
 
         try:
-            self.receivers = await gather(*(on_thread(joined, rank) for rank in range(1, self._workers + 1)))
+            self.receivers = await gather(*(on_thread(joined, rank) for rank in range(1, self.workers + 1)))
         except TransferError as error:
             raise EngineError(str(error)) from error
 

@@ -258,6 +258,27 @@ def test_i7_a_stopped_server_holds_neither_the_learner_nor_admission_and_is_fixe
         until(lambda: world.states() == [(ServerState.SERVING, newest)] * 2)
 
 
+def test_i7_a_server_that_is_behind_because_it_is_silent_says_so_before_it_is_down(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "N versions behind" is what follows from it."""
+    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(server_publication, "LOOK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 60.0)
+    with world.publisher(timeout_s=60) as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.stop(1)
+        for version in range(2, 8):
+            publishing.publish(version, weights(), probe())
+            publishing.wait()
+        until(server_in(world, "vllm-1", ServerState.STALE))
+        until(lambda: "its engine does not answer: http" in (world.servers()["vllm-1"].reason or ""))
+        assert world.servers()["vllm-1"].state is ServerState.STALE
+        world.go_on(1)
+        until(lambda: world.states() == [(ServerState.SERVING, 7)] * 2)
+
+
 def test_i7_a_server_whose_publication_took_too_long_does_not_hold_admission_until_it_has_the_newest(
     world: World,
 ) -> None:

@@ -247,6 +247,8 @@ class Member:
                 await self.reporter.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
         elif time.monotonic() - self._silent_since >= DOWN_AFTER_S or at_once:
             await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
+        elif state is _S.STALE and self.standstill.cause is None:  # it serves nothing anyway: this is why
+            await self.reporter.try_to_tell(_S.STALE, None, f"its engine does not answer: {why}")
 
     async def _stands_still(self, state: EngineState) -> bool:
         """Return whether the server generates nothing, or has not shown yet that it does again. Tells the queue."""

@@ -209,7 +209,8 @@ class ServerProof:
             more = f" and {len(wrong) - NAMED} more" if len(wrong) > NAMED else ""
             raise ProofFailed(
                 f"{control.url}: after version {snapshot.version} these layers do not hold what arrived: "
-                f"{', '.join(wrong[:NAMED])}{more}; the fault is the server's: start it again"
+                f"{', '.join(wrong[:NAMED])}{more}; they are sent again by themselves, and where that fails too the "
+                f"fault is the server's: start it again"
             )
         self._tell_unread(control.url, found.get("unread"))
         checked: int = found["checked"]
@@ -231,6 +232,6 @@ class ServerProof:
         quantised = " quantised" if self._rounds_more else ""
         return (
             f" (weight_sync.probe_tolerance allows {self._tolerance:g} with this{quantised} {self._dtype} server): "
-            f"look at the server's log and start it again; where it rounds more than it says, raise "
-            f"weight_sync.probe_tolerance"
+            f"it is published to again by itself; where that fails too, look at the server's log and start it again, "
+            f"or, where it rounds more than it says, raise weight_sync.probe_tolerance"
         )

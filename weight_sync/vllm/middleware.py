@@ -14,6 +14,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from protocol.log_lines import Repeated
 from weight_sync.transports.http import chunks
 from weight_sync.vllm import engine_state, guard
 from weight_sync.vllm.chunk_route import serve_chunks
@@ -55,6 +56,9 @@ class Slipstream:
         once = _EndOnce()
         for handler in logging.getLogger("vllm").handlers:
             handler.addFilter(once)
+        for name in ("vllm", "uvicorn", "uvicorn.error"):
+            for handler in logging.getLogger(name).handlers:
+                handler.addFilter(Repeated(handler))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":

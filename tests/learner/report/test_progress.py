@@ -201,6 +201,61 @@ def test_notices_are_said_once_while_the_learner_waits_and_the_alarm_with_its_en
     ]
 
 
+def test_i7_a_server_that_leaves_service_is_said_each_time_and_when_it_serves_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The queue's notice of one text comes once."""
+
+    def now(state: ServerState, *notices: Notice) -> Status:
+        reason = "its process ended" if state is ServerState.DOWN else None
+        return status(servers=[Server("vllm-0", "http://a", state, reason=reason)], notices=[*notices])
+
+    down = Notice(1, "server", "vLLM server vllm-0 at http://a is down: its process ended", None, 0)
+    up, out, back = now(ServerState.SERVING), now(ServerState.DOWN, down), now(ServerState.SYNCING, down)
+    queue, screen = FakeQueue(), Screen(200, terminal=False)
+    watching(queue, screen, monkeypatch, lambda: len(screen.lines) == 4, [up, out, out, back, up, out, back, up])
+    assert (
+        screen.lines
+        == [
+            "! vLLM server vllm-0 at http://a is down: its process ended",
+            "vLLM server vllm-0 serves again, after 0 s",
+        ]
+        * 2
+    )
+
+
+S = ServerState
+
+
+@pytest.mark.parametrize(
+    ("turns", "lines"),
+    [
+        # One that joins, or is drained on purpose, is no news.
+        ([(0, S.JOINING), (30, S.SERVING), (60, S.DRAINING), (70, S.DOWN), (90, S.SERVING)], []),
+        # Behind for a moment: it happens to each now and then.
+        ([(0, S.SERVING), (10, S.STALE), (12, S.SYNCING), (13, S.SERVING)], []),
+        (
+            [(0, S.SERVING), (10, S.STALE), (14, S.STALE), (16, S.STALE), (21, S.SERVING)],
+            ["! vLLM server a at http://a is stale: why", "vLLM server a serves again, after 11 s"],
+        ),
+        # A restart is told by who restarts it.
+        ([(0, S.SERVING), (10, S.JOINING), (50, S.SERVING)], ["vLLM server a serves again, after 40 s"]),
+        (
+            [(0, S.SERVING), (10, S.SYNCING), (11, S.QUARANTINED), (12, S.SYNCING), (13, S.SERVING)],
+            ["! vLLM server a at http://a is quarantined: why", "vLLM server a serves again, after 3 s"],
+        ),
+    ],
+)
+def test_which_of_a_servers_turns_are_said(turns: list[tuple[float, ServerState]], lines: list[str]) -> None:
+    seen = queue_status.ServersSeen()
+    said = [
+        f"! {text}" if warns else text
+        for at, state in turns
+        for warns, text in seen.look([Server("a", "http://a", state, reason="why")], [], at)
+    ]
+    assert said == lines
+
+
 def test_i7_a_queue_that_does_not_answer_is_said_and_when_it_does_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that was stopped: nothing else can say so."""
     monkeypatch.setattr(queue_status, "SILENT_AFTER_S", 0.01)

@@ -33,6 +33,16 @@ def test_it_is_named_again_when_it_leaves_it_again() -> None:
     watch = learnt(a=0.01)
     for distance, alarms in ((0.2, 1), (0.01, 0), (0.2, 1)):
         assert sum(len(watch.step(figures(a=distance))) for _ in range(IN_A_ROW)) == alarms
+        # What was said is withdrawn, once, of a server that is back.
+        assert watch.back() == (["a"] if distance == 0.01 else [])
+    assert watch.back() == []
+
+
+def test_one_that_was_not_named_is_not_said_to_be_back() -> None:
+    watch = learnt(a=0.01)
+    for distance in [0.2] * (IN_A_ROW - 1) + [0.01]:
+        watch.step(figures(a=distance))
+        assert watch.back() == []
 
 
 @pytest.mark.parametrize("seed", range(5))

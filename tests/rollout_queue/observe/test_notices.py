@@ -17,7 +17,7 @@ from protocol.messages import (
     TicketRequest,
     WorkerReport,
 )
-from rollout_queue.observe.notices import MAX_CHARACTERS, MAX_NOTICES, Notices
+from rollout_queue.observe.notices import AGAIN_AFTER_S, MAX_CHARACTERS, MAX_NOTICES, Notices
 from tests.kit import config, group
 from tests.kit.messages import SERVER
 from tests.kit.queue import Served, serve_version, serving
@@ -33,6 +33,28 @@ def test_a_notice_is_said_once_whatever_its_numbers() -> None:
     assert [(n.id, n.kind, n.text, n.who, n.since_s) for n in notices.list(30.0)] == [
         (1, "tool", "row 7 failed", "w", 20.0),
         (2, "reward", "row 11 failed", None, 10.0),
+    ]
+
+
+def test_what_comes_back_after_a_while_is_another_notice() -> None:
+    """Told again by one worker, or by the next process of its name; heartbeats repeat what they have told."""
+    notices, failed = Notices(), "tool search failed"
+    turns = [
+        (failed, "1", 0.0),
+        (f"{failed}; again, after 2 min", "1", 120.0),  # another text, and soon enough to be another thing
+        (failed, "2", 200.0),  # a restart in between is no news
+        (failed, "3", 200.0 + AGAIN_AFTER_S),
+        (f"{failed}; again, after 9 min", "3", 1000.0),
+    ]
+    for text, life, at in turns:
+        for second in range(3):
+            notices.say("tool", text, at + second, "w", life=life)
+            notices.say("tool", text, at + second, "v", life=life)
+    assert [(notice.text, 2000.0 - notice.since_s, notice.count) for notice in notices.list(2000.0)] == [
+        (failed, 0.0, 2),
+        (f"{failed}; again, after 2 min", 120.0, 2),
+        (failed, 200.0 + AGAIN_AFTER_S, 2),
+        (f"{failed}; again, after 9 min", 1000.0, 2),
     ]
 
 

@@ -42,6 +42,21 @@ def test_the_first_of_each_kind_and_key_is_kept_and_told(caplog):
     assert caplog.records[0].message == "tool a failed; others like it are only counted"
 
 
+def test_a_failure_that_comes_back_after_a_while_is_told_again_with_what_was_counted():
+    now, told = [0.0], []
+    notices = FailureNotices(lambda: now[0])
+    notices.on_new = lambda: told.append(now[0])
+    notices.add("tool", "other", "another failed")
+    for at in (10.0, 11.0, 300.0, 900.0, 901.0, 1300.0):
+        now[0] = at
+        notices.add("tool", "a", f"row {at:.0f} failed", "/a/task.py:3")
+    assert told == [0.0, 10.0, 900.0, 1300.0]
+    assert [notice.text for notice in notices.found] == [
+        "another failed",
+        "row 1300 failed (/a/task.py:3); again, after 7 min without, and 5 like it before",
+    ]
+
+
 def test_notices_are_bounded_in_number_and_length_and_keep_the_line():
     notices = FailureNotices()
     for number in range(MAX_NOTICES + 5):

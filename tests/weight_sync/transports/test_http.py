@@ -24,6 +24,7 @@ from weight_sync.transports.base import StagedTransport, TransferError
 from weight_sync.transports.http import chunks, offers
 from weight_sync.transports.http.blob_server import BlobServer
 from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.transports.http.listener import Throttle
 from weight_sync.transports.http.sender import BLOB_SERVERS, HttpSender
 from weight_sync.transports.http.staging import record_of
 from weight_sync.vllm.chunk_route import serve_chunks
@@ -64,12 +65,12 @@ class Rig:
     async def connect_anew(self, server: int = 0) -> None:
         await self.transports[server].close()
         self.transports[server] = self.made()
-        await self.transports[server].connect(self.controls[server], 1)
+        await self.transports[server].connect(self.controls[server], self.receivers[server].workers)
 
 
 @asynccontextmanager
 async def connected(servers: int = 1, workers: int = 1, **settings: Any) -> AsyncIterator[Rig]:
-    section = WeightSyncSection(transport="http", bucket_bytes=1024, timeout_s=20, **settings)
+    section = WeightSyncSection(**{"transport": "http", "bucket_bytes": 1024, "timeout_s": 20, **settings})
     rig = Rig(section, BLOB_SERVERS.take(section.host, section.http_port, section.http_mbytes_per_s))
     async with AsyncExitStack() as stack:
         stack.callback(BLOB_SERVERS.leave, rig.depot)
@@ -188,6 +189,80 @@ async def test_a_learner_that_cannot_be_reached_is_named_with_what_to_set() -> N
         with pytest.raises(TransferError, match=r"did not come to http://127\.0\.0\.1:\d+: .*Set weight_sync.host"):
             await transport.connect(r.controls[0], 1)
         await transport.close()
+
+
+class TestBrokeOff:
+    """A pull that does not end within `weight_sync.timeout_s` goes on over the next connection."""
+
+    SLICES = 3
+
+    def large(self, version: int) -> Snapshot:
+        generator = torch.Generator().manual_seed(version)
+        weights = torch.randint(0, 256, (self.SLICES * chunks.SLICE_BYTES,), dtype=torch.uint8, generator=generator)
+        return Snapshot(version, [("a", weights)], probe())
+
+    @pytest.fixture
+    def line(self, monkeypatch: pytest.MonkeyPatch) -> Line:
+        line = Line()
+        monkeypatch.setattr(Throttle, "pass_on", line.pass_on)
+        monkeypatch.setattr("weight_sync.transports.http.sender.PULL_SHARE", 0.2)
+        return line
+
+    @pytest.mark.parametrize("workers", [1, 2])
+    async def test_a_slow_line_brings_a_version_in_several_tries(self, line: Line, workers: int) -> None:
+        says = r"MB came.*another try of this version goes on from there" if workers == 1 else None
+        async with connected(workers=workers, bucket_bytes=1 << 20, timeout_s=4) as r:
+            sent, before = self.large(1), r.depot.served
+            for tries in range(1, self.SLICES):
+                line.left = chunks.SLICE_BYTES
+                with pytest.raises(TransferError, match=says):
+                    await r.publish(sent)
+                await r.connect_anew()
+                assert r.depot.served - before == tries * (chunks.SLICE_BYTES + workers)  # a greeting is a byte
+            line.left = chunks.SLICE_BYTES
+            await r.publish(sent)
+            assert r.depot.served - before == sent.manifest.total_bytes() + (self.SLICES - 1) * workers
+
+    async def test_the_next_version_begins_anew_and_what_was_damaged_meanwhile_comes_again(self, line: Line) -> None:
+        async with connected(bucket_bytes=1 << 20, timeout_s=4) as r:
+            for damage in (False, True):
+                line.left = chunks.SLICE_BYTES
+                sent = self.large(1)
+                with pytest.raises(TransferError):
+                    await r.publish(sent)
+                held = r.receivers[0].only[0]._staging._flat
+                assert held is not None
+                if damage:
+                    held[7] ^= 1
+                await r.connect_anew()
+                line.left = 1 << 30
+                await r.publish(sent if damage else self.large(2))
+
+    async def test_another_learner_finds_nothing_left(self, line: Line, monkeypatch: pytest.MonkeyPatch) -> None:
+        async with connected(bucket_bytes=1 << 20, timeout_s=4) as r:
+            line.left = chunks.SLICE_BYTES
+            with pytest.raises(TransferError):
+                await r.publish(self.large(1))
+            key = r.sender().key
+            monkeypatch.setattr("weight_sync.transports.http.sender._PROCESS", "another")
+            await r.connect_anew()
+            line.left = 1 << 30
+            await r.publish(self.large(1))
+            assert record_of(key) is None
+            assert record_of(r.sender().key) is not None
+
+
+class Line:
+    """A blob server's line, which passes on `left` bytes and then breaks off. One byte, a greeting, always passes."""
+
+    def __init__(self) -> None:
+        self.left = 1 << 30
+
+    async def pass_on(self, count: int) -> None:
+        if count > 1:
+            if self.left < count:
+                raise ConnectionResetError
+            self.left -= count
 
 
 async def test_a_server_that_is_let_go_leaves_no_record_behind() -> None:

@@ -1,7 +1,8 @@
 """Pulls one blob to a server: several chunks at once into one buffer, each verified.
 
-A chunk that broke off continues at the byte where it did. A source that fails or is slow moves behind the others; one
-whose bytes are wrong is not asked again, unless it is the last (the learner). Needs no vLLM.
+A chunk that broke off continues at the byte where it did, also in a later pull into the same buffer. A source that
+fails or is slow moves behind the others; one whose bytes are wrong is not asked again, unless it is the last (the
+learner). Needs no vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from weight_sync.transports.base import TransferError
@@ -87,6 +88,7 @@ class Pull:
         into: memoryview,
         timeout_s: float,
         held: set[int] | None = None,
+        begun: Mapping[int, int] | None = None,
         lanes: int = LANES,
         world: World | None = None,
     ) -> None:
@@ -98,6 +100,7 @@ class Pull:
             into: Writable buffer of `chunks.total_bytes`.
             timeout_s: Bound on the whole pull, in seconds.
             held: Indices of chunks that `into` already holds right.
+            begun: Bytes at the front of other chunks that `into` holds, by index, from a pull that broke off.
             lanes: Number of connections at once.
             world: The clock and the network; None: the real ones.
         """
@@ -119,6 +122,9 @@ class Pull:
         missing = [index for index in range(len(chunks.digests)) if index not in (held or ())]
         self._left = deque(missing)
         self._parts = {index: _Part(*chunks.place(index)) for index in missing}
+        for index in missing:
+            self._parts[index].go_on((begun or {}).get(index, 0))
+        self._total = sum(part.end - part.start - part.arrived for part in self._parts.values())
         self._lanes = [_Lane(self._world.wire(self._headers)) for _ in range(min(lanes, len(missing)))]
         self._deadline = 0.0
         self._error: str | None = None
@@ -151,6 +157,11 @@ class Pull:
             raise TransferError(f"the pull from {self._sources.last.url} failed: {self._error}")
         return self.report
 
+    @property
+    def begun(self) -> dict[int, int]:
+        """The bytes that have arrived of chunks that are not whole, by index: what another pull can begin with."""
+        return {index: part.arrived for index, part in self._parts.items() if part.arrived and not part.right}
+
     def stop(self, reason: str) -> None:
         """End the pull from another thread. `run` raises then."""
         with self._lock:
@@ -179,15 +190,13 @@ class Pull:
 
     def _late(self) -> str:
         missing = sum(not part.right for part in self._parts.values())
-        text = (
-            f"not all there after {self._timeout_s:g} s: {missing} of {len(self._chunks.digests)} chunks are missing; "
-            f"{self._describe_rate()}"
-        )
+        chunks = f"{missing} of {len(self._chunks.digests)} chunks"
+        text = f"not all there after {self._timeout_s:.3g} s: {chunks} are missing; {self._describe_rate()}"
         return f"{text} ({describe_failures})" if (describe_failures := self._sources.describe_failures()) else text
 
     def _describe_rate(self) -> str:
         """Say how many bytes came from where, how fast, and what the whole would have needed."""
-        came, total = self.report.bytes_pulled, sum(part.end - part.start for part in self._parts.values())
+        came, total = self.report.bytes_pulled, self._total
         by_source = sorted(self.report.by_source.items(), key=lambda item: -item[1])
         sources = ", ".join(f"{count / 1e6:.1f} MB from {url}" for url, count in by_source) or "none"
         need = f"in time it needs {total / 1e6 / self._timeout_s:.3g} MB/s"
@@ -311,6 +320,12 @@ class _Part:
     unmixed: bool = False
     damaged: int = 0
     right: bool = False
+
+    def go_on(self, arrived: int) -> None:
+        """Begin behind bytes that an earlier pull brought; which source sent them is not known any more."""
+        self.arrived = min(arrived, self.end - self.start)
+        if self.arrived:
+            self.sources = {PullSource("an earlier pull")}
 
     def restart(self) -> None:
         self.arrived = 0

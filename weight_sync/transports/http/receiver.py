@@ -1,8 +1,13 @@
-"""A worker's end of the http transport. One worker of a host pulls into a buffer that the others map. Needs no vLLM."""
+"""A worker's end of the http transport. One worker of a host pulls into a buffer that the others map. Needs no vLLM.
+
+A pull that broke off leaves its buffer to the next connection of the same learner, which goes on with it: a line that
+is too slow for `weight_sync.timeout_s` brings a version in several tries.
+"""
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +17,7 @@ import torch
 from weight_sync.transports.base import TransferError
 from weight_sync.transports.http.chunks import ChunkList, bytes_of, digest_of
 from weight_sync.transports.http.pull import Pull
-from weight_sync.transports.http.staging import Record, SharedStaging
+from weight_sync.transports.http.staging import BrokeOff, Record, SharedStaging
 from weight_sync.transports.receiver import HostShares, Share, Worker
 from weight_sync.weights.delta_codec import DeltaError, apply
 from weight_sync.weights.manifest import Manifest
@@ -77,17 +82,47 @@ class HttpUpdateInfo:
     delta: dict[str, Any] | None = None
 
 
+class _Unfinished:
+    """The buffers of receivers that were closed before all had arrived, until the same transfer's next one takes them.
+    Call it from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._left: dict[tuple[str, int], SharedStaging] = {}
+
+    def leave(self, key: str, rank: int, staging: SharedStaging) -> None:
+        with self._lock:
+            self._left[key, rank] = staging
+
+    def take(self, key: str, rank: int) -> SharedStaging | None:
+        with self._lock:
+            return self._left.pop((key, rank), None)
+
+    def clear(self) -> None:
+        """Release what is left: it is another learner's."""
+        with self._lock:
+            left, self._left = self._left, {}
+        for staging in left.values():
+            staging.close()
+
+
+_UNFINISHED = _Unfinished()
+
+
 class HttpReceiver:
     """See `Receiver`. One worker of a host pulls, and the others map its buffer."""
 
     def __init__(self, info: dict[str, Any], worker: Worker) -> None:
         """Pull one byte from the learner. Raises `TransferError` if it cannot be reached."""
         self._init = init = HttpInitInfo(**info)
-        self._staging = SharedStaging(init.key, worker.device)
+        self._rank = worker.rank
         self._shares = HostShares(worker.device, init.bucket_bytes)
         self._pull: Pull | None = None
         self._closed = False
         Pull(GREETING, init.secret, [init.greeting], memoryview(bytearray(1)), init.timeout_s).run()
+        left = _UNFINISHED.take(init.key, worker.rank)
+        self._whole = left is None
+        self._staging = left or SharedStaging(init.key, worker.device)
 
     def receive(self, update: dict[str, Any]) -> Share:
         """Receive a snapshot into memory that the next one is received into.
@@ -102,6 +137,9 @@ class HttpReceiver:
             raise ValueError(
                 f"the chunks have {chunks.total_bytes} bytes, and the manifest has {manifest.total_bytes()}"
             )
+        # All receivers of this connection have been made by now.
+        _UNFINISHED.clear()
+        self._whole = False
         filling = _Filling(self, info, manifest, chunks, time.monotonic() + self._init.timeout_s)
         secret_hash = digest_of(memoryview(self._init.secret.encode()))
         wanted = Record(
@@ -109,25 +147,48 @@ class HttpReceiver:
             secret_hash=secret_hash,
             mbytes_per_s=self._init.mbytes_per_s,
         )
-        return self._shares.share(manifest, self._staging.receive(wanted, filling, self._init.timeout_s))
+        flat = self._staging.receive(wanted, filling, self._init.timeout_s)
+        self._whole = True
+        return self._shares.share(manifest, flat)
 
     def close(self) -> None:
-        """End the running pull and release the buffer. Never raises."""
+        """End the running pull, and release the buffer unless a pull into it broke off. Never raises."""
+        if self._closed:
+            return
         self._closed = True
         if self._pull is not None:
             self._pull.stop("the learner was let go")
-        self._staging.close()
+        if self._whole:
+            self._staging.close()
+        else:
+            _UNFINISHED.leave(self._init.key, self._rank, self._staging)
 
-    def pull(self, chunks: ChunkList, urls: list[str], into: torch.Tensor, held: set[int], deadline: float) -> None:
-        """Block until `into` holds the blob of `chunks`. Raises `TransferError`."""
+    def pull(
+        self,
+        chunks: ChunkList,
+        urls: list[str],
+        into: torch.Tensor,
+        deadline: float,
+        held: set[int] | None = None,
+        begun: dict[int, int] | None = None,
+    ) -> None:
+        """Block until `into` holds the blob of `chunks`. `held`, `begun`: see `Pull`.
+
+        Raises:
+            TransferError: It did not arrive; `BrokeOff` where another pull into the same memory can go on.
+        """
         if self._closed:
             raise TransferError("the learner was let go")
         timeout_s = max(0.1, deadline - time.monotonic())
-        self._pull = Pull(chunks, self._init.secret, urls, bytes_of(into), timeout_s, held)
+        self._pull = pull = Pull(chunks, self._init.secret, urls, bytes_of(into), timeout_s, held, begun)
         try:
-            self._pull.run()
+            pull.run()
+        except TransferError as error:
+            if pull.abandoned or not pull.begun:
+                raise
+            raise BrokeOff(str(error), pull.begun) from error
         finally:
-            if self._pull.abandoned:
+            if pull.abandoned:
                 self._staging.forget_buffer()
 
 
@@ -135,7 +196,7 @@ class HttpReceiver:
 class _Filling:
     """Updates the shared buffer to the wanted blob: a `Fill`."""
 
-    reception: HttpReceiver
+    receiver: HttpReceiver
     info: HttpUpdateInfo
     manifest: Manifest
     chunks: ChunkList
@@ -143,7 +204,11 @@ class _Filling:
 
     def __call__(self, into: torch.Tensor, before: Record | None) -> None:
         held = self._held(into, before) if before is not None else set()
-        self.reception.pull(self.chunks, self.info.sources, into, held, self.deadline)
+        begun = dict(before.begun) if before is not None and before.part_of == self.chunks.root else {}
+        try:
+            self.receiver.pull(self.chunks, self.info.sources, into, self.deadline, held, begun)
+        except BrokeOff as error:
+            raise BrokeOff(f"{error}; another try of this version goes on from there", error.begun) from error
 
     def _held(self, into: torch.Tensor, before: Record) -> set[int]:
         """Return the indices of the chunks that need not be pulled, after applying the delta if there is one."""
@@ -163,7 +228,7 @@ class _Filling:
         chunks = ChunkList(**delta.chunks)
         payload = torch.empty(chunks.total_bytes, dtype=torch.uint8)
         try:
-            self.reception.pull(chunks, [delta.url], payload, set(), self.deadline)
+            self.receiver.pull(chunks, [delta.url], payload, self.deadline)
             for part in torch.split(payload, delta.sizes):
                 apply(part, into, self.manifest)
         except (DeltaError, TransferError, RuntimeError) as error:  # RuntimeError: sizes that do not fit

@@ -18,7 +18,7 @@ from weight_sync.server.cancellation import on_thread
 from weight_sync.transports.base import Sender, Sent, TransferError
 from weight_sync.transports.http import chunks
 from weight_sync.transports.http.blob_server import BlobServer, SharedBlobServers
-from weight_sync.transports.http.chunks import ChunkList
+from weight_sync.transports.http.chunks import ChunkList, digest_of
 from weight_sync.transports.http.offers import Offer
 from weight_sync.transports.http.receiver import DeltaInfo, HttpInitInfo, HttpUpdateInfo
 from weight_sync.weights.delta_base import DeltaBase, DeltaPath
@@ -29,12 +29,24 @@ BLOB_SERVERS = SharedBlobServers()
 # Share of `weight_sync.timeout_s` after which a pull ends by itself, so that its words reach the learner in time.
 PULL_SHARE = 0.9
 
+_PROCESS = secrets.token_hex(8)
+
+
+def key_of(server_url: str) -> str:
+    """Return the transfer key of this process's connections to a server: a later one goes on with a pull that broke off
+    in an earlier one."""
+    return digest_of(memoryview(f"{_PROCESS} {server_url}".encode()))[:16]
+
 
 class HttpSender(Sender):
-    """See `Sender`. All senders of a process share one blob server for each address."""
+    """See `Sender`. All senders of a process share one blob server for each address.
+
+    Attributes:
+        key: Name of the transfer at the server, "" before `open`.
+    """
 
     def __init__(self, section: WeightSyncSection) -> None:
-        self.key = secrets.token_hex(8)
+        self.key = ""
         self._section = section
         self._blob_server: BlobServer | None = None
         self._greeting: str | None = None
@@ -47,6 +59,7 @@ class HttpSender(Sender):
 
     async def open(self, server_url: str, workers: int) -> dict[str, Any]:
         section, self._server_url = self._section, server_url
+        self.key = key_of(server_url)
         self._base = DeltaBase(section.full_every)
         self._blob_server = blob_server = await on_thread(
             BLOB_SERVERS.take, section.host, section.http_port, section.http_mbytes_per_s

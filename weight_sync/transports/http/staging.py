@@ -38,6 +38,8 @@ class Record:
         digests: Digests of its chunks.
         secret_hash: BLAKE3 of the secret that a request for its bytes must bring.
         mbytes_per_s: Bound on what the server passes on of it, in 10**6 bytes per second; 0 for none.
+        part_of: Root of the chunks of which a part is there, "" if no reception broke off.
+        begun: Index of each chunk of which a part is there, and how many bytes at its front.
     """
 
     pid: int
@@ -48,6 +50,8 @@ class Record:
     digests: list[str] = field(default_factory=list)
     secret_hash: str = ""
     mbytes_per_s: float = 0.0
+    part_of: str = ""
+    begun: list[tuple[int, int]] = field(default_factory=list)
 
     def open(self) -> int:
         """Open a file descriptor of the buffer. Raises OSError if the process that held it is gone."""
@@ -66,6 +70,18 @@ def record_of(key: str) -> Record | None:
         return Record(**json.loads((_folder() / f"{key}.json").read_text()))
     except (OSError, ValueError, TypeError):
         return None
+
+
+class BrokeOff(TransferError):
+    """A part is there, with which another reception of the same blob can begin.
+
+    Attributes:
+        begun: Bytes at the front of chunks that are not whole, by index.
+    """
+
+    def __init__(self, text: str, begun: dict[int, int]) -> None:
+        super().__init__(text)
+        self.begun = begun
 
 
 # Fills the buffer with the wanted blob. Takes the buffer and its record as it was (None: fresh memory).
@@ -129,8 +145,15 @@ class SharedStaging:
         if before is not None and before.holds == wanted.holds:
             return self._flat
         pid, fd, flat = os.getpid(), self._fd, self._flat
-        self._write(Record(pid, fd, wanted.total_bytes))
-        fill(flat, before)
+        filling = Record(pid, fd, wanted.total_bytes)
+        if before is not None and before.part_of == wanted.holds:
+            filling = replace(filling, part_of=before.part_of, begun=before.begun)
+        self._write(filling)
+        try:
+            fill(flat, before)
+        except BrokeOff as error:
+            self._write(replace(filling, part_of=wanted.holds, begun=[*error.begun.items()]))
+            raise
         self._write(replace(wanted, pid=pid, fd=fd))
         return flat
 

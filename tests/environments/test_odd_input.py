@@ -1,0 +1,53 @@
+"""What a policy may write that no author of an environment or a sandbox thinks of."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from protocol.config import ConfigError
+from slipstream.sandboxes.remote import RemoteSandbox
+
+
+@pytest.mark.parametrize("number", ["9" * 20, "9" * 400])
+def test_an_action_beyond_any_integer_is_told_to_the_policy(number: str) -> None:
+    pytest.importorskip("gymnasium")
+    from slipstream.environments import gymnasium_environment
+
+    environment = gymnasium_environment("FrozenLake-v1")()
+    environment.reset(seed=1)
+    assert "no such action" in str(environment.respond([{"role": "assistant", "content": number}]))
+    environment.close()
+
+
+def test_an_opponent_that_cannot_be_called_is_refused() -> None:
+    pytest.importorskip("textarena")
+    from slipstream.environments import textarena_environment
+
+    with pytest.raises(ConfigError, match="opponent='random' cannot be called"):
+        textarena_environment("TicTacToe-v0", players=2, opponent="random")  # type: ignore[arg-type]
+
+
+class HereSandbox(RemoteSandbox):
+    """Runs the line of a remote sandbox in a shell of this machine."""
+
+    def _open(self) -> Any:
+        return "a shell"
+
+    def _shell(self, opened: Any, line: str, seconds: float) -> tuple[str, int]:
+        done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=seconds, check=False)
+        return done.stdout + done.stderr, done.returncode
+
+    def _end(self, opened: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("code", ["#" * 99_000, "#" + "\u00e4" * 49_000])
+def test_a_program_too_long_for_a_remote_shell_is_an_error_of_the_program(code: str) -> None:
+    assert "at most 90000 are run" in HereSandbox().run(code)
+
+
+def test_the_longest_program_of_a_remote_sandbox_runs() -> None:
+    assert HereSandbox().run("print(7)\n#" + "x" * 89_000) == "7"

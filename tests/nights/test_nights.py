@@ -162,6 +162,7 @@ def test_a_status_tells_of_servers_workers_and_causes() -> None:
     ]
 
 
+@pytest.mark.wide
 @pytest.mark.timeout(900)
 def test_a_minute_of_faults_on_fakes_breaks_no_rule() -> None:
     """The commit draws them; `python -m tests.nights --fake` plays longer ones, CI each night."""

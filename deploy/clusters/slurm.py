@@ -130,12 +130,30 @@ def _options(config: RunConfig, name: str, log: Path, notice_s: int) -> list[str
     cluster = config.cluster
     return [
         f"#SBATCH --job-name={name}",
-        f'#SBATCH --output="{log}"',
-        f'#SBATCH --chdir="{Path.cwd()}"',
+        f'#SBATCH --output="{_quotable(log)}"',
+        f'#SBATCH --chdir="{_quotable(Path.cwd())}"',
         "#SBATCH --open-mode=append",
         f"#SBATCH --signal=B:TERM@{notice_s}",
         f"#SBATCH --{'' if cluster.requeue else 'no-'}requeue",
     ]
+
+
+def _quotable(path: Path) -> Path:
+    """Return a path that can stand between quotes in an #SBATCH line. Raises `ConfigError` for another."""
+    if any(character in str(path) for character in '"\\\n\r'):
+        raise ConfigError(
+            f"--on slurm: the path {str(path)!r} cannot stand in a batch script: take a run.dir and working directory "
+            f"without quotes, backslashes and line breaks"
+        )
+    return path
+
+
+def _word(option: str) -> str:
+    """Return an option of sbatch as one word of a line, unless it is quoted already."""
+    if any(quote in option for quote in "'\"") or not re.search(r"\s", option):
+        return option
+    name, _, value = option.partition("=")
+    return f'{name}="{value}"'
 
 
 def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list[str]:
@@ -147,7 +165,7 @@ def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list
     options += [f"--mem-per-cpu={math.ceil(needed.memory_gb * 1024 / needed.cpus)}M"] if needed.memory_gb else []
     options += [f"--partition={partition}"] if partition else []
     options += [f"--time={cluster.time_limit}"] if cluster.time_limit else []
-    return [f"#SBATCH {' '.join([*options, *cluster.sbatch])}"]
+    return [f"#SBATCH {' '.join([*options, *map(_word, cluster.sbatch)])}"]
 
 
 def _environment(config: RunConfig, token: str) -> list[str]:

@@ -7,6 +7,7 @@ compared with those of the same role alone.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,9 @@ from typing import Any
 from protocol.config import ConfigError
 from protocol.messages import MAX_ROLES
 from rollout_worker.task.reward_base import NAME_CHARACTERS
-from rollout_worker.user_code.values import encodable
+
+# Names of roles are parts of metrics' names.
+_NAME = re.compile(r"[\w.-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +80,18 @@ def read_roles(agents: Any) -> Roles:
     trained: dict[str, str | None] = {}
     others: dict[str, UntrainedModel] = {}
     for name, role in agents.items():
-        if not isinstance(name, str) or not name or encodable(name) != name or len(name) > NAME_CHARACTERS:
-            raise ConfigError(f"Task(agents={{{name!r:.80}: ...}}): name each role by a text")
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > NAME_CHARACTERS:
+            raise ConfigError(
+                f"Task(agents={{{name!r:.80}: ...}}): name each role by a word of at most {NAME_CHARACTERS} letters, "
+                f"digits, _, - and dots"
+            )
         if isinstance(role, UntrainedModel):
             if not str(role.base_url).startswith(("http://", "https://")):
                 raise ConfigError(f"Task(agents={{{name!r}: ...}}): base_url = {role.base_url!r} is no address")
+            if not isinstance(role.model, str) or not role.model:
+                raise ConfigError(
+                    f"Task(agents={{{name!r}: ...}}): model = {role.model!r}; give the name that its server serves"
+                )
             others[name] = role
         elif role is None or isinstance(role, str):
             trained[name] = role or None

@@ -29,12 +29,16 @@ def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file
         assert up.wait(timeout=100) == 0
 
 
+COMMENT = ("--cluster.sbatch", '["--comment=two words"]')
+
+
 def test_more_workers_come_as_an_array_and_go(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
     with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "0", *SMALL) as up:
         read_until(up, "all have come: vllm-0")
-        code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL)
+        code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL, *COMMENT)
         assert code == 0, script
         array = slurm.submit(script)
+        assert "Comment=two words" in slurm_here.run("scontrol", "show", "job", array)
         names = {f"worker-{array}-0", f"worker-{array}-1"}
         until(lambda: names <= workers(run_file))
         slurm_here.run("scancel", "--batch", "--signal=TERM", f"{array}_0")
@@ -145,6 +149,16 @@ def test_without_slurm_or_its_controller_one_line_says_so(
     sinfo.chmod(0o755)
     with pytest.raises(ConfigError, match="does not answer: sinfo: slurm_load_partitions: Unable to contact"):
         slurm.check(config)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\nb", "a\\b"])
+def test_a_path_that_a_script_cannot_hold_is_refused(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(ConfigError, match="cannot stand in a batch script"):
+        slurm.script(load(run_file), str(run_file), [], False)
 
 
 def test_another_release_on_a_node_is_one_line(run_file: Path, hold: Path, monkeypatch: pytest.MonkeyPatch) -> None:

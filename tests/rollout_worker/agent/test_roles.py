@@ -143,7 +143,9 @@ async def nobody(endpoint: Endpoint) -> None:
     [
         ({"agents": {}}, "give a dict of roles by name"),
         ({"agents": ["solver"]}, "give a dict of roles by name"),
-        ({"agents": {"": SOLVER}}, "name each role by a text"),
+        ({"agents": {"": SOLVER}}, "name each role by a word"),
+        ({"agents": {"a b/c\n": SOLVER}}, "name each role by a word"),
+        ({"agents": {"a": None, "judge": UntrainedModel("http://x/v1", "")}}, "model = ''; give the name that"),
         ({"agents": {"solver": 3}}, "a int is no role"),
         ({"agents": {"judge": UntrainedModel("http://x/v1", "m")}}, "no role is trained"),
         ({"agents": {"a": None, "judge": UntrainedModel("x", "m")}}, "base_url = 'x' is no address"),

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO
 
@@ -27,7 +28,7 @@ _GRACE_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a program may use.
+    """Bounds of a program.
 
     Attributes:
         seconds: Wall-clock time.
@@ -42,7 +43,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """What a program did.
+    """The end of a program.
 
     Attributes:
         output: What it wrote, to stdout and stderr.
@@ -172,6 +173,52 @@ def end_program(process: subprocess.Popen[bytes]) -> None:
     if process.stdin is not None:
         with contextlib.suppress(OSError):
             process.stdin.close()
+
+
+class HelperPool:
+    """Processes that answer one request at a time, each started when it is first needed. One that has ended, or with
+    which something went wrong, is replaced.
+
+    Args:
+        start: Starts one, with pipes to it.
+        count: Maximum number of them.
+    """
+
+    def __init__(self, start: Callable[[], subprocess.Popen[bytes]], count: int) -> None:
+        self._start = start
+        self.idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
+        for _ in range(count):
+            self.idle.put(None)
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[subprocess.Popen[bytes]]:
+        """Wait for one that is idle. It is ended where the context ends with an error."""
+        helper = self.idle.get()
+        try:
+            if helper is None or helper.poll() is not None:
+                helper = self._start()
+            yield helper
+        except BaseException:
+            if helper is not None:
+                _end_helper(helper)
+                helper = None
+            raise
+        finally:
+            self.idle.put(helper)
+
+    def close(self) -> None:
+        """End the idle ones."""
+        for _ in range(self.idle.qsize()):
+            helper = self.idle.get()
+            if helper is not None:
+                _end_helper(helper)
+            self.idle.put(None)
+
+
+def _end_helper(helper: subprocess.Popen[bytes]) -> None:
+    end_program(helper)
+    if helper.stdout is not None:
+        helper.stdout.close()
 
 
 def _read(stream: IO[bytes], kept: Kept) -> None:

@@ -1,4 +1,4 @@
-"""What adapters share: the text of a turn is an action, an observation becomes text, rewards are added up.
+"""Parts that adapters share: the text of a turn is an action, an observation becomes text, rewards are added up.
 
 Invariant: an observation that is no text, a reward that is no finite number and a missing library are each one error
 that names the environment and the remedy.
@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from protocol.config import ConfigError
+from protocol.rollouts import is_counted
+from rollout_worker.task.reward_base import MAX_METRICS
 
 # Numbers that an observation may have to be written as text; more are an image or a tensor.
 MAX_NUMBERS = 256
@@ -139,6 +141,17 @@ def _written(value: Any) -> tuple[str, int]:
         text = ", ".join(entry for entry, _ in entries)
         return (f"[{text}]" if isinstance(value, list) else f"({text})"), sum(count for _, count in entries)
     raise TypeError(f"a {type(value).__name__}")
+
+
+def metrics_of(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers that stand beside a reward, at most `MAX_METRICS`, but for those with a name of Slipstream's
+    own."""
+    numbers = {
+        name: float(value)
+        for name, value in values.items()
+        if isinstance(value, int | float) and name != "reward" and not is_counted(name)
+    }
+    return dict(list(numbers.items())[:MAX_METRICS])
 
 
 def library(module: str, package: str, user: str) -> Any:

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError
-from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
+from slipstream.environments.base import metrics_of
 from slipstream.processes import Limits, own_variables, run_program
 
 # Column with the folder of a row's task.
@@ -159,6 +158,5 @@ class _Player:
                 f"harbor: the verifier gave no reward {self._reward!r}; it gave: {', '.join(numbers) or 'none'}; name "
                 f"one: harbor_task(..., reward=...)"
             )
-        shown = {name: float(value) for name, value in numbers.items() if name != "reward" and not is_counted(name)}
         ended = str(failure.get("exception_type")) if failure else "completed"
-        return {**dict(list(shown.items())[:MAX_METRICS]), "stop_condition": ended, "reward": float(found)}
+        return {**metrics_of(numbers), "stop_condition": ended, "reward": float(found)}

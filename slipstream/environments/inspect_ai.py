@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import queue
 import select
 import subprocess
 import sys
@@ -18,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import ConfigError
-from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
-from slipstream.processes import Limits, end_program, own_variables, start_program
+from slipstream.environments.base import metrics_of
+from slipstream.processes import HelperPool, Limits, own_variables, start_program
 
 # Column with the id of a row's sample.
 SAMPLE = "inspect_sample"
@@ -105,8 +103,7 @@ class _Player:
                 f"inspect: there is no score {self._score!r}; there are: {', '.join(scores) or 'none'}; name one: "
                 f"inspect_task(..., score=...)"
             )
-        shown = {name: value for name, value in scores.items() if name != "reward" and not is_counted(name)}
-        return {**dict(list(shown.items())[:MAX_METRICS]), "reward": reward}
+        return {**metrics_of(scores), "reward": reward}
 
 
 class _Helpers:
@@ -116,9 +113,7 @@ class _Helpers:
         # -P: beside the player are files with the names of libraries.
         self._command = [python, "-P", str(_PLAYER), json.dumps(task), str(os.getpid())]
         self._limits = limits
-        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
-        for _ in range(count):
-            self._idle.put(None)
+        self._pool = HelperPool(self._started, count)
 
     def asked(self, request: Mapping[str, Any], seconds: float | None = None) -> dict[str, Any]:
         """Return what a process answers.
@@ -130,28 +125,17 @@ class _Helpers:
         Raises:
             RuntimeError: It failed, ended, or took too long. Such a process is replaced.
         """
-        helper = self._idle.get()
         seconds = self._limits.seconds if seconds is None else seconds
-        try:
-            if helper is None or helper.poll() is not None:
-                # What it prints is the worker's to log.
-                helper = start_program(
-                    self._command,
-                    self._limits,
-                    own_variables() | {"INSPECT_DISPLAY": "none"},
-                    stderr=subprocess.DEVNULL,
-                )
+        with self._pool.one() as helper:
             answer = self._answer(helper, request, seconds)
-        except BaseException:
-            if helper is not None:
-                end_program(helper)
-                helper = None
-            raise
-        finally:
-            self._idle.put(helper)
         if "error" in answer:
             raise RuntimeError(f"inspect: {answer['error']}")
         return answer
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        # What it prints is the worker's to log.
+        variables = own_variables() | {"INSPECT_DISPLAY": "none"}
+        return start_program(self._command, self._limits, variables, stderr=subprocess.DEVNULL)
 
     def _answer(self, helper: subprocess.Popen[bytes], request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         assert helper.stdin is not None

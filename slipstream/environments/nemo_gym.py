@@ -14,10 +14,9 @@ from typing import Any
 import aiohttp
 
 from protocol.config import ConfigError
-from protocol.rollouts import is_counted
 from rollout_worker.task.agent import Endpoint
-from rollout_worker.task.reward_base import MAX_METRICS
 from rollout_worker.task.task import Task
+from slipstream.environments.base import metrics_of
 
 # Column with the line of NeMo Gym's data set.
 LINE = "nemo_gym_line"
@@ -105,7 +104,7 @@ class _Player:
             verdict = await self._asked(server, "/verify", {**line, "response": response})
         if not isinstance(verdict, Mapping) or "reward" not in verdict:
             raise RuntimeError(f"NeMo Gym: {self._url}/verify gave no reward: {json.dumps(verdict)[:500]}")
-        return {**_metrics(verdict), "reward": verdict["reward"]}
+        return {**metrics_of(verdict), "reward": verdict["reward"]}
 
     async def _conversation(
         self,
@@ -194,13 +193,3 @@ class _Player:
             ) from None
         except aiohttp.ClientError as error:
             raise RuntimeError(f"NeMo Gym: {self._url}{path}: {error}") from None
-
-
-def _metrics(verdict: Mapping[str, Any]) -> dict[str, float]:
-    """Return a verdict's numbers, under names that are not Slipstream's own."""
-    numbers = {
-        name: float(value)
-        for name, value in verdict.items()
-        if isinstance(value, int | float) and name != "reward" and not is_counted(name)
-    }
-    return dict(list(numbers.items())[:MAX_METRICS])

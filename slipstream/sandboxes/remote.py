@@ -25,7 +25,7 @@ MAX_CODE_BYTES = 90_000
 
 
 class RemoteSandbox(Sandbox):
-    """What the three have in common: a shell somewhere else. The limits are set by that shell."""
+    """Runs programs by a shell somewhere else, which sets the limits."""
 
     def __init__(self, limits: Limits | None = None) -> None:
         super().__init__(limits or Limits())

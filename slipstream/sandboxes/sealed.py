@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
-import queue
 import select
 import subprocess
 import sys
 from pathlib import Path
 from typing import cast
 
-from slipstream.processes import Limits
+from slipstream.processes import HelperPool, Limits
 from slipstream.sandboxes.base import Sandbox
 
 MACHINES = ("x86_64", "aarch64")  # `sealed_program.py` knows their system calls.
@@ -36,34 +35,18 @@ class SealedSandbox(Sandbox):
     def __init__(self, limits: Limits = LIMITS, processes: int | None = None, cpu_seconds: int = 1) -> None:
         super().__init__(limits)
         self._cpu_seconds = cpu_seconds
-        self._idle: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
-        for _ in range(processes or os.cpu_count() or 1):
-            self._idle.put(None)
+        self._helpers = HelperPool(self._started, processes or os.cpu_count() or 1)
 
     def _run(self, code: str) -> str:
-        helper = self._idle.get()
-        try:
-            if helper is None or helper.poll() is not None:
-                helper = self._started()
+        with self._helpers.one() as helper:
             answer = _asked(helper, code, self.limits.seconds + _PATIENCE_S)
-        except BaseException:
-            if helper is not None:
-                _end(helper)
-                helper = None
-            raise
-        finally:
-            self._idle.put(helper)
         if "refused" in answer:
             raise RuntimeError(f"the sandbox cannot seal a process: {answer['refused']}")
         return answer["output"]
 
     def close(self) -> None:
         """End the idle helpers."""
-        for _ in range(self._idle.qsize()):
-            helper = self._idle.get()
-            if helper is not None:
-                _end(helper)
-            self._idle.put(None)
+        self._helpers.close()
 
     def _started(self) -> subprocess.Popen[bytes]:
         """Start a helper isolated from this process: no environment variables, no open files, no site-packages.
@@ -107,8 +90,3 @@ def _asked(helper: subprocess.Popen[bytes], code: str, patience_s: float) -> dic
     if not line:
         raise RuntimeError(f"the sandbox's process ended with code {helper.wait()}")
     return cast(dict[str, str], json.loads(line))
-
-
-def _end(helper: subprocess.Popen[bytes]) -> None:
-    helper.kill()
-    helper.communicate()

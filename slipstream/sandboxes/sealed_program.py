@@ -64,7 +64,7 @@ _KILL, _ALLOW, _REFUSE = 0x80000000, 0x7FFF0000, 0x00050001  # _REFUSE fails the
 
 
 class Limits(NamedTuple):
-    """What a program may use: wall-clock and CPU time, address space, and what is read of its output."""
+    """Bounds of a program: wall-clock and CPU time, address space, and what is read of its output."""
 
     seconds: float
     cpu_seconds: int

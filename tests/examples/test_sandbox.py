@@ -149,7 +149,7 @@ def test_a_helper_that_was_killed_is_replaced() -> None:
     sandbox = SealedSandbox(processes=1)
     try:
         assert sandbox.run("print(1)") == "1"
-        helper = psutil.Process(sandbox._idle.queue[0].pid)
+        helper = psutil.Process(sandbox._helpers.idle.queue[0].pid)
         helper.kill()
         helper.wait(10)
         assert sandbox.run("print(2)") == "2"
@@ -190,7 +190,7 @@ def test_a_program_that_cannot_be_sealed_is_not_run(tmp_path: Path, monkeypatch:
 
 def test_the_helper_ends_with_the_process_that_started_it() -> None:
     lines = ["import os", "from slipstream.sandboxes import SealedSandbox", "s = SealedSandbox(processes=1)"]
-    lines += ["s.run('1')", "print(s._idle.queue[0].pid, flush=True)"]
+    lines += ["s.run('1')", "print(s._helpers.idle.queue[0].pid, flush=True)"]
     code = "\n".join([*lines, "os.kill(os.getpid(), 9)"])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     with contextlib.suppress(psutil.NoSuchProcess):

@@ -287,11 +287,20 @@ async def test_a_server_leaves_after_its_own_drain_timeout_though_the_run_has_a_
 
 CHILD_OF_KILLED = """
 import os, sys
+from pathlib import Path
 from deploy.servers import joining
 from tests.kit import config
 
 queue, mark = sys.argv[1:]
-child = ["/bin/sh", "-c", "echo $$ > $0.part; mv $0.part $0; trap '' TERM; sleep 300 & wait; wait", mark]
+add = joining.ProcessGuard.add
+
+def told(guard, group):
+    add(guard, group)
+    Path(mark + ".part").write_text(str(group))
+    os.replace(mark + ".part", mark)
+
+joining.ProcessGuard.add = told
+child = ["/bin/sh", "-c", "trap '' TERM; sleep 300 & wait; wait"]
 joining.run(config(), joining.ServerJoin("mine", "http://127.0.0.1:1", queue, 64), child, os.environ)
 """
 

@@ -42,7 +42,7 @@ def play(prompts, trainer):
         )
         first = generate_rollout_completions(trainer, [prompt_ids])[0]
         ids, logprobs, mask = [*first["completion_ids"]], [*first["logprobs"]], [1] * len(first["completion_ids"])
-        product = product_of(first["text"])
+        product = product_of(tokenizer.decode(first["completion_ids"]))  # its text is without special tokens
         if product is not None:
             answer = f"\n<|im_start|>user\n<tool_response>{product}</tool_response><|im_end|>\n<|im_start|>assistant\n"
             said = tokenizer.encode(answer, add_special_tokens=False)

@@ -279,7 +279,7 @@ def _slurm(*command: str) -> str:
     if done.returncode:
         words = " ".join(done.stderr.split()) or f"ended with code {done.returncode}"
         raise RunFailed(words if words.startswith(command[0]) else f"{command[0]}: {words}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def _without_token() -> dict[str, str]:
@@ -341,7 +341,7 @@ def submit(text: str) -> str:
         raise ConfigError(f"--on slurm: sbatch: {error}") from None
     if done.returncode:
         raise ConfigError(f"--on slurm: SLURM refuses the job: {' '.join(done.stderr.split())}")
-    return done.stdout.split(";")[0].strip()
+    return str(done.stdout).split(";")[0].strip()
 
 
 class _Job:

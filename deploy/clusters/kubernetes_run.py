@@ -14,12 +14,12 @@ import signal
 import sys
 import time
 from collections import Counter
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from deploy.clusters import kubernetes
 from deploy.clusters.kubernetes import Manifest
+from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, RunConfig
 
@@ -38,8 +38,6 @@ SILENT_S = 300.0
 MANAGER = "slipstream"
 
 NOT_FOUND = 404
-
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # Kinds with pods: they end before what they mount and are reached by.
 _WITH_PODS = ("JobSet", "Deployment", "ScaledObject")
@@ -65,17 +63,13 @@ def apply_and_follow(config: RunConfig, run_folder: Path) -> None:
     files = kubernetes.manifests(config, run_folder)
     volume, _ = files.pop("storage.yaml"), files.pop("kustomization.yaml")
     run = _Applied(config, [each for documents in files.values() for each in documents])
-    wanted = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-    try:
+    with Stops() as stops:
         run.check(volume)
         try:
             run.apply(volume)
-            stopped = run.follow(wanted)
+            stopped = run.follow(stops)
         finally:
             run.delete()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     if stopped == signal.SIGINT:
         raise KeyboardInterrupt
     if stopped is not None:
@@ -200,7 +194,7 @@ class _Applied:
             flush=True,
         )
 
-    def follow(self, stops: Collection[int]) -> int | None:
+    def follow(self, stops: Stops) -> int | None:
         """Return when the JobSet has completed, or the signal that stops the run. Raises `RunFailed`."""
         answered = time.monotonic()
         while True:
@@ -218,8 +212,8 @@ class _Applied:
             if end is not None:
                 code = self._code()
                 raise RunFailed(f"JobSet {self._name} failed: {end}; the learner's code is {code}", code)
-            if (signalled := signal.sigtimedwait(stops, FOLLOW_EVERY_S)) is not None:
-                return signalled.si_signo
+            if (signalled := stops.wait(FOLLOW_EVERY_S)) is not None:
+                return signalled
 
     def _look(self) -> str | None:
         """Show what is new. Returns "Completed", the words of a failure, or None while it goes on."""

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from deploy.clusters import roles
 from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, node_of, on_nodes, programs
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
@@ -200,15 +201,8 @@ def check_room(needs: Sequence[tuple[Part, Resources, int]], found: Sequence[Nod
     """Raise `ConfigError` if a part fits no node, or all of them are more than the cluster has."""
     for part, needed, _ in needs:
         check_fits(part, needed, found, "the Ray cluster")
-    for unit, of in (("GPUs", "gpus"), ("CPU cores", "cpus"), ("GB of memory", "memory_gb")):
-        wanted = sum(getattr(needed, of) * count for _, needed, count in needs)
-        there = sum(getattr(node, of) for node in found)
-        if wanted > there:
-            asked = ", ".join(f"{count} x cluster.{part}_{of} = {getattr(needed, of)}" for part, needed, count in needs)
-            raise ConfigError(
-                f"the run needs {wanted} {unit} ({asked}), and the Ray cluster has {there:g}: lower these, vllm.count "
-                f"or worker.count, add nodes, or set cluster.ray_grows = true if it adds them by itself"
-            )
+    more = "add nodes, or set cluster.ray_grows = true if it adds them by itself"
+    roles.check_room(needs, found, "the Ray cluster", more)
 
 
 def bundle(needed: Resources) -> dict[str, float]:

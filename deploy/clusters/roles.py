@@ -111,6 +111,19 @@ def check_fits(part: Part, wanted: Resources, nodes: Sequence[Node], where: str)
             )
 
 
+def check_room(needs: Sequence[tuple[Part, Resources, int]], nodes: Sequence[Node], where: str, remedy: str) -> None:
+    """Raise `ConfigError` if all parts together need more than `nodes` have. `remedy`: what helps but lowering them."""
+    for unit, of in (("GPUs", "gpus"), ("CPU cores", "cpus"), ("GB of memory", "memory_gb")):
+        wanted = sum(getattr(needed, of) * count for _, needed, count in needs)
+        there = sum(getattr(node, of) for node in nodes)
+        if wanted > there:
+            asked = ", ".join(f"{count} x cluster.{part}_{of} = {getattr(needed, of)}" for part, needed, count in needs)
+            raise ConfigError(
+                f"the run needs {wanted} {unit} ({asked}), and {where} has {there:g}: lower these, vllm.count or "
+                f"worker.count, {remedy}"
+            )
+
+
 def check_release(environment: Mapping[str, str]) -> None:
     """Raise `ConfigError` if this machine, or image, has another release than the rest of its run."""
     wanted = environment.get(RELEASE)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from deploy.clusters.roles import (
     RELEASE,
@@ -32,12 +33,14 @@ from deploy.clusters.roles import (
     Parts,
     Resources,
     check_fits,
+    check_room,
     check_token,
     node_of,
     on_nodes,
     programs,
     server_arguments,
 )
+from deploy.clusters.stops import Stops
 from deploy.run import run_directory
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import SLIPSTREAM, Child, Children, Program
@@ -57,10 +60,20 @@ FOLLOW_EVERY_S = 2.0
 # Seconds beyond deploy.grace_s until a job that was told to stop is cancelled.
 MARGIN_S = 30.0
 
+# Seconds after which a job that does not stop is told again: a batch script that has only begun misses the signal.
+AGAIN_S = 3.0
+
+# Seconds without an answer of SLURM after which the command gives up; the job goes on.
+SILENT_S = 300.0
+
+# The same for what the job itself asks, whose time may be over soon.
+SILENT_IN_JOB_S = 60.0
+
 # States of a job that has ended, as squeue and scontrol spell them.
 WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING", "STAGE_OUT")
 
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Of a job that ended more than MinJobAge seconds ago.
+FORGOTTEN = "FORGOTTEN"
 
 QUEUE_URL = "queue.url"
 
@@ -92,9 +105,11 @@ def script(config: RunConfig, run_file: str, settings: Sequence[str], resume: bo
         resume: Whether the run goes on from its newest checkpoint.
     """
     parts = Parts.of(config).needs()
-    words = [*SLIPSTREAM, "up", run_file, "--on", "slurm", *settings, *(["--resume"] if resume else [])]
-    log = _folder(config) / "logs" / "slurm-%j.log"
-    lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}", log, NOTICE_S)]
+    _check_time_limit(config)
+    # Not deploy.cli, which Ctrl-C would end with a traceback while it imports.
+    python = [*SLIPSTREAM[:-1], "deploy"]
+    words = [*python, "up", run_file, "--on", "slurm", *settings, *(["--resume"] if resume else [])]
+    lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}", "slurm-%j.log", NOTICE_S)]
     for place, (part, needed, count) in enumerate(parts):
         lines += ["#SBATCH hetjob"] if place else []
         lines += _asked(config, part, needed, count)
@@ -109,16 +124,16 @@ def array(config: RunConfig, part: Part, count: int) -> str:
     """
     parts, folder = Parts.of(config), _folder(config)
     needed = parts.worker if part == "worker" else parts.server
-    log = folder / "logs" / f"slurm-{part}-%A-%a.log"
-    lines = ["#!/bin/bash", *_options(config, f"slipstream-{config.run.name}-{part}s", log, 60)]
+    name = f"slipstream-{config.run.name}-{part}s"
+    lines = ["#!/bin/bash", *_options(config, name, f"slurm-{part}-%A-%a.log", 60)]
     lines += [f"#SBATCH --array=0-{count - 1}", *_asked(config, part, needed, 1)]
-    url, name = f'"$(cat {shlex.quote(str(folder / QUEUE_URL))})"', '"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"'
+    url, place = f'"$(cat {shlex.quote(str(folder / QUEUE_URL))})"', '"$SLURM_ARRAY_JOB_ID-$SLURM_ARRAY_TASK_ID"'
     command = shlex.join([*SLIPSTREAM, "worker" if part == "worker" else "vllm", str(folder / "run.toml")])
     if part == "worker":
-        words = f"{command} --queue {url} --name worker-{name}"
+        words = f"{command} --queue {url} --name worker-{place}"
     else:
         port = f"$(({config.vllm.port + 64} + SLURM_ARRAY_TASK_ID))"
-        words = f"{command} {' '.join(server_arguments(url, port, f'vllm-{name}'))}"
+        words = f"{command} {' '.join(server_arguments(url, port, f'vllm-{place}'))}"
     return "\n".join([*lines, *_environment(config, "worker" if part == "worker" else "secret"), f"exec {words}\n"])
 
 
@@ -126,11 +141,31 @@ def _folder(config: RunConfig) -> Path:
     return config.run_dir.absolute()
 
 
-def _options(config: RunConfig, name: str, log: Path, notice_s: int) -> list[str]:
+def _check_time_limit(config: RunConfig) -> None:
+    """Raise `ConfigError` for a limit at whose notice the run has made no step: it would be queued again for ever."""
+    limit = config.cluster.time_limit
+    if limit is None:
+        return
+    days, _, clock = limit.rpartition("-")
+    numbers = [int(number) for number in clock.split(":")]
+    if days or len(numbers) == 3:  # after the days come hours, else minutes are the first of two
+        hours, minutes, seconds = [*numbers, 0, 0][:3]
+    else:
+        hours, (minutes, seconds) = 0, [*numbers, 0][:2]
+    if int(days or 0) * 86400 + hours * 3600 + minutes * 60 + seconds <= NOTICE_S:
+        raise ConfigError(
+            f"cluster.time_limit = {limit}: the learner is told to end {NOTICE_S} s before the limit, so that the run "
+            f"would make no step; take more, as 1:00:00 for an hour"
+        )
+
+
+def _options(config: RunConfig, name: str, log: str, notice_s: int) -> list[str]:
+    """Return the options of the whole job. `log`: name of its log, in which SLURM replaces what begins with %."""
     cluster = config.cluster
+    logs = str(_quotable(_folder(config) / "logs")).replace("%", "%%")
     return [
         f"#SBATCH --job-name={name}",
-        f'#SBATCH --output="{_quotable(log)}"',
+        f'#SBATCH --output="{logs}/{log}"',
         f'#SBATCH --chdir="{_quotable(Path.cwd())}"',
         "#SBATCH --open-mode=append",
         f"#SBATCH --signal=B:TERM@{notice_s}",
@@ -149,11 +184,12 @@ def _quotable(path: Path) -> Path:
 
 
 def _word(option: str) -> str:
-    """Return an option of sbatch as one word of a line, unless it is quoted already."""
-    if any(quote in option for quote in "'\"") or not re.search(r"\s", option):
-        return option
+    """Return an option of sbatch as one word of a line. A value that is quoted already stays as it is."""
     name, _, value = option.partition("=")
-    return f'{name}="{value}"'
+    if re.fullmatch(r"""(["']).*\1""", value) or not re.search(r"""[\s#"'\\]""", value):
+        return option
+    escaped = re.sub(r'(["\\])', r"\\\1", value)
+    return f'{name}="{escaped}"'
 
 
 def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list[str]:
@@ -190,14 +226,17 @@ def check(config: RunConfig) -> None:
     except RunFailed as error:
         raise ConfigError(f"--on slurm: the cluster does not answer: {error}; ask its operators") from None
     partitions: dict[str, list[Node]] = {}
+    every: dict[str, list[Node]] = {}
     for line in found.splitlines():
         named, name, cpus, megabytes, gres, state = line.split("|")
-        if not state.startswith(("down", "drain", "fail", "inval")):
-            node = Node(name, _gpus(gres), int(cpus), int(megabytes) / 1024)
-            partitions.setdefault(named, []).append(node)
+        node = Node(name, _gpus(gres), int(cpus), int(megabytes) / 1024)
+        every.setdefault(named, []).append(node)
         partitions.setdefault(named, [])
+        if not state.startswith(("down", "drain", "fail", "inval")):
+            partitions[named].append(node)
     default = _default_partition()
-    for part, needed, _ in Parts.of(config).needs():
+    asked: dict[str, list[tuple[Part, Resources, int]]] = {}
+    for part, needed, count in Parts.of(config).needs():
         setting = "worker_partition" if part == "worker" and config.cluster.worker_partition else "partition"
         partition: str | None = getattr(config.cluster, setting) or default
         if partition is None:
@@ -207,6 +246,10 @@ def check(config: RunConfig) -> None:
         if not partitions[partition]:
             raise ConfigError(f"cluster.{setting} = {partition}: none of its nodes is up; name another partition")
         check_fits(part, needed, partitions[partition], f"partition {partition}")
+        asked.setdefault(partition, []).append((part, needed, count))
+    for partition, needs in asked.items():
+        # A node that is down may come back, but the job would wait for ever for what is not there.
+        check_room(needs, every[partition], f"partition {partition}", "or name another partition")
 
 
 def _named(partitions: Mapping[str, object]) -> str:
@@ -223,16 +266,20 @@ def _gpus(gres: str) -> int:
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))
 
 
+# How SLURM's commands are run: in a group of their own, which Ctrl-C of the terminal does not reach.
+_APART: Mapping[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_S, "process_group": 0}
+
+
 def _slurm(*command: str) -> str:
     """Return the output of one of SLURM's commands. Raises `RunFailed` with its own words."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, env=_without_token())
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, **_APART, env=_without_token())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunFailed(f"{command[0]}: {error}") from None
     if done.returncode:
         words = " ".join(done.stderr.split()) or f"ended with code {done.returncode}"
         raise RunFailed(words if words.startswith(command[0]) else f"{command[0]}: {words}")
-    return done.stdout
+    return str(done.stdout)
 
 
 def _without_token() -> dict[str, str]:
@@ -243,8 +290,21 @@ def _without_token() -> dict[str, str]:
 
 
 def write_tokens(config: RunConfig) -> None:
-    """Write the run's secret and the workers' token into files that only their owner may read."""
+    """Write the run's secret and the workers' token into files that only their owner may read.
+
+    Raises:
+        ConfigError: The run is on with another secret, which its processes read as they are started again.
+    """
     folder = _folder(config) / TOKENS
+    with contextlib.suppress(FileNotFoundError):
+        if (folder / "secret").read_text() != f"{config.token}\n":
+            try:
+                run_directory.check_unused(config)
+            except ConfigError:
+                raise ConfigError(
+                    f"{access.TOKEN_VARIABLE}: run {config.run.name} is on with another secret than the one here; "
+                    f"set that, or stop the run"
+                ) from None
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name, token in {"secret": config.token, "worker": config.token_for("worker")}.items():
         descriptor = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -264,67 +324,80 @@ def submit_and_follow(config: RunConfig, run_file: str, settings: Sequence[str],
     check(config)
     run_directory.check_run_directory(config, resume)
     run_directory.check_unused(config)
+    text = script(config, run_file, settings, resume)
     write_tokens(config)
-    (_folder(config) / "logs").mkdir(exist_ok=True)
-    job = submit(script(config, run_file, settings, resume))
-    _Job(job, _folder(config) / "logs" / f"slurm-{job}.log", config.deploy.grace_s).follow()
+    logs = _folder(config) / "logs"
+    logs.mkdir(exist_ok=True)
+    with Stops() as stops:  # from here on, so that none comes between the job's submission and its number
+        number = submit(text)
+        _Job(number, logs / f"slurm-{number}.log", config).follow(stops)
 
 
 def submit(text: str) -> str:
     """Submit a batch script and return the job's number. Raises `ConfigError` if SLURM refuses it."""
     try:
-        done = subprocess.run(
-            ["sbatch", "--parsable"],
-            input=text,
-            capture_output=True,
-            text=True,
-            timeout=COMMAND_S,
-            env=_without_token(),
-        )
+        done = subprocess.run(["sbatch", "--parsable"], input=text, **_APART, env=_without_token())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"--on slurm: sbatch: {error}") from None
     if done.returncode:
         raise ConfigError(f"--on slurm: SLURM refuses the job: {' '.join(done.stderr.split())}")
-    return done.stdout.split(";")[0].strip()
+    return str(done.stdout).split(";")[0].strip()
 
 
 class _Job:
     """A job as the command follows it: it prints the log, and each change of state."""
 
-    def __init__(self, number: str, log: Path, grace_s: float) -> None:
+    def __init__(self, number: str, log: Path, config: RunConfig) -> None:
         self._number = number
         self._log = log
-        self._grace_s = grace_s
+        self._config = config
         self._read = 0
-        self._state = ""
+        self._state, self._shown = "PENDING", ""
+        self._answered = time.monotonic()
+        self._silent = False
 
-    def follow(self) -> None:
+    def follow(self, stops: Stops) -> None:
         """Return when the job has completed. Raises as `submit_and_follow`."""
         print(f"submitted job {self._number}, log in {self._log}", flush=True)
-        wanted = {number for number in STOPS if signal.getsignal(number) is not signal.SIG_IGN}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
-        try:
-            while (state := self._look()).startswith(WAITS_OR_RUNS):
-                if (signalled := signal.sigtimedwait(wanted, FOLLOW_EVERY_S)) is not None:
-                    self._stop(signal.Signals(signalled.si_signo))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if not state.startswith("COMPLETED"):
+        while (state := self._look()).startswith(WAITS_OR_RUNS):
+            if (signalled := stops.wait(FOLLOW_EVERY_S)) is not None:
+                self._stop(signalled)
+        if state == FORGOTTEN and not open_for_reading(self._config).run_state().finished:
+            raise RunFailed(f"SLURM has forgotten job {self._number}, which ended a while ago; its log: {self._log}")
+        if not state.startswith(("COMPLETED", FORGOTTEN)):
             code = self._code()
             raise RunFailed(f"job {self._number} ended as {state.lower()} with code {code}; its log: {self._log}", code)
 
     def _look(self) -> str:
+        """Show what is new, and return the job's state: the last one known while SLURM does not answer."""
         self._show_log()
-        fields = _job(self._number)
-        state, reason = fields.get("JobState", "GONE"), fields.get("Reason", "None")
+        try:
+            fields = _job(self._number)
+        except RunFailed as error:
+            if time.monotonic() - self._answered > SILENT_S:
+                raise RunFailed(
+                    f"SLURM has not answered for {SILENT_S:g} s: {error}; job {self._number} goes on, its log: "
+                    f"{self._log}"
+                ) from None
+            if not self._silent:
+                print(f"job {self._number}: SLURM does not answer, asking again: {error}", file=sys.stderr, flush=True)
+            self._silent = True
+            return self._state
+        if self._silent:
+            print(f"job {self._number}: SLURM answers again", file=sys.stderr, flush=True)
+        self._answered, self._silent = time.monotonic(), False
+        state, reason = fields.get("JobState", FORGOTTEN), fields.get("Reason", "None")
         shown = state if reason == "None" else f"{state} ({reason})"
-        if shown != self._state and state in ("PENDING", "RUNNING"):
+        if shown != self._shown and state in ("PENDING", "RUNNING"):
             print(f"job {self._number}: {shown}", file=sys.stderr, flush=True)
-        self._state = shown
+        self._state, self._shown = state, shown
         return state
 
     def _code(self) -> int:
-        code, _, number = _job(self._number).get("ExitCode", "1:0").partition(":")
+        try:
+            code, _, number = _job(self._number).get("ExitCode", "1:0").partition(":")
+        except RunFailed:
+            return 1
         return int(code) or (128 + int(number) if int(number or 0) else 1)
 
     def _show_log(self) -> None:
@@ -338,32 +411,53 @@ class _Job:
     def _stop(self, number: signal.Signals) -> None:
         """Stop the job as Ctrl-C would stop the run, and cancel what is left of it."""
         print(f"stopping job {self._number}", file=sys.stderr, flush=True)
-        with contextlib.suppress(RunFailed):
-            if self._look() == "RUNNING":
-                # SIGTERM is what SLURM itself sends at the time limit, after which the job is queued again.
-                _slurm("scancel", "--batch", "--signal=INT", self._number)
-                self._wait_while(("RUNNING",), self._grace_s + MARGIN_S)
-            _slurm("scancel", self._number)
-        self._wait_while(WAITS_OR_RUNS, MARGIN_S)
+        # SIGTERM is what SLURM itself sends at the time limit, after which the job is queued again.
+        interrupt = ("scancel", "--batch", "--signal=INT", self._number)
+        self._end_by(interrupt, ("RUNNING",), self._config.deploy.grace_s + MARGIN_S)
+        if self._end_by(("scancel", self._number), WAITS_OR_RUNS, MARGIN_S):
+            print(f"job {self._number} has not ended: scancel {self._number}", file=sys.stderr, flush=True)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
-    def _wait_while(self, states: tuple[str, ...], seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._look().startswith(states) and time.monotonic() < deadline:
+    def _end_by(self, command: Sequence[str], states: tuple[str, ...], seconds: float) -> bool:
+        """Run `command` while the job is in one of `states`, repeatedly. Returns whether it still is at the end."""
+        deadline, again = time.monotonic() + seconds, 0.0
+        while self._look().startswith(states):
+            if time.monotonic() > deadline:
+                return True
+            if time.monotonic() > again:
+                with contextlib.suppress(RunFailed):
+                    _slurm(*command)
+                again = time.monotonic() + AGAIN_S
             time.sleep(0.5)
+        return False
 
 
 def _job(number: str) -> dict[str, str]:
-    """Return what SLURM says of a job, {} once it has forgotten it."""
+    """Return what SLURM says of a job, {} once it has forgotten it. A job has ended once all its components have."""
     try:
         text = _slurm("scontrol", "--oneliner", "show", "job", number)
     except RunFailed as error:
         if "Invalid job id" in str(error):
             return {}
         raise
-    return dict(re.findall(r"(\w+)=(\S*)", text.splitlines()[0]))
+    first, *others = (dict(re.findall(r"(\w+)=(\S*)", line)) for line in text.splitlines())
+    if any(other.get("JobState", "").startswith(WAITS_OR_RUNS) for other in others):
+        return first if first["JobState"].startswith(WAITS_OR_RUNS) else {**first, "JobState": "COMPLETING"}
+    return first
+
+
+def _patiently(*command: str) -> str:
+    """Return the output of one of SLURM's commands, which is asked again while SLURM does not answer."""
+    deadline = time.monotonic() + SILENT_IN_JOB_S
+    while True:
+        try:
+            return _slurm(*command)
+        except RunFailed:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(FOLLOW_EVERY_S)
 
 
 # The job, seen from inside.
@@ -377,6 +471,7 @@ class SlurmJob:
         self._servers = 0
         self._parts: list[tuple[Part, Resources, int]] = []
         self._folder = Path()
+        self._places: dict[int, list[str]] = {}
 
     def children(self, grace_s: float) -> Children:
         return SlurmSteps(grace_s, self)
@@ -384,6 +479,8 @@ class SlurmJob:
     async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
         self._servers, self._parts, self._folder = config.vllm.launched, Parts.of(config).needs(), _folder(config)
         head = await asyncio.to_thread(_address, self._environment["SLURMD_NODENAME"])
+        for group in range(len(self._parts)):  # now, as a restart must not depend on SLURM's answer
+            await asyncio.to_thread(self._nodes, group)
         settled = on_nodes(config, head)
         (self._folder / QUEUE_URL).write_text(f"{settled.queue.address}\n", encoding="utf-8")
         return settled
@@ -430,9 +527,11 @@ class SlurmJob:
 
     def _nodes(self, group: int) -> list[str]:
         """Return the node of each task of a component."""
-        names = _slurm("scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group))
-        tasks = self._of_group("SLURM_TASKS_PER_NODE", group)
-        return [node for node, count in zip(names.split(), counts(tasks), strict=True) for _ in range(count)]
+        if group not in self._places:
+            names = _patiently("scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group)).split()
+            tasks = counts(self._of_group("SLURM_TASKS_PER_NODE", group))
+            self._places[group] = [node for node, count in zip(names, tasks, strict=True) for _ in range(count)]
+        return self._places[group]
 
 
 def counts(text: str) -> list[int]:
@@ -443,7 +542,7 @@ def counts(text: str) -> list[int]:
 
 def _address(node: str) -> str:
     """Return the address by which SLURM itself reaches a node."""
-    text = _slurm("scontrol", "--oneliner", "show", "node", node)
+    text = _patiently("scontrol", "--oneliner", "show", "node", node)
     found = re.search(r"NodeAddr=(\S+)", text)
     return found[1] if found else node
 
@@ -491,14 +590,27 @@ class _Step(Child):
         return super().signal(0)
 
 
-_SIGNAL_STEP = """squeue --noheader --steps --jobs="$1" --format="%i %j" |
-while read -r step name; do [ "$name" = "$2" ] && scancel --signal=TERM "$step"; done"""
+_SIGNAL_STEP = """again=0
+until steps=$(squeue --noheader --steps --jobs="$1" --format="%i %j"); do
+  [ $((again += 1)) -lt 20 ] || exit
+  sleep 1
+done
+echo "$steps" | while read -r step name; do [ "$name" = "$2" ] && scancel --signal=TERM "$step"; done"""
 
 
 def requeue() -> None:
-    """Let the job wait for its turn again. SLURM ends what is left of it."""
-    try:
-        _slurm("scontrol", "requeue", os.environ["SLURM_JOB_ID"])
-    except RunFailed as error:
-        if "Job is pending execution" not in str(error):  # its operators have queued it again, and SIGTERM says so
-            raise
+    """Let the job wait for its turn again. SLURM ends what is left of it.
+
+    One that was cancelled is not running any more and stays cancelled; one that its operators have queued again waits
+    already.
+    """
+    number, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + SILENT_IN_JOB_S
+    while True:
+        try:
+            if _job(number).get("JobState") == "RUNNING":
+                _slurm("scontrol", "requeue", number)
+            return
+        except RunFailed:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(FOLLOW_EVERY_S)

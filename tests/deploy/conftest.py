@@ -104,11 +104,12 @@ def run_directory(run_file: Path) -> Path:
     return run_file.parent / "run directories" / "small"
 
 
-def save_ledger(run_file: Path, step: int = 1) -> None:
+def save_ledger(run_file: Path, step: int = 1, finished: bool = False) -> None:
     """Write the store that a queue leaves which has seen a checkpoint of `step`."""
     store = SqliteStore(run_directory(run_file) / FILE_NAME)
     store.acquire()
-    store.commit(Changes(run=RunState(version=step, step=step, session=1, checkpoint_step=step, id="run-1")))
+    run = RunState(version=step, step=step, session=1, checkpoint_step=step, id="run-1", finished=finished)
+    store.commit(Changes(run=run))
     store.close()
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import os
+import json
 import signal
 from pathlib import Path
 
 import pytest
 
 from deploy.clusters import slurm
+from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
 from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream
@@ -29,22 +30,29 @@ def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file
         assert up.wait(timeout=100) == 0
 
 
-COMMENT = ("--cluster.sbatch", '["--comment=two words"]')
-
-
 def test_more_workers_come_as_an_array_and_go(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
     with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "0", *SMALL) as up:
         read_until(up, "all have come: vllm-0")
-        code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL, *COMMENT)
+        code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL)
         assert code == 0, script
         array = slurm.submit(script)
-        assert "Comment=two words" in slurm_here.run("scontrol", "show", "job", array)
         names = {f"worker-{array}-0", f"worker-{array}-1"}
         until(lambda: names <= workers(run_file))
         slurm_here.run("scancel", "--batch", "--signal=TERM", f"{array}_0")
         until(lambda: names & workers(run_file) == {f"worker-{array}-1"})
         hold.unlink()
         assert up.wait(timeout=100) == 0
+
+
+@pytest.mark.parametrize("words", ["two words", "#1 of $(false) 'x", 'said "q"', "a\\b %j", "'two words'"])
+def test_options_of_sbatch_reach_slurm_as_they_are_written(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path, words: str
+) -> None:
+    settings = ["--cluster.sbatch", json.dumps([f"--comment={words}", "--hold"])]
+    code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL, *settings)
+    assert code == 0, script
+    told = slurm_here.run("scontrol", "show", "job", slurm.submit(script))
+    assert f"Comment={words.strip(chr(39)) if words[0] == chr(39) else words} \n" in told
 
 
 def workers(run_file: Path) -> set[str]:
@@ -79,6 +87,28 @@ def test_ctrl_c_stops_the_job_and_it_is_not_queued_again(slurm_here: SlurmCluste
         assert up.wait(timeout=100) == 130
     assert slurm_here.run("squeue", "--noheader") == ""
     assert not [word for word in every_command_line() if "fake_vllm" in word]
+
+
+def test_a_job_that_is_cancelled_from_outside_is_not_queued_again(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path
+) -> None:
+    with slipstream("up", str(run_file), "--on", "slurm", *SMALL) as up:
+        job = read_until(up, "all have come").split("submitted job ")[1].split(",")[0]
+        slurm_here.run("scancel", job)
+        told, _ = up.communicate(timeout=100)
+    assert up.returncode == 143, told
+    assert f"job {job} ended as cancelled" in told
+    assert slurm_here.run("squeue", "--noheader") == ""
+
+
+def test_a_run_directory_may_have_percent_signs_and_spaces(
+    slurm_here: SlurmCluster, run_file: Path, hold: Path
+) -> None:
+    folder = run_file.parent / "50%j done"
+    with slipstream("up", str(run_file), "--on", "slurm", "--run.dir", str(folder), *SMALL) as up:
+        read_until(up, "all have come")  # which is in the job's log
+        hold.unlink()
+        assert up.wait(timeout=100) == 0
 
 
 def every_command_line() -> list[str]:
@@ -188,9 +218,9 @@ def test_numbers_of_slurm_are_read() -> None:
     assert [slurm._gpus(text) for text in ("gpu:a100:8(S:0-1),nvme:1", "gpu:2", "(null)")] == [8, 2, 0]
 
 
-def test_a_job_that_fails_has_its_code(slurm_here: SlurmCluster, tmp_path: Path) -> None:
+def test_a_job_that_fails_has_its_code(slurm_here: SlurmCluster, run_file: Path, tmp_path: Path) -> None:
     job = slurm.submit(f"#!/bin/bash\n#SBATCH --output={tmp_path}/log\necho words\nexit 5\n")
-    with pytest.raises(RunFailed, match=f"job {job} ended as failed with code 5; its log: {tmp_path}/log") as failed:
-        slurm._Job(job, tmp_path / "log", 1.0).follow()
+    words = f"job {job} ended as failed with code 5; its log: {tmp_path}/log"
+    with pytest.raises(RunFailed, match=words) as failed, Stops() as stops:
+        slurm._Job(job, tmp_path / "log", load(run_file)).follow(stops)
     assert failed.value.code == 5
-    assert os.listdir(tmp_path) == ["log"]

@@ -8,7 +8,8 @@ is warm-started on conversations of all these forms, half of them flawed, and ea
 `slipstream up`. The reward is the exact product as the last message.
 
 Prints a JSON line for each framework: the mean reward of the first and the last five steps, the first step from which
-five steps have a mean of 0.9, segments an episode, and what was asked for and not followed.
+five steps have a mean of 0.9, and of the last step how often an episode asked for what was not followed, or began a
+further segment.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from protocol.rollouts import FILE_NAME
 from tests.frameworks.test_frameworks import SNIPPETS
 from tests.kit import WORKER, config
 from tests.kit.agent import agent_task
@@ -121,14 +121,12 @@ def train(name: str, snippet: str, model: Path, folder: Path, steps: int) -> dic
     lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward"] for line in lines]
     means = [statistics.mean(rewards[at : at + OVER]) for at in range(len(rewards) - OVER + 1)]
-    rollouts = [json.loads(line) for line in (folder / "run" / FILE_NAME).read_text().splitlines()]
     return {
         "framework": name,
         "first": round(means[0], 3),
         "last": round(means[-1], 3),
         "reached at step": next((at + 1 for at, mean in enumerate(means) if mean >= REACHED), None),
-        "rollouts": len(rollouts),
-        "example": rollouts[-1],
+        "an episode": {name: round(value, 2) for name, value in lines[-1].items() if name.startswith("agent/")},
     }
 
 

@@ -234,8 +234,9 @@ class ProcessKeeper:
                 case Again(pause_s, attempt):
                     died = child if lost is None else lost
                     end = died.poll() or code
-                    # Of one that was killed, an error in the log is an earlier one, which it has survived.
-                    cause = None if end == 128 + signal.SIGKILL else died.first_error()
+                    # Of one that was killed or told to end, an error in the log is one which it has survived.
+                    by_others = end in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+                    cause = None if by_others else died.first_error()
                     again = "starting it again"
                     if lost is not None:
                         again = "starting all ranks of the learner again from the newest checkpoint"

@@ -18,9 +18,12 @@ State = Literal["whole", "cut", "slow", "lossy", "refusing"]
 
 # What a proxy answers whose other side is gone.
 _PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
-REFUSAL = b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
-    len(_PAGE),
-    _PAGE,
+REFUSAL = (
+    b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+    % (
+        len(_PAGE),
+        _PAGE,
+    )
 )
 
 

@@ -129,6 +129,12 @@ def test_a_learner_that_fails_by_itself_ends_the_run(stage: Stage, ranks: str, e
     assert len(stage.calls("learner")) == 1
 
 
+def test_a_process_whose_log_was_deleted_is_told_to_have_left_no_cause(stage: Stage) -> None:
+    stage.play(worker=f"rm -r '{stage.logs}'; {FAILS}")
+    result = stage.run()
+    assert f"its log {stage.logs}/worker-0.log was deleted or moved while it ran" in result.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("role", "act", "code"),
     [("learner", FAILS, 3), ("vllm", FAILS, 3), ("worker", "exit 2", 2), ("queue", "exit 2", 2)],

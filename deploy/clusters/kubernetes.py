@@ -8,6 +8,7 @@ draining, so that scalers and evictions may take them. The only file with tokens
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -32,6 +33,9 @@ JOBSET, KEDA = "jobset.x-k8s.io/v1alpha2", "keda.sh/v1alpha1"
 
 # Whole restarts of the learner's JobSet, after which it has failed.
 MAX_RESTARTS = 10
+
+# Of the names of objects, to which the cluster adds what tells pods apart: 63 in all.
+NAME_LENGTH = 30
 
 # The user of deploy/Containerfile.
 USER = 1000
@@ -143,12 +147,20 @@ def _check(config: RunConfig) -> None:
         )
 
 
+def _object_name(run_name: str) -> str:
+    """Return the name of a run's objects: of at most 30 small letters, digits and dashes, another for each run."""
+    name = re.sub("[^a-z0-9]+", "-", run_name.lower()).strip("-")
+    if name == run_name and len(name) <= NAME_LENGTH:
+        return name
+    return f"{name[: NAME_LENGTH - 7].strip('-') or 'run'}-{hashlib.sha256(run_name.encode()).hexdigest()[:6]}"
+
+
 class _Run:
     """What all manifests of a run share: its names, labels and containers."""
 
     def __init__(self, config: RunConfig) -> None:
         self.config = config
-        self.name = re.sub("[^a-z0-9]+", "-", config.run.name.lower()).strip("-")[:30].strip("-") or "run"
+        self.name = _object_name(config.run.name)
         self.on_postgres = config.queue.store_kind == "postgresql"
         self.parts = Parts.of(config)
         self.queue_url = f"http://{self.name}-queue:{config.queue.port}"

@@ -10,6 +10,8 @@ import contextlib
 import importlib.util
 import io
 import json
+import os
+import secrets
 import signal
 import sys
 import time
@@ -37,7 +39,13 @@ SILENT_S = 300.0
 # Who the cluster says owns the fields.
 MANAGER = "slipstream"
 
-NOT_FOUND = 404
+# For what is applied and deleted, while the cluster does not answer or has an error of its own.
+AGAIN_WITHIN_S = 60.0
+
+NOT_FOUND, CONFLICT, TOO_MANY, OWN_ERRORS = 404, 409, 429, 500
+
+# Names the command that a JobSet is of: two may be typed at once.
+OWNER = "slipstream/up"
 
 # Kinds with pods: they end before what they mount and are reached by.
 _WITH_PODS = ("JobSet", "Deployment", "ScaledObject")
@@ -65,6 +73,7 @@ def apply_and_follow(config: RunConfig, run_folder: Path) -> None:
     run = _Applied(config, [each for documents in files.values() for each in documents])
     with Stops() as stops:
         run.check(volume)
+        run.claim()
         try:
             run.apply(volume)
             stopped = run.follow(stops)
@@ -96,20 +105,24 @@ class _Cluster:
             with contextlib.redirect_stdout(io.StringIO()):  # it prints what it tries
                 access.load_config()
         except (access.ConfigException, OSError) as error:
-            raise ConfigError(f"--on kubernetes: no cluster is configured: {error}; set KUBECONFIG") from None
+            file = os.environ.get("KUBECONFIG")
+            found = f"KUBECONFIG = {file}: {error}" if file else f"{error}; set KUBECONFIG"
+            raise ConfigError(f"--on kubernetes: no cluster is configured: {found}") from None
         self._api = client.ApiClient()
         self._refused = client.ApiException
         self._silent = (urllib3.exceptions.HTTPError, OSError)
 
     def ask(self, method: str, path: str, body: Manifest | None = None, **query: Any) -> bytes:
         """Return the answer's body. Raises `_Refused`."""
-        headers = {"Accept": "*/*", **({"Content-Type": "application/apply-patch+yaml"} if body else {})}
+        kind = "application/json" if method == "POST" else "application/apply-patch+yaml"
+        headers = {"Accept": "*/*", **({"Content-Type": kind} if body else {})}
         request = self._api.param_serialize(
             method,
             path,
             query_params=list(query.items()),
             header_params=headers,
-            body=json.dumps(body) if body else None,  # which is YAML as well
+            # JSON is YAML as well; what is sent as JSON the client writes itself.
+            body=json.dumps(body) if body and method != "POST" else body,
             auth_settings=["BearerToken"],
         )
         try:
@@ -123,8 +136,23 @@ class _Cluster:
             raise _Refused(answer.status, _words(data) or f"{answer.status} {answer.reason}")
         return data
 
+    def ask_until(self, deadline: float, method: str, path: str, body: Manifest | None = None, **query: Any) -> bytes:
+        """Ask again until `deadline` while there is no answer, or one that says that the cluster itself is at fault."""
+        while True:
+            try:
+                return self.ask(method, path, body, **query)
+            except _Refused as refused:
+                its_own = refused.status is None or refused.status == TOO_MANY or refused.status >= OWN_ERRORS
+                if not its_own or time.monotonic() > deadline:
+                    raise
+                time.sleep(1.0)
+
     def get(self, path: str, **query: Any) -> Any:
-        return json.loads(self.ask("GET", path, **query))
+        data = self.ask("GET", path, **query)
+        try:
+            return json.loads(data)
+        except ValueError:
+            raise _Refused(None, f"no JSON but {data[:100]!r}") from None
 
 
 def _words(body: object) -> str:
@@ -153,6 +181,8 @@ class _Applied:
         self._objects = objects
         (self._job_set,) = (each for each in objects if each["kind"] == "JobSet")
         self._name: str = self._job_set["metadata"]["name"]
+        self._owner = secrets.token_hex(8)
+        self._job_set["metadata"]["annotations"] = {OWNER: self._owner}
         self._pods_of = f"app.kubernetes.io/instance={self._name}"
         self._state = ""
         self._shown: dict[str, str] = {}
@@ -165,10 +195,7 @@ class _Applied:
             if refused.status is None:
                 raise ConfigError(f"--on kubernetes: the cluster does not answer: {refused}; see KUBECONFIG") from None
         else:
-            raise ConfigError(
-                f"run.name: a JobSet {self._name} is in namespace {self._namespace} already; choose another name, or "
-                f"kubectl delete jobset {self._name} -n {self._namespace}"
-            )
+            raise self._taken()
         for each in [*volume, *self._objects]:
             try:
                 self._put(each, dryRun="All")
@@ -179,13 +206,39 @@ class _Applied:
                     + (f"; {remedy}" if remedy else "")
                 ) from None
 
-    def _put(self, each: Manifest, **query: str) -> None:
-        self._cluster.ask("PATCH", _path(each), each, fieldManager=MANAGER, force="true", **query)
+    def _taken(self) -> ConfigError:
+        return ConfigError(
+            f"run.name: a JobSet {self._name} is in namespace {self._namespace} already; choose another name, or "
+            f"kubectl delete jobset {self._name} -n {self._namespace}"
+        )
+
+    def _put(self, each: Manifest, again_s: float = 0.0, **query: str) -> None:
+        deadline = time.monotonic() + again_s
+        self._cluster.ask_until(deadline, "PATCH", _path(each), each, fieldManager=MANAGER, force="true", **query)
+
+    def claim(self) -> None:
+        """Create the JobSet, before anything that another command of the same run could have applied.
+
+        Raises:
+            ConfigError: Another command was faster; nothing was placed.
+        """
+        path, deadline = _path(self._job_set), time.monotonic() + AGAIN_WITHIN_S
+        try:
+            self._cluster.ask_until(deadline, "POST", path.rpartition("/")[0], self._job_set, fieldManager=MANAGER)
+        except _Refused as refused:
+            if refused.status != CONFLICT:
+                raise ConfigError(f"--on kubernetes: the cluster refuses JobSet {self._name}: {refused}") from None
+            # It may be ours, where an answer was lost.
+            found = json.loads(self._cluster.ask_until(deadline, "GET", path))
+            if found["metadata"].get("annotations", {}).get(OWNER) != self._owner:
+                raise self._taken() from None
 
     def apply(self, volume: list[Manifest]) -> None:
         for each in [*volume, *self._objects]:
+            if each is self._job_set:
+                continue
             try:
-                self._put(each)
+                self._put(each, AGAIN_WITHIN_S)
             except _Refused as refused:
                 raise RunFailed(f"{each['kind']} {each['metadata']['name']} could not be applied: {refused}") from None
         print(
@@ -196,13 +249,19 @@ class _Applied:
 
     def follow(self, stops: Stops) -> int | None:
         """Return when the JobSet has completed, or the signal that stops the run. Raises `RunFailed`."""
-        answered = time.monotonic()
+        answered, silent = time.monotonic(), False
         while True:
             try:
                 end = self._look()
-                answered = time.monotonic()
+                if silent:
+                    print(f"{self._name}: the cluster answers again", file=sys.stderr, flush=True)
+                answered, silent = time.monotonic(), False
             except _Refused as refused:
                 end = None
+                if not silent:
+                    said = f"{self._name}: the cluster does not answer, asking again: {refused}"
+                    print(said, file=sys.stderr, flush=True)
+                silent = True
                 if refused.status == NOT_FOUND:
                     raise RunFailed(f"JobSet {self._name} was deleted by somebody else") from None
                 if time.monotonic() - answered > SILENT_S:
@@ -260,9 +319,13 @@ class _Applied:
 
     def _code(self) -> int:
         """Return the exit code of a learner that failed."""
+        try:
+            pods = self._pods()
+        except _Refused:
+            return 1
         codes = [
             container.get("state", {}).get("terminated", {}).get("exitCode", 0)
-            for pod in self._pods()
+            for pod in pods
             if _role(pod) == "learner"
             for container in pod.get("status", {}).get("containerStatuses", [])
         ]
@@ -271,23 +334,27 @@ class _Applied:
     def delete(self) -> None:
         """Delete all but the volume: first what has pods, whose learner writes a checkpoint."""
         print(f"deleting the objects of {self._name}; its volume {self._name}-runs stays", file=sys.stderr, flush=True)
-        self._delete([each for each in self._objects if each["kind"] in _WITH_PODS])
+        again_until = time.monotonic() + AGAIN_WITHIN_S
+        self._delete([each for each in self._objects if each["kind"] in _WITH_PODS], again_until)
         deadline = time.monotonic() + self._grace_s + MARGIN_S
         while time.monotonic() < deadline:
             try:
                 pods = self._pods()
             except _Refused:
-                break
-            if not pods:
-                break
-            self._show_log(pods)
+                if time.monotonic() > again_until:
+                    break
+            else:
+                if not pods:
+                    break
+                self._show_log(pods)
             time.sleep(min(1.0, FOLLOW_EVERY_S))
-        self._delete([each for each in self._objects if each["kind"] not in _WITH_PODS])
+        again_until = max(again_until, time.monotonic() + AGAIN_WITHIN_S / 2)
+        self._delete([each for each in self._objects if each["kind"] not in _WITH_PODS], again_until)
 
-    def _delete(self, objects: list[Manifest]) -> None:
+    def _delete(self, objects: list[Manifest], again_until: float) -> None:
         for each in objects:
             try:
-                self._cluster.ask("DELETE", _path(each), propagationPolicy="Background")
+                self._cluster.ask_until(again_until, "DELETE", _path(each), propagationPolicy="Background")
             except _Refused as refused:
                 if refused.status != NOT_FOUND:
                     kind, name = each["kind"].lower(), each["metadata"]["name"]

@@ -15,6 +15,7 @@ import importlib.util
 import os
 import re
 import secrets
+import signal
 import socket
 import sys
 import tempfile
@@ -26,6 +27,7 @@ from typing import Any
 
 from deploy.clusters import roles
 from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, node_of, on_nodes, programs
+from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
 from protocol.config import ConfigError, RunConfig
@@ -136,10 +138,16 @@ def connect(config: RunConfig) -> RayCluster:
     _check_answers(address)
     ray = _ray()
     try:
-        ray.init(address, log_to_driver=False, logging_level="ERROR", namespace="slipstream", configure_logging=False)
+        with Stops() as stops:  # Ray may crash where a signal ends it as it connects
+            ray.init(
+                address, log_to_driver=False, logging_level="ERROR", namespace="slipstream", configure_logging=False
+            )
+            stopped = stops.wait(0)
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         raise ConfigError(f"cluster.ray_address = {address}: {_first_line(error)}; {_START}") from None
     try:
+        if stopped is not None:
+            raise KeyboardInterrupt if stopped == signal.SIGINT else SystemExit(128 + stopped)
         _check_room(config)
     except BaseException:
         ray.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -91,7 +92,13 @@ def render_kubernetes(
     config = load(run_file, context.args)
     check_secret(config)
     folder = Path(run_file).absolute().parent
-    written = [*kubernetes.write(config, out, folder), *helm.write(config, out / "chart", folder)]
-    typer.echo(f"wrote {len(written)} files. The volume comes first, and stays: kubectl apply -f {out}/storage.yaml")
-    typer.echo(f"then: kubectl apply -k {out}")
-    typer.echo(f"or by Helm: kubectl apply -f {out}/secret.yaml, then helm install NAME {out}/chart")
+    try:
+        written = [*kubernetes.write(config, out, folder), *helm.write(config, out / "chart", folder)]
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: {error.filename} cannot be written: {error.strerror}; name another folder"
+        ) from None
+    there = shlex.quote(str(out))
+    typer.echo(f"wrote {len(written)} files. The volume comes first, and stays: kubectl apply -f {there}/storage.yaml")
+    typer.echo(f"then: kubectl apply -k {there}")
+    typer.echo(f"or by Helm: kubectl apply -f {there}/secret.yaml, then helm install NAME {there}/chart")

@@ -9,13 +9,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
 from protocol.status import Cause, Status
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 class Summary(msgspec.Struct):
@@ -233,10 +238,10 @@ def draw_rewards(
     Args:
         evaluated: Steps with the reward of their evaluation, ascending.
     """
-    from matplotlib.figure import Figure  # slow to import, and needed here only
-    from matplotlib.ticker import MaxNLocator
+    from matplotlib.ticker import MaxNLocator  # slow to import, and needed here only
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = _figure()
+    figure.clear()
     axes = figure.subplots()
     axes.plot(steps, rewards, color="#9db7d5", linewidth=1, label="groups that arrived for the step")
     axes.plot(steps, smoothed(rewards), color="#1f4e8c", linewidth=2, label=f"mean of the last {SMOOTHED_OVER}")
@@ -248,8 +253,23 @@ def draw_rewards(
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     aside = path.with_name(f".unfinished-{path.name}")
-    figure.savefig(aside, dpi=150, format="png")
+    figure.savefig(aside, format="png")
     os.replace(aside, path)
+
+
+@cache
+def _figure() -> Figure:
+    """Return the one figure of this process.
+
+    A new one for each drawing would keep 4 MB of pixels until Python collects everything, since its parts refer to each
+    other: some hundred MB in an hour.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def smoothed(values: Sequence[float]) -> list[float]:

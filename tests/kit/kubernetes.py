@@ -29,6 +29,7 @@ class StandInCluster:
         objects: What is there, by path, in the order in which it came.
         deleted: Paths, in the order in which they went.
         refusals: Answers by the kind of an object: a status and the API's message.
+        failures: Answers to the next requests, whatever they ask for, as a number of them for each method.
         status: The JobSet's status.
         pods: Pods of the run; none once the JobSet was deleted.
         logs: Lines of pods' logs, by name, each with its time.
@@ -38,6 +39,7 @@ class StandInCluster:
         self.objects: dict[str, dict[str, Any]] = {}
         self.deleted: list[str] = []
         self.refusals: dict[str, tuple[int, str]] = {}
+        self.failures: dict[str, int] = {}
         self.status: dict[str, Any] = {}
         self.pods: list[dict[str, Any]] = []
         self.logs: dict[str, list[str]] = {}
@@ -63,11 +65,21 @@ class StandInCluster:
         self._thread.join()
 
     def answer(self, method: str, path: str, query: dict[str, list[str]], body: bytes) -> tuple[int, Any]:
+        if self.failures.get(method, 0) > 0:
+            self.failures[method] -= 1
+            return 503, {"kind": "Status", "message": "the server is currently unable to handle the request"}
         if path.endswith("/pods"):
             return 200, {"items": self.pods}
         if path.endswith("/log"):
             since = query.get("sinceTime", [""])[0]
             return 200, "\n".join(line for line in self.logs.get(path.split("/")[-2], []) if line.split()[0] >= since)
+        if method == "POST":
+            found = json.loads(body)
+            path = f"{path}/{found['metadata']['name']}"
+            if path in self.objects:
+                return 409, {"kind": "Status", "message": f"{path} already exists"}
+            self.objects[path] = found
+            return 201, found
         if method == "PATCH":
             found = json.loads(body)
             if found["kind"] in self.refusals:
@@ -100,7 +112,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(data)
 
-    do_GET = do_PATCH = do_DELETE = _answer  # noqa: N815
+    do_GET = do_POST = do_PATCH = do_DELETE = _answer  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:
         pass

@@ -176,6 +176,13 @@ class ClusterSection(Section):
             raise ValueError("must be a name of at most 63 small letters, digits and dashes")
         return value
 
+    @field_validator("image")
+    @classmethod
+    def _image(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/:@-]*", value):
+            raise ValueError("must be the name of an image, as registry/name:tag")
+        return value
+
     @field_validator("partition", "worker_partition")
     @classmethod
     def _names(cls, value: str | None) -> str | None:

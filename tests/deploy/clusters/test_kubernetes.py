@@ -324,6 +324,8 @@ def load_port(script: str) -> str:
             "cluster.learner_nodes = 2: their volume is shared by nodes, where SQLite is not safe; set queue.store =",
         ),
         (["--cluster.node_selector", '["gpu"]'], "'gpu' is no label of a node: write it as pool=gpu"),
+        (["--cluster.image", "a b"], 'cluster.image = "a b": must be the name of an image, as registry/name:tag'),
+        (["--cluster.image", "a\nb: c"], "must be the name of an image, as registry/name:tag"),
         (["--cluster.namespace", "A B"], "must be a name of at most 63 small letters, digits and dashes"),
     ],
 )
@@ -345,10 +347,23 @@ def test_without_a_token_nothing_is_written(run_file: Path, tmp_path: Path, monk
 
 
 def test_the_command_says_what_to_apply(run_file: Path, tmp_path: Path) -> None:
-    code, said = command(run_file, tmp_path / "out", SECRET, "--cluster.image", "registry.local/rl:1")
+    code, said = command(run_file, tmp_path / "its out", SECRET, "--cluster.image", "registry.local/rl:1")
     assert code == 0, said
-    assert f"kubectl apply -k {tmp_path / 'out'}" in said
-    assert (tmp_path / "out" / "kustomization.yaml").is_file()
+    assert f"kubectl apply -k '{tmp_path / 'its out'}'" in said
+    assert (tmp_path / "its out" / "kustomization.yaml").is_file()
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(run_file: Path) -> None:
+    code, said = command(run_file, run_file, SECRET, "--cluster.image", "registry.local/rl:1")
+    assert (code, said.count("\n")) == (2, 1)
+    assert said.startswith(f"slipstream: --out {run_file}: {run_file} cannot be written: File exists")
+
+
+@pytest.mark.parametrize(("one", "other"), [("Run_1", "run-1"), ("x" * 63, "x" * 62), ("__", "_-_"), ("a.b", "a-b")])
+def test_each_run_has_objects_of_its_own(render: Render, one: str, other: str) -> None:
+    names = [{each["metadata"]["name"] for each in objects(render("--run.name", run))} for run in (one, other)]
+    assert not names[0] & names[1]
+    assert max(len(name) for each in names for name in each) < 45
 
 
 def command(run_file: Path, out: Path, token: str, *settings: str) -> tuple[int, str]:

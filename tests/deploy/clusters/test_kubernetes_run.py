@@ -50,7 +50,8 @@ def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: Stand
     cluster.logs["small-learner-0"].append("2026-01-01T00:00:00.3Z done")
     assert process.stdout is not None
     lines: list[str] = []
-    while "done\n" not in lines:
+    # `communicate` loses what `readline` has read ahead.
+    while not {"done\n", "small: 1 learner running, 1 server pending\n"} <= {*lines}:
         lines.append(process.stdout.readline())
         assert lines[-1], lines
     assert {each["kind"] for each in cluster.objects.values()} >= {"Secret", "Deployment", "NetworkPolicy", "Service"}
@@ -59,7 +60,6 @@ def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: Stand
     said = "".join(lines) + said
     assert code == 0, said
     assert [line for line in said.splitlines() if line.startswith(("step", "done"))] == ["step 1/2", "step 2/2", "done"]
-    assert "small: 1 learner running, 1 server pending" in said
     assert [*cluster.objects] == [VOLUME]
     assert cluster.tokens == {"Bearer a-token"}
 
@@ -124,3 +124,39 @@ def test_no_cluster_is_one_line(cluster: StandInCluster, run_file: Path, tmp_pat
     code, said = ended(up(run_file))
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith("slipstream: --on kubernetes: no cluster is configured")
+
+
+def test_of_two_commands_at_once_one_is_refused_and_leaves_the_other_alone(
+    cluster: StandInCluster, run_file: Path
+) -> None:
+    cluster.add_pod("small-learner-0", "learner")
+    both = [up(run_file), up(run_file)]
+    until(lambda: [each for each in both if each.poll() is not None])
+    (faster,) = [each for each in both if each.poll() is None]
+    (slower,) = [each for each in both if each is not faster]
+    code, said = ended(slower)
+    assert code == 2
+    assert said.startswith("slipstream: run.name: a JobSet small is in namespace default already")
+    assert cluster.deleted == []
+    until(lambda: any("workers" in path for path in cluster.objects))
+    cluster.status = DONE
+    assert ended(faster)[0] == 0
+    assert [*cluster.objects] == [VOLUME]
+
+
+def test_a_cluster_that_does_not_answer_for_a_while_costs_nothing(cluster: StandInCluster, run_file: Path) -> None:
+    cluster.add_pod("small-learner-0", "learner")
+    cluster.failures["POST"] = 1
+    process = up(run_file)
+    until(lambda: JOB_SET in cluster.objects)
+    cluster.failures["PATCH"] = 1
+    until(lambda: any("/deployments/small-workers" in path for path in cluster.objects))
+    cluster.failures["GET"] = 2
+    until(lambda: cluster.failures["GET"] == 0)
+    cluster.failures["DELETE"] = 2
+    cluster.status = DONE
+    code, said = ended(process)
+    assert code == 0, said
+    assert said.count("the cluster does not answer, asking again: the server is currently unable to handle") == 1
+    assert "small: the cluster answers again" in said
+    assert [*cluster.objects] == [VOLUME]

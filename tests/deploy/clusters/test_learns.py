@@ -64,6 +64,7 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
     text = (fleet.EXAMPLE / "run.toml").read_text(encoding="utf-8").replace("./models/seed-0", str(model))
     text = text.replace("steps = 40", f"steps = {STEPS}").replace("checkpoint_every = 20", "checkpoint_every = 10")
     text = text.replace("[vllm]", f"[vllm]\ncount = 2\nport = {fleet.consecutive_ports(2)}")
+    text = text.replace('name = "quickstart"', f'name = "quickstart"\ndir = "{tmp_path}/runs"')
     text = text.replace("[queue]", f"[queue]\nport = {free_port()}")
     run_file = tmp_path / "run.toml"
     run_file.write_text(text + CLUSTER, encoding="utf-8")

@@ -57,7 +57,8 @@ def test_options_of_sbatch_reach_slurm_as_they_are_written(
 
 def workers(run_file: Path) -> set[str]:
     code, said = output("status", str(run_directory(run_file) / "run.toml"), "--json")
-    return {word for word in said.replace('"', " ").split() if word.startswith("worker-")} if code == 0 else set()
+    found = json.loads(said)["workers"] if code == 0 else []
+    return {each["worker_id"] for each in found if each["does"] != "left"}
 
 
 @pytest.mark.parametrize("ended_by", ["the signal of its limit", "scontrol requeue"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import io
 import logging
 import re
@@ -423,6 +424,17 @@ def test_the_curve_s_steps_are_whole_numbers(tmp_path: Path, monkeypatch: pytest
         summary.draw_rewards(tmp_path / "reward.png", steps, [0.5] * len(steps))
         ticks = np.array(drawn[-1].axes[0].get_xticks())
         assert (ticks == ticks.round()).all(), steps
+
+
+def test_drawings_keep_the_pixels_of_one(tmp_path: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for steps in ([1], [1, 2], [1, 2, 3]):
+            summary.draw_rewards(tmp_path / "reward.png", steps, [0.5] * len(steps))
+        assert [type(each).__name__ for each in gc.get_objects()].count("RendererAgg") == 1
+    finally:
+        gc.enable()
 
 
 def test_the_curve_grows_beside_the_training_and_a_fault_ends_no_run(

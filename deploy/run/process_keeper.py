@@ -234,13 +234,14 @@ class ProcessKeeper:
                 case Again(pause_s, attempt):
                     died = child if lost is None else lost
                     end = died.poll() or code
-                    # Of one that was killed, an error in the log is an earlier one, which it has survived.
-                    cause = None if end == 128 + signal.SIGKILL else died.first_error()
+                    # Of one that was killed or told to end, an error in the log is one which it has survived.
+                    by_others = end in (128 + signal.SIGKILL, 128 + signal.SIGTERM)
+                    cause = None if by_others else died.first_error()
                     again = "starting it again"
                     if lost is not None:
                         again = "starting all ranks of the learner again from the newest checkpoint"
                         program = replace(program, command=with_resume(program.command))
-                    why = f"{f': {cause}' if cause else ''}{_disk_is_full(child.log)}"
+                    why = f"{f': {cause}' if cause else ''}{_why_short(child.log)}"
                     self._terminal.complain(
                         f"{describe_end(died.name, end)}{why}; {again} in {pause_s:g} s (restart {attempt} of "
                         f"{self._policy.times} in a row)"
@@ -365,15 +366,17 @@ def with_resume(command: Sequence[str]) -> list[str]:
 
 def _quoted(child: Child) -> str:
     """Quote the child's log: its first error, else its last lines."""
-    full = _disk_is_full(child.log)
+    short = _why_short(child.log)
     if cause := child.first_error():
-        return f"{full}; the first error in {child.log}:\n{cause}"
+        return f"{short}; the first error in {child.log}:\n{cause}"
     lines = "\n".join(child.tail()[-LAST_LINES:])
-    return f"{full}; the last lines of {child.log}:\n{lines}" if lines.strip() else full
+    return f"{short}; the last lines of {child.log}:\n{lines}" if lines.strip() else short
 
 
-def _disk_is_full(log: Path) -> str:
-    """Say so where a log may end early because its disk is full; else return an empty text."""
+def _why_short(log: Path) -> str:
+    """Say so where a log was deleted, or may end early because its disk is full; else return an empty text."""
+    if not log.exists():
+        return f"; its log {log} was deleted or moved while it ran, and its last words with it"
     try:
         free = shutil.disk_usage(log.parent).free
     except OSError:

@@ -307,9 +307,12 @@ async def _register(broker: Broker, report: WorkerReport) -> Sequence[str]:
     seen.session_came(worker_id)
     if admitted.changed is not None:
         notices.say(CHANGED, admitted.changed, broker.now, worker_id)
-    for warning in admitted.warnings:
+    warnings = list(admitted.warnings)
+    if (twins := broker.registry.twins(worker_id, (report.host, report.pid), broker.now)) is not None:
+        warnings.append(twins)
+    for warning in warnings:
         notices.say(CHANGED, warning, broker.now, worker_id)
-    return admitted.warnings
+    return warnings
 
 
 def _check_may_draw(broker: Broker, worker_id: str) -> None:

@@ -23,6 +23,9 @@ SILENT_S = 60.0
 
 _RETRY_AFTER_S = 10.0
 
+# Its host and its pid there.
+_Process = tuple[str, int]
+
 
 class Admitted(msgspec.Struct, frozen=True):
     """The admission of a worker.
@@ -144,6 +147,8 @@ class WorkerRegistry:
     def __init__(self, max_workers: int) -> None:
         self._max_workers = max_workers
         self._workers: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        # Of each worker the process that was heard last, the one before it, and when the last took its place.
+        self._processes: dict[str, tuple[_Process, _Process | None, float]] = {}
 
     def check_room(self, worker_id: str, now: float) -> None:
         """Refuse one worker more than there may be (BUSY). One that has been silent for `SILENT_S` makes room."""
@@ -157,7 +162,7 @@ class WorkerRegistry:
                 f"waits until one ends; to have more, raise queue.max_workers and start the queue again",
                 retry_after_s=_RETRY_AFTER_S,
             )
-        del self._workers[oldest]
+        self.remove(oldest)
 
     def add(self, worker_id: str, session: int, now: float) -> None:
         """Note that a worker was admitted to a session. Call `check_room` first."""
@@ -166,6 +171,24 @@ class WorkerRegistry:
 
     def remove(self, worker_id: str) -> None:
         self._workers.pop(worker_id, None)
+        self._processes.pop(worker_id, None)
+
+    def twins(self, worker_id: str, process: _Process, now: float) -> str | None:
+        """Note which process sent a heartbeat, its host and pid, and describe two that have one name; None for one, and
+        for one that was started again: of two the first is heard once more after the second."""
+        last, before, since = self._processes.get(worker_id, (process, None, now))
+        if process == last:
+            self._processes[worker_id] = last, before, since
+            return None
+        self._processes[worker_id] = process, last, now
+        if process != before or now - since >= SILENT_S:
+            return None
+        (host, pid), (other_host, other_pid) = sorted((process, last))
+        return (
+            f"two workers are called {worker_id}, process {pid} on {host} and process {other_pid} on {other_host}: "
+            f"they are given the same tickets, and the end of one is taken for the other's; end one of them, or give "
+            f"it another --name"
+        )
 
     def check_registered(self, run: RunState, worker_id: str) -> None:
         """Refuse a worker that was not admitted for the newest session (UNREGISTERED)."""

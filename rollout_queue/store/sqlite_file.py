@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import shutil
@@ -55,7 +56,10 @@ def failed(path: Path, error: sqlite3.Error | OSError) -> StoreError:
             f"the queue's store {path}: {error} by another program: end that one (fuser {path} names it), then start "
             f"the queue again"
         )
-    return StoreError(f"the queue's store {path} failed: {error}; free or repair its disk, then start the queue again")
+    remedy = "free or repair its disk"
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        remedy = "raise the limit of open files (ulimit -n, LimitNOFILE= of systemd)"
+    return StoreError(f"the queue's store {path} failed: {error}; {remedy}, then start the queue again")
 
 
 def is_locked(error: sqlite3.Error) -> bool:

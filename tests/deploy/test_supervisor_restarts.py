@@ -43,8 +43,11 @@ def test_without_restarts_a_process_that_dies_ends_the_run_with_its_first_error(
     assert len(stage.calls(role)) == 1
 
 
-@pytest.mark.parametrize("role", ["queue", "vllm", "worker"])
-def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role: str) -> None:
+@pytest.mark.parametrize(
+    ("role", "number"),
+    [("queue", signal.SIGKILL), ("vllm", signal.SIGKILL), ("worker", signal.SIGKILL), ("vllm", signal.SIGTERM)],
+)
+def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role: str, number: signal.Signals) -> None:
     """With nothing left of what it had started before, and no cause but the signal, whatever stands in its log."""
     survived = "echo ValueError: which it survived"
     stage.play(**{role: f"echo life $lives; {survived}; {stage.answers(role) if role in stage.ports else STAYS}"})
@@ -57,13 +60,10 @@ def test_what_is_killed_is_started_again_and_the_run_goes_on(stage: Stage, role:
     until(lambda: len(stage.children()) == 3)
     before = stage.alive()
     (first,) = stage.calls(role)
-    os.kill(first.pid, signal.SIGKILL)
+    os.kill(first.pid, number)
     told = process.stderr.readline()
-    name = NAMES[role]
-    assert (
-        told
-        == f"slipstream: {name} ended with code 137 (SIGKILL); starting it again in 0.1 s (restart 1 of 1 in a row)\n"
-    )
+    name, code = NAMES[role], f"{128 + number} ({number.name})"
+    assert told == f"slipstream: {name} ended with code {code}; starting it again in 0.1 s (restart 1 of 1 in a row)\n"
     until(lambda: len(stage.calls(role)) == 2 and len(stage.children()) == 4)
     assert len(set(before) & set(stage.alive())) == len(before) - 2, "its child went on, or more than it was stopped"
     (stage.folder / "finish").touch()
@@ -127,6 +127,12 @@ def test_a_learner_that_fails_by_itself_ends_the_run(stage: Stage, ranks: str, e
     stage.play(learner=end)
     assert stage.run("--deploy.restart", "1", "--learner.ranks", ranks).returncode in (1, 75, 137)
     assert len(stage.calls("learner")) == 1
+
+
+def test_a_process_whose_log_was_deleted_is_told_to_have_left_no_cause(stage: Stage) -> None:
+    stage.play(worker=f"rm -r '{stage.logs}'; {FAILS}")
+    result = stage.run()
+    assert f"its log {stage.logs}/worker-0.log was deleted or moved while it ran" in result.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -23,6 +24,9 @@ from tests.nights.schedule import Strike
 
 FULL_DISK_BYTES = 2 << 30
 DUTY_S = 0.4
+HALF_OPEN = 1000
+# Fewer than any process of a run has open.
+FEW_FILES = 8
 # The queue looks at the machine's clock each second, on a busy machine later.
 CLOCK_SEEN_S = 4.0
 # A process that does not belong there ends by itself, once it has imported what it needs.
@@ -61,11 +65,16 @@ class Injuries:
         if verb == "kill":
             self._signal(target, signal.SIGKILL)
             return nothing
+        if verb == "end":
+            self._process(target).terminate()
+            return nothing
+        if name == "stop terminal":
+            return self._terminal_stopped()
         if verb == "stop":
             return self._stopped(target)
         if verb == "duty-cycle":
             return self._duty_cycled(target)
-        if verb in ("cut", "slow", "lossy"):
+        if verb in ("cut", "slow", "lossy", "refusing"):
             link = self._fleet.server_link if target == "joined" else self._fleet.queue_link
             link.state = verb  # type: ignore[assignment]
             return lambda: setattr(link, "state", "whole")
@@ -75,7 +84,13 @@ class Injuries:
         if name in ("pause", "sleep", "wrong swap"):
             return self._asked(name, target)
         if name in _BESIDE:
-            return self._beside(name)
+            return self._beside(name, target)
+        if name == "half-open connections":
+            return self._half_open()
+        if name.endswith("out of files"):
+            return self._out_of_files(target)
+        if name == "edited task":
+            return self._edited(target)
         if name == "full disk":
             return self._filled()
         if name == "worker out of memory":
@@ -114,6 +129,53 @@ class Injuries:
         pid = self._process(name).pid
         self._signal_pid(pid, signal.SIGSTOP)
         return lambda: self._signal_pid(pid, signal.SIGCONT)
+
+    def _terminal_stopped(self) -> Callable[[], None]:
+        if (up := self._fleet.up) is None or up.poll() is not None:
+            raise NotThere("up")
+        up.send_signal(signal.SIGSTOP)
+        return lambda: up.send_signal(signal.SIGCONT)
+
+    def _half_open(self) -> Callable[[], None]:
+        """Connect, as a scanner does, and send the beginning of a request, or nothing."""
+        open_ones = []
+        with suppress(OSError):
+            for number in range(HALF_OPEN):
+                one = socket.create_connection(("127.0.0.1", self._fleet.queue_port), timeout=2)
+                open_ones.append(one)
+                one.sendall((b"", b"GET /v1/sta", b"\x16\x03\x01\x02\x00\x01")[number % 3])
+
+        def close() -> None:
+            for one in open_ones:
+                one.close()
+
+        return close
+
+    def _out_of_files(self, target: str) -> Callable[[], None]:
+        process = self._process(target)
+        with suppress(psutil.Error):
+            before = process.rlimit(resource.RLIMIT_NOFILE)
+            process.rlimit(resource.RLIMIT_NOFILE, (FEW_FILES, before[1]))
+
+        def undo() -> None:
+            with suppress(psutil.Error):
+                process.rlimit(resource.RLIMIT_NOFILE, before)
+
+        return undo
+
+    def _edited(self, target: str) -> Callable[[], None]:
+        """Change the task's file, so that a worker that is started again has another one than its fleet."""
+        file = self._fleet.folder / "night_task.py"
+        before = file.read_text(encoding="utf-8")
+        file.write_text(before + "\n# Edited.\n", encoding="utf-8")
+        self._signal(target, signal.SIGKILL)
+
+        def undo() -> None:
+            file.write_text(before, encoding="utf-8")
+            with suppress(NotThere):
+                self._signal(target, signal.SIGKILL)
+
+        return undo
 
     def _duty_cycled(self, name: str) -> Callable[[], None]:
         pid, over = self._process(name).pid, threading.Event()
@@ -154,13 +216,19 @@ class Injuries:
         except OSError:
             return 0
 
-    def _beside(self, name: str) -> Callable[[], None]:
+    def _beside(self, name: str, target: str) -> Callable[[], None]:
         """Start a process that does not belong there."""
         who, role, arguments, env = _BESIDE[name]
         fleet, other = self._fleet, self._fleet.folder / "other-model"
         if name == "server of another model":
             save_model(other, hidden_size=16)
-        known = {"folder": fleet.folder, "port": free_port(), "queue": fleet.queue_url, "other": other}
+        known = {
+            "folder": fleet.folder,
+            "port": free_port(),
+            "queue": fleet.queue_url,
+            "other": other,
+            "target": target,
+        }
         process = fleet.spawn(who, fleet.command(role, *(word.format(**known) for word in arguments)), **env)
 
         def end() -> None:
@@ -218,6 +286,7 @@ _BESIDE: dict[str, tuple[str, str, list[str], dict[str, str]]] = {
     "worker with a wrong token": ("stranger", "worker", ["--name", "stranger"], _OTHER_TOKEN),
     "two learners": ("second", "learner", ["--resume"], {}),
     "server of another model": ("stranger", "vllm", _OTHER_SERVER, {}),
+    "two workers of one name": ("second", "worker", ["--queue", "{queue}", "--name", "{target}"], {}),
     "two queues": ("second", "queue", ["--queue.port", "{port}"], {}),
     "worker with other data": (
         "other",

@@ -14,13 +14,24 @@ SLOW_BYTES_PER_S = 60_000.0
 # The share of chunks after which a lossy link breaks its connection.
 LOSS = 0.02
 
-State = Literal["whole", "cut", "slow", "lossy"]
+State = Literal["whole", "cut", "slow", "lossy", "refusing"]
+
+# What a proxy answers whose other side is gone.
+_PAGE = b"<html><body><h1>502 Bad Gateway</h1></body></html>"
+REFUSAL = (
+    b"HTTP/1.1 502 Bad Gateway\r\nContent-Type: text/html\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b"
+    % (
+        len(_PAGE),
+        _PAGE,
+    )
+)
 
 
 class Link:
     """Listens on `port` of 127.0.0.1 and passes on to `to`. `state` may be changed from any thread.
 
-    A cut link is silent, as a cable that was pulled: connections stay open, and new ones are taken and not answered.
+    A cut link is silent, as a cable that was pulled: connections stay open, and new ones are taken and not answered. A
+    refusing one is a proxy that answers each request with a page of its own.
     """
 
     def __init__(self, to: int) -> None:
@@ -57,8 +68,14 @@ class Link:
         try:
             while self.state == "cut":  # noqa: ASYNC110 (changed by another thread)
                 await asyncio.sleep(0.05)
+            if self.state == "refusing":
+                await reader.readuntil(b"\r\n\r\n")
+                writer.write(REFUSAL)
+                await writer.drain()
+                writer.close()
+                return
             there, back = await asyncio.open_connection("127.0.0.1", self._to)
-        except OSError:
+        except (OSError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             writer.close()
             return
         passing = [asyncio.ensure_future(self._pass(reader, back)), asyncio.ensure_future(self._pass(there, writer))]
@@ -78,7 +95,7 @@ class Link:
                     await asyncio.sleep(0.05)
                 if self.state == "slow":
                     await asyncio.sleep(len(data) / SLOW_BYTES_PER_S)
-                if self.state == "lossy" and self._random.random() < LOSS:
+                if self.state == "refusing" or (self.state == "lossy" and self._random.random() < LOSS):
                     return
                 writer.write(data)
                 await writer.drain()

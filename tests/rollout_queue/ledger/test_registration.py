@@ -70,6 +70,16 @@ async def refusal(call: Any) -> tuple[int, str]:
     return refused.value.status, refused.value.reason
 
 
+async def test_two_workers_of_one_name_are_told_and_one_that_was_started_again_is_not() -> None:
+    async with running() as (_, client):
+        for pid in (1, 1, 2, 2):
+            assert not (await beat(client, host="a", pid=pid)).warnings
+        (warning,) = (await beat(client, host="a", pid=1)).warnings
+        await beat(client, host="a", pid=2)
+        assert warning.startswith("two workers are called w, process 1 on a and process 2 on a: ")
+        assert [notice.text for notice in (await client.status()).notices] == [warning]
+
+
 @pytest.mark.parametrize(
     ("named", "given"),
     [

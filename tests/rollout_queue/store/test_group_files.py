@@ -178,6 +178,16 @@ def test_a_full_disk_leaves_no_half_of_a_commit(path: Path, monkeypatch: pytest.
         assert store.payloads(ids(0, 1, 2)) == {name: body(name) for name in ids(0, 2)}
 
 
+def test_too_many_open_files_are_not_blamed_on_the_disk(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(file: int, parts: Any) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with closing(active(path)) as store:
+        monkeypatch.setattr(os, "writev", nothing)
+        with pytest.raises(StoreError, match=r"Too many open files; raise the limit of open files \(ulimit -n"):
+            store.commit(ready("0.0"))
+
+
 def test_a_backup_has_every_group_of_its_moment_while_a_queue_deletes_others(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,6 @@ Run directory, task, model and this Python's environment are on a file system th
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import math
 import os
@@ -21,8 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +33,12 @@ from deploy.clusters.roles import (
     check_fits,
     check_room,
     check_token,
-    node_of,
-    on_nodes,
-    programs,
     server_arguments,
 )
 from deploy.clusters.stops import Stops
 from deploy.run import run_directory
 from deploy.run.process_keeper import RunFailed
-from deploy.run.processes import SLIPSTREAM, Child, Children, Program
+from deploy.run.processes import SLIPSTREAM
 from protocol import access
 from protocol.config import ConfigError, RunConfig
 from protocol.config.fingerprint import release
@@ -66,9 +61,6 @@ AGAIN_S = 3.0
 # Seconds without an answer of SLURM after which the command gives up; the job goes on.
 SILENT_S = 300.0
 
-# The same for what the job itself asks, whose time may be over soon.
-SILENT_IN_JOB_S = 60.0
-
 # States of a job that has ended, as squeue and scontrol spell them.
 WAITS_OR_RUNS = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED", "RESIZING", "STAGE_OUT")
 
@@ -78,21 +70,6 @@ FORGOTTEN = "FORGOTTEN"
 QUEUE_URL = "queue.url"
 
 TOKENS = "tokens"
-
-
-def in_job() -> bool:
-    """Tell whether this process is the batch script of a job that `script` made."""
-    return "SLURM_JOB_ID" in os.environ and os.environ.get("SLIPSTREAM_IN_JOB") == os.environ["SLURM_JOB_ID"]
-
-
-def to_resume(config: RunConfig, resume: bool) -> bool:
-    """Tell whether the run goes on: because it was asked to, or since SLURM starts its job again."""
-    if resume or int(os.environ.get("SLURM_RESTART_COUNT", "0")) == 0:
-        return resume
-    return run_directory.has_checkpoint(config) or open_for_reading(config).run_state().version > 0
-
-
-# Scripts.
 
 
 def script(config: RunConfig, run_file: str, settings: Sequence[str], resume: bool) -> str:
@@ -122,7 +99,7 @@ def array(config: RunConfig, part: Part, count: int) -> str:
 
     Each reads the queue's URL as it starts, from the run directory.
     """
-    parts, folder = Parts.of(config), _folder(config)
+    parts, folder = Parts.of(config), folder_of(config)
     needed = parts.worker if part == "worker" else parts.server
     name = f"slipstream-{config.run.name}-{part}s"
     lines = ["#!/bin/bash", *_options(config, name, f"slurm-{part}-%A-%a.log", 60)]
@@ -137,7 +114,7 @@ def array(config: RunConfig, part: Part, count: int) -> str:
     return "\n".join([*lines, *_environment(config, "worker" if part == "worker" else "secret"), f"exec {words}\n"])
 
 
-def _folder(config: RunConfig) -> Path:
+def folder_of(config: RunConfig) -> Path:
     return config.run_dir.absolute()
 
 
@@ -162,7 +139,7 @@ def _check_time_limit(config: RunConfig) -> None:
 def _options(config: RunConfig, name: str, log: str, notice_s: int) -> list[str]:
     """Return the options of the whole job. `log`: name of its log, in which SLURM replaces what begins with %."""
     cluster = config.cluster
-    logs = str(_quotable(_folder(config) / "logs")).replace("%", "%%")
+    logs = str(_quotable(folder_of(config) / "logs")).replace("%", "%%")
     return [
         f"#SBATCH --job-name={name}",
         f'#SBATCH --output="{logs}/{log}"',
@@ -205,7 +182,7 @@ def _asked(config: RunConfig, part: Part, needed: Resources, count: int) -> list
 
 
 def _environment(config: RunConfig, token: str) -> list[str]:
-    file = shlex.quote(str(_folder(config) / TOKENS / token))
+    file = shlex.quote(str(folder_of(config) / TOKENS / token))
     return ["", f"export {access.TOKEN_FILE_VARIABLE}={file}", f"export {RELEASE}={release()}"]
 
 
@@ -222,7 +199,7 @@ def check(config: RunConfig) -> None:
     if shutil.which("sbatch") is None:
         raise ConfigError("--on slurm: there is no sbatch on PATH; run it on a login node of the cluster")
     try:
-        found = _slurm("sinfo", "--noheader", "--Node", "--format=%R|%N|%c|%m|%G|%T")
+        found = ask("sinfo", "--noheader", "--Node", "--format=%R|%N|%c|%m|%G|%T")
     except RunFailed as error:
         raise ConfigError(f"--on slurm: the cluster does not answer: {error}; ask its operators") from None
     partitions: dict[str, list[Node]] = {}
@@ -257,7 +234,7 @@ def _named(partitions: Mapping[str, object]) -> str:
 
 
 def _default_partition() -> str | None:
-    names = _slurm("sinfo", "--noheader", "--format=%P").split()
+    names = ask("sinfo", "--noheader", "--format=%P").split()
     return next((name.removesuffix("*") for name in names if name.endswith("*")), None)
 
 
@@ -270,10 +247,10 @@ def _gpus(gres: str) -> int:
 _APART: Mapping[str, Any] = {"capture_output": True, "text": True, "timeout": COMMAND_S, "process_group": 0}
 
 
-def _slurm(*command: str) -> str:
+def ask(*command: str) -> str:
     """Return the output of one of SLURM's commands. Raises `RunFailed` with its own words."""
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, **_APART, env=_without_token())
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, **_APART, env=without_token())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise RunFailed(f"{command[0]}: {error}") from None
     if done.returncode:
@@ -282,11 +259,8 @@ def _slurm(*command: str) -> str:
     return str(done.stdout)
 
 
-def _without_token() -> dict[str, str]:
+def without_token() -> dict[str, str]:
     return access.environment_without_token(os.environ)
-
-
-# The job, seen from outside.
 
 
 def write_tokens(config: RunConfig) -> None:
@@ -295,7 +269,7 @@ def write_tokens(config: RunConfig) -> None:
     Raises:
         ConfigError: The run is on with another secret, which its processes read as they are started again.
     """
-    folder = _folder(config) / TOKENS
+    folder = folder_of(config) / TOKENS
     with contextlib.suppress(FileNotFoundError):
         if (folder / "secret").read_text() != f"{config.token}\n":
             try:
@@ -326,7 +300,7 @@ def submit_and_follow(config: RunConfig, run_file: str, settings: Sequence[str],
     run_directory.check_unused(config)
     text = script(config, run_file, settings, resume)
     write_tokens(config)
-    logs = _folder(config) / "logs"
+    logs = folder_of(config) / "logs"
     logs.mkdir(exist_ok=True)
     with Stops() as stops:  # from here on, so that none comes between the job's submission and its number
         number = submit(text)
@@ -336,7 +310,7 @@ def submit_and_follow(config: RunConfig, run_file: str, settings: Sequence[str],
 def submit(text: str) -> str:
     """Submit a batch script and return the job's number. Raises `ConfigError` if SLURM refuses it."""
     try:
-        done = subprocess.run(["sbatch", "--parsable"], input=text, **_APART, env=_without_token())
+        done = subprocess.run(["sbatch", "--parsable"], input=text, **_APART, env=without_token())
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(f"--on slurm: sbatch: {error}") from None
     if done.returncode:
@@ -372,7 +346,7 @@ class _Job:
         """Show what is new, and return the job's state: the last one known while SLURM does not answer."""
         self._show_log()
         try:
-            fields = _job(self._number)
+            fields = job_fields(self._number)
         except RunFailed as error:
             if time.monotonic() - self._answered > SILENT_S:
                 raise RunFailed(
@@ -395,7 +369,7 @@ class _Job:
 
     def _code(self) -> int:
         try:
-            code, _, number = _job(self._number).get("ExitCode", "1:0").partition(":")
+            code, _, number = job_fields(self._number).get("ExitCode", "1:0").partition(":")
         except RunFailed:
             return 1
         return int(code) or (128 + int(number) if int(number or 0) else 1)
@@ -428,16 +402,16 @@ class _Job:
                 return True
             if time.monotonic() > again:
                 with contextlib.suppress(RunFailed):
-                    _slurm(*command)
+                    ask(*command)
                 again = time.monotonic() + AGAIN_S
             time.sleep(0.5)
         return False
 
 
-def _job(number: str) -> dict[str, str]:
+def job_fields(number: str) -> dict[str, str]:
     """Return what SLURM says of a job, {} once it has forgotten it. A job has ended once all its components have."""
     try:
-        text = _slurm("scontrol", "--oneliner", "show", "job", number)
+        text = ask("scontrol", "--oneliner", "show", "job", number)
     except RunFailed as error:
         if "Invalid job id" in str(error):
             return {}
@@ -446,171 +420,3 @@ def _job(number: str) -> dict[str, str]:
     if any(other.get("JobState", "").startswith(WAITS_OR_RUNS) for other in others):
         return first if first["JobState"].startswith(WAITS_OR_RUNS) else {**first, "JobState": "COMPLETING"}
     return first
-
-
-def _patiently(*command: str) -> str:
-    """Return the output of one of SLURM's commands, which is asked again while SLURM does not answer."""
-    deadline = time.monotonic() + SILENT_IN_JOB_S
-    while True:
-        try:
-            return _slurm(*command)
-        except RunFailed:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(FOLLOW_EVERY_S)
-
-
-# The job, seen from inside.
-
-
-class SlurmJob:
-    """The engine within a job: servers and workers are steps on the nodes that the job has."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
-        self._servers = 0
-        self._parts: list[tuple[Part, Resources, int]] = []
-        self._folder = Path()
-        self._places: dict[int, list[str]] = {}
-
-    def children(self, grace_s: float) -> Children:
-        return SlurmSteps(grace_s, self)
-
-    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-        self._servers, self._parts, self._folder = config.vllm.launched, Parts.of(config).needs(), _folder(config)
-        head = await asyncio.to_thread(_address, self._environment["SLURMD_NODENAME"])
-        for group in range(len(self._parts)):  # now, as a restart must not depend on SLURM's answer
-            await asyncio.to_thread(self._nodes, group)
-        settled = on_nodes(config, head)
-        (self._folder / QUEUE_URL).write_text(f"{settled.queue.address}\n", encoding="utf-8")
-        return settled
-
-    def queue_url(self, config: RunConfig) -> str:
-        return config.queue.address
-
-    def programs(self, config: RunConfig, run_file: Path, resume: bool) -> list[Program]:
-        return programs(config, run_file, resume, self._servers)
-
-    def as_step(self, program: Program) -> Program:
-        """Return the program as a step of the job, on the node that its place in the run file gives it.
-
-        A restarted server thereby keeps its address.
-        """
-        part, group, needed = self._part_of(program)
-        place = node_of(program) if part == "head" else int(program.name.rpartition("-")[2])
-        # A rank has its part of its node.
-        steps = int(program.env["LOCAL_WORLD_SIZE"]) if part == "head" else 1
-        options = [
-            *("srun", *([f"--het-group={group}"] if len(self._parts) > 1 else [])),
-            *("--ntasks=1", "--nodes=1", "--exact"),
-            *(f"--nodelist={self._nodes(group)[place]}", f"--job-name={program.name}"),
-            *("--kill-on-bad-exit=0", f"--cpus-per-task={max(1, needed.cpus // steps)}"),
-            *([f"--gpus-per-task={needed.gpus // steps}"] if needed.gpus >= steps else []),
-        ]
-        file = self._folder / TOKENS / ("worker" if part == "worker" else "secret")
-        token = {access.TOKEN_VARIABLE: "", access.TOKEN_FILE_VARIABLE: str(file)}
-        return replace(program, command=[*options, *program.command], env={**program.env, **token})
-
-    def job_of(self, program: Program) -> str:
-        """Return the number of the component that a step belongs to."""
-        return self._of_group("SLURM_JOB_ID", self._part_of(program)[1])
-
-    def _part_of(self, program: Program) -> tuple[Part, int, Resources]:
-        """Return a step's part, the number of its component, and what one of the part needs."""
-        part: Part = "server" if program.role == "vllm" else "worker" if program.role == "worker" else "head"
-        group = next(place for place, (each, _, _) in enumerate(self._parts) if each == part)
-        return part, group, self._parts[group][1]
-
-    def _of_group(self, name: str, group: int) -> str:
-        """Return a variable of one component; a job of one component is an ordinary job."""
-        return self._environment[f"{name}_HET_GROUP_{group}" if len(self._parts) > 1 else name]
-
-    def _nodes(self, group: int) -> list[str]:
-        """Return the node of each task of a component."""
-        if group not in self._places:
-            names = _patiently("scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group)).split()
-            tasks = counts(self._of_group("SLURM_TASKS_PER_NODE", group))
-            self._places[group] = [node for node, count in zip(names, tasks, strict=True) for _ in range(count)]
-        return self._places[group]
-
-
-def counts(text: str) -> list[int]:
-    """Read SLURM's tasks per node, as in 2(x3),1."""
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
-    return [int(count) for count, times in found for _ in range(int(times or 1))]
-
-
-def _address(node: str) -> str:
-    """Return the address by which SLURM itself reaches a node."""
-    text = _patiently("scontrol", "--oneliner", "show", "node", node)
-    found = re.search(r"NodeAddr=(\S+)", text)
-    return found[1] if found else node
-
-
-class SlurmSteps(Children):
-    """Starts queue and learner here, servers, workers and ranks on other nodes as steps."""
-
-    def __init__(self, grace_s: float, job: SlurmJob) -> None:
-        super().__init__(grace_s)
-        self._job = job
-
-    def start(self, program: Program, log_dir: Path, stdout: int | None = None) -> Child:
-        if not _is_step(program):
-            return super().start(program, log_dir, stdout)
-        return super().start(self._job.as_step(program), log_dir, stdout)
-
-    def _child(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int) -> Child:
-        if not _is_step(program):
-            return super()._child(program, process, log, log_start)
-        return _Step(program, process, log, log_start, self._job.job_of(program))
-
-
-def _is_step(program: Program) -> bool:
-    return program.role in ("vllm", "worker") or node_of(program) > 0
-
-
-class _Step(Child):
-    """A step of the job, with its `srun` as the process here."""
-
-    def __init__(self, program: Program, process: subprocess.Popen[bytes], log: Path, log_start: int, job: str) -> None:
-        super().__init__(program, process, log, log_start)
-        self._job = job
-
-    def signal(self, number: int) -> bool:
-        # srun answers SIGTERM by killing its step; the step itself is to get it, so that it drains.
-        if number != signal.SIGTERM:
-            return super().signal(signal.SIGTERM if number == signal.SIGKILL else number)
-        subprocess.Popen(
-            ["sh", "-c", _SIGNAL_STEP, "sh", self._job, self.name],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            env=_without_token(),
-        )
-        return super().signal(0)
-
-
-_SIGNAL_STEP = """again=0
-until steps=$(squeue --noheader --steps --jobs="$1" --format="%i %j"); do
-  [ $((again += 1)) -lt 20 ] || exit
-  sleep 1
-done
-echo "$steps" | while read -r step name; do [ "$name" = "$2" ] && scancel --signal=TERM "$step"; done"""
-
-
-def requeue() -> None:
-    """Let the job wait for its turn again. SLURM ends what is left of it.
-
-    One that was cancelled is not running any more and stays cancelled; one that its operators have queued again waits
-    already.
-    """
-    number, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + SILENT_IN_JOB_S
-    while True:
-        try:
-            if _job(number).get("JobState") == "RUNNING":
-                _slurm("scontrol", "requeue", number)
-            return
-        except RunFailed:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(FOLLOW_EVERY_S)

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm
+from deploy.clusters import helm, kubernetes, kubernetes_run, ray, slurm, slurm_job
 from deploy.clusters.roles import check_token
 from deploy.commands.arguments import reading
 from deploy.commands.look import RunFilePath
@@ -36,13 +36,13 @@ def run_on(engine: str, config: RunConfig, run_file: str, settings: Sequence[str
     """
     if engine == "local":
         supervise(config, resume)
-    elif engine == "slurm" and slurm.in_job():
+    elif engine == "slurm" and slurm_job.in_job():
         try:
-            supervise(config, slurm.to_resume(config, resume), slurm.SlurmJob(os.environ))
+            supervise(config, slurm_job.to_resume(config, resume), slurm_job.SlurmJob(os.environ))
         except SystemExit as ended:
             # SLURM sends SIGTERM before the time limit, and Ctrl-C of the one who follows is SIGINT.
             if ended.code == 143 and config.cluster.requeue:
-                slurm.requeue()
+                slurm_job.requeue()
             raise
     elif engine == "slurm":
         slurm.submit_and_follow(config, run_file, settings, resume)

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from deploy.clusters import ray
-from deploy.clusters.slurm import SlurmJob
+from deploy.clusters.slurm_job import SlurmJob
 from deploy.run.engine import ThisMachine
 from deploy.run.processes import Child, Children, Program
 from protocol import access

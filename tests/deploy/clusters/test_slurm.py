@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.clusters import slurm
+from deploy.clusters import slurm, slurm_job
 from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
@@ -205,17 +205,17 @@ def test_a_job_that_slurm_starts_again_goes_on_only_if_a_step_was_made(
 ) -> None:
     config = load(run_file)
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert not slurm.to_resume(config, resume=False)
+    assert not slurm_job.to_resume(config, resume=False)
     run_directory(run_file).mkdir(parents=True)
     save_ledger(run_file)
-    assert slurm.to_resume(config, resume=False)
+    assert slurm_job.to_resume(config, resume=False)
     monkeypatch.delenv("SLURM_RESTART_COUNT")
-    assert not slurm.to_resume(config, resume=False)
-    assert slurm.to_resume(config, resume=True)
+    assert not slurm_job.to_resume(config, resume=False)
+    assert slurm_job.to_resume(config, resume=True)
 
 
 def test_numbers_of_slurm_are_read() -> None:
-    assert slurm.counts("2(x3),1") == [2, 2, 2, 1]
+    assert slurm_job.counts("2(x3),1") == [2, 2, 2, 1]
     assert [slurm._gpus(text) for text in ("gpu:a100:8(S:0-1),nvme:1", "gpu:2", "(null)")] == [8, 2, 0]
 
 

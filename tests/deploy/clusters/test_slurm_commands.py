@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.clusters import slurm
+from deploy.clusters import slurm, slurm_job
 from deploy.run.run_directory import held_alone
 from protocol.config import ConfigError, load
 from tests.deploy.clusters.typed import output, read_until, slipstream
@@ -118,10 +118,10 @@ def test_a_job_is_queued_again_unless_it_was_cancelled(
     scripted: Path, monkeypatch: pytest.MonkeyPatch, state: str, then: str
 ) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setattr(slurm, "FOLLOW_EVERY_S", 0.01)
+    monkeypatch.setattr(slurm_job, "FOLLOW_EVERY_S", 0.01)
     (scripted / "state").write_text(state)
     (scripted / "silent").write_text("once\n")
-    slurm.requeue()
+    slurm_job.requeue()
     assert (scripted / "state").read_text().strip() == then
 
 

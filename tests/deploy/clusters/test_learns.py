@@ -27,7 +27,7 @@ from tests.nights import fleet
 from tests.nights.audit import of_files
 
 # Stopped, and started again, after the checkpoint of this step.
-STEPS, AGAIN_AFTER = 60, 20
+STEPS, AGAIN_AFTER = 40, 20
 
 CLUSTER = """
 [cluster]
@@ -98,8 +98,8 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
         until(lambda: "vllm-1" not in seen(), up)
         until(lambda: max(checkpoints.complete(run_dir), default=0) >= AGAIN_AFTER, up)
         if on == "slurm":
-            job = cluster.run("squeue", "--noheader", "--name=slipstream-quickstart", "--format=%i").split()[0]
-            cluster.run("scontrol", "requeue", job)
+            components = cluster.run("squeue", "--noheader", "--name=slipstream-quickstart", "--format=%i")
+            cluster.run("scontrol", "requeue", components.split("+")[0].strip())
         else:
             up.send_signal(signal.SIGINT)
             told, _ = up.communicate(timeout=WITHIN_S)

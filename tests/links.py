@@ -1,12 +1,14 @@
 """A run of the multiply example over hosts with addresses of their own, whose links are cut in turn.
 
-    python -m tests.links [--cut 60] [--steps 400] [--servers 2] [--ranks 2] [--workers 3] [--links queue worker-0]
+    python -m tests.links [--cut 60] [--steps 400] [--servers 2] [--ranks 2] [--workers 3] [--postgres]
+        [--links queue worker-0]
 
-Queue, each vLLM server, each rank of the learner and each worker is a host (`tests.kit.network`): 20 ms to the others,
-1 % of the frames lost, 50 Mbit/s. Each link is cut without a word for `--cut` seconds, then a worker gets another
-address. Prints a line of JSON for each: which optimiser steps were made meanwhile, what the status said of it, and how
-many seconds after the mend the run made its next step, and the host took part again. At the end the ledger is audited
-as in `tests.nights.audit`. Needs root, and real vLLM servers need a core each. Exit code 1 if something was lost.
+Queue, with `--postgres` its PostgreSQL, each vLLM server, each rank of the learner and each worker is a host
+(`tests.kit.network`): 20 ms to the others, 1 % of the frames lost, 50 Mbit/s. Each link is cut without a word for
+`--cut` seconds, then a worker gets another address. Prints a line of JSON for each: which optimiser steps were made
+meanwhile, what the status said of it, and how many seconds after the mend the run made its next step, and the host took
+part again. At the end the ledger is audited as in `tests.nights.audit`. Needs root, and real vLLM servers need a core
+each. Exit code 1 if something was lost.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import load
 from protocol.status import Status
+from rollout_queue.store import open_for_reading
 from tests.kit.network import Host, Network, network, why_not
+from tests.kit.postgres import killable_cluster
 from tests.nights.audit import of_files
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "multiply"
@@ -43,7 +47,7 @@ STARTS_WITHIN_S, GOES_ON_WITHIN_S, ENDS_WITHIN_S = 300.0, 300.0, 600.0
 class Run:
     """The processes of a run, each in a host of its own."""
 
-    def __init__(self, there: Network, folder: Path, arguments: argparse.Namespace) -> None:
+    def __init__(self, there: Network, folder: Path, arguments: argparse.Namespace, store: str) -> None:
         self.there, self.folder = there, folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self._queue = f"http://{there.hosts['queue'].address}:8200"
@@ -53,7 +57,9 @@ class Run:
             *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.steps", str(arguments.steps)),
             *("--learner.checkpoint_every", "50", "--queue.ticket_timeout_s", "20", "--queue.lease_timeout_s", "30"),
             *("--vllm.max_num_seqs", "16", "--worker.episodes", "16", "--vllm.count", "0", "--vllm.servers", "[]"),
+            *("--queue.store", store),
         ]
+        self.config = load(EXAMPLE / "run.toml", self._settings)
         self._token = secrets.token_hex(16)
 
     def start(self, ranks: int, servers: int, workers: int) -> None:
@@ -133,7 +139,7 @@ async def cut(run: Run, name: str, seconds: float) -> dict[str, Any]:
     run.there.cut(name)
     while time.monotonic() - began < seconds:
         await asyncio.sleep(1)
-        if name != "queue" and not said and (status := await run.status()) is not None:
+        if name not in ("queue", "postgres") and not said and (status := await run.status()) is not None:
             said_after = time.monotonic() - began
             said = named_in(status, name, said_after)
     run.there.join(name)
@@ -178,13 +184,14 @@ def named_in(status: Status, name: str, within_s: float = 0.0) -> str:
 
 
 async def play(arguments: argparse.Namespace) -> int:
-    names = ["queue", *(f"server-{i}" for i in range(arguments.servers))]
+    names = ["queue", *(["postgres"] if arguments.postgres else []), *(f"server-{i}" for i in range(arguments.servers))]
     names += [f"rank-{i}" for i in range(arguments.ranks)] + [f"worker-{i}" for i in range(arguments.workers)]
     with (
         network(names, arguments.latency, arguments.loss, arguments.mbit) as there,
         tempfile.TemporaryDirectory() as folder,
     ):
-        run = Run(there, Path(folder), arguments)
+        cluster = killable_cluster(there.hosts["postgres"]) if arguments.postgres else None
+        run = Run(there, Path(folder), arguments, "sqlite" if cluster is None else cluster.new_database())
         try:
             run.start(arguments.ranks, arguments.servers, arguments.workers)
             print(json.dumps({"first step after s": round(await run.step_after(0, STARTS_WITHIN_S), 1)}), flush=True)
@@ -197,7 +204,7 @@ async def play(arguments: argparse.Namespace) -> int:
                 print(json.dumps({"moved": "worker-0", "next step after s": round(goes_on, 1)}), flush=True)
             learner = run.processes["rank-0"]
             code = await asyncio.to_thread(learner.wait, ENDS_WITHIN_S)
-            broken = of_files(Path(folder) / "links", arguments.steps)
+            broken = of_files(Path(folder) / "links", arguments.steps, open_for_reading(run.config))
             print(json.dumps({"ended with": code, "broken": broken}), flush=True)
             return int(bool(code or broken))
         except (AssertionError, subprocess.TimeoutExpired) as error:
@@ -207,6 +214,8 @@ async def play(arguments: argparse.Namespace) -> int:
             return 1
         finally:
             run.end()
+            if cluster is not None:
+                cluster.close()
 
 
 def main() -> int:
@@ -218,6 +227,7 @@ def main() -> int:
     parser.add_argument("--servers", type=int, default=2)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--workers", type=int, default=3)
+    parser.add_argument("--postgres", action="store_true", help="the queue stores in PostgreSQL on another host")
     parser.add_argument("--latency", type=float, default=0.02, help="seconds, in one direction")
     parser.add_argument("--loss", type=float, default=0.01, help="share of the frames")
     parser.add_argument("--mbit", type=float, default=50.0)

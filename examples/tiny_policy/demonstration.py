@@ -16,11 +16,13 @@ class Demonstration(NamedTuple):
         prompt: Messages of the prompt.
         turns: Messages after the prompt: the policy's, and the answers to them.
         given: Number of the policy's first messages that it is shown and not taught, such as an error to fix.
+        tools: Schemas of the tools that its prompt names; None: the recipe's.
     """
 
     prompt: list[Message]
     turns: list[Message]
     given: int = 0
+    tools: list[dict[str, Any]] | None = None
 
 
 def says(text: str) -> Message:

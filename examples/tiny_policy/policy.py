@@ -54,7 +54,7 @@ def build_tokenizer(recipe: Recipe, seed: int, further: Sequence[str] = ()) -> P
     rng = random.Random(seed)
     tools = recipe.schemas
     corpus = [
-        plain.apply_chat_template([*demo.prompt, *demo.turns], tools=tools, tokenize=False)
+        plain.apply_chat_template([*demo.prompt, *demo.turns], tools=demo.tools or tools, tokenize=False)
         for demo in (recipe.mixed(rng) for _ in range(200))
     ]
     trainer = trainers.BpeTrainer(
@@ -95,7 +95,7 @@ def build_model(recipe: Recipe, seed: int) -> Qwen3ForCausalLM:
 
 def encode(demo: Demonstration, tokenizer: PreTrainedTokenizerFast, tools: list[dict]) -> Example:
     """Encode a conversation piece by piece, as the rollout worker does: the prompt, then each turn and its answers."""
-    text = tokenizer.apply_chat_template([*demo.prompt, *demo.turns], tools=tools, tokenize=False)
+    text = tokenizer.apply_chat_template([*demo.prompt, *demo.turns], tools=demo.tools or tools, tokenize=False)
     # A turn runs from after its opening to its end token, and is every second piece.
     pieces = _TURN.split(text.removesuffix("\n"))
     ids: list[int] = []

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from protocol.config import ConfigError
-from rollout_worker.data.rows import Rows
+from rollout_worker.data.rows import Row, RowPosition, Rows
 
 # Slipstream passes these arguments to reward functions, so no column of the data set may have such a name.
 GIVEN = ("completions", "prompts", "completion_ids", "trainer_state", "log_metric", "log_extra")
 
 # A task with environments passes these objects under this name besides.
 ENVIRONMENTS = "environments"
+
+# Stands for the prompt of a row that has none: an environment's reset provides the real one, or an agent writes it.
+EMPTY_PROMPT: list[dict[str, Any]] = [{"role": "user", "content": ""}]
 
 # Maximum rows of a table that are checked before a run, as far as they can be read in BUDGET_S seconds; of a stream the
 # first STREAM_ROWS.
@@ -177,3 +180,38 @@ def _kind_of(value: Any) -> str:
     """Name the kind of a value. All numbers are of one kind."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return "a number" if number else "text" if isinstance(value, str) else type(value).__name__
+
+
+class WithPrompts:
+    """Adds an empty prompt to rows without one."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    @property
+    def size(self) -> int | None:
+        return self._rows.size
+
+    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
+        return self._rows.place_of(index, seed, shuffle)
+
+    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
+        row = self._rows.row_for(index, seed, shuffle)
+        return row._replace(columns=_with_prompt(row.columns))
+
+    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
+        for number, columns in self._rows.sample(most):
+            yield number, _with_prompt(columns)
+
+
+def _with_prompt(columns: Any) -> Any:
+    if not isinstance(columns, Mapping) or "prompt" in columns:
+        return columns
+    return {"prompt": [dict(message) for message in EMPTY_PROMPT], **columns}
+
+
+def without_empty_prompt(columns: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the columns that the data set has itself."""
+    if columns.get("prompt") != EMPTY_PROMPT:
+        return columns
+    return {name: value for name, value in columns.items() if name != "prompt"}

@@ -13,6 +13,7 @@ from protocol.config import ConfigError, RunConfig
 from protocol.config.text import nearest
 from protocol.messages import MAX_METRIC
 from protocol.rollouts import is_counted
+from rollout_worker.data.columns import without_empty_prompt
 from rollout_worker.task.reward_base import MAX_COLUMNS, MAX_METRICS, NAME_CHARACTERS, RESULTS, TEXT_CHARACTERS
 from rollout_worker.user_code.errors import UserCodeError, gives_items, is_async, name_of
 from rollout_worker.user_code.values import encodable, type_name
@@ -132,6 +133,7 @@ class Agent:
 
     def arguments(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """Return the columns that it is called with."""
+        columns = without_empty_prompt(columns)
         if self._takes_all or self._parameters is None:
             return dict(columns)
         return {name: value for name, value in columns.items() if name in self._parameters}

@@ -26,6 +26,7 @@ from typing import Any, Protocol, Self, TypeAlias
 from protocol import reasons
 from protocol.config import ConfigError
 from rollout_worker.chat.parsers.base import Message
+from rollout_worker.data.columns import EMPTY_PROMPT
 from rollout_worker.tools.base import Content
 from rollout_worker.tools.function import FunctionTool, converted
 from rollout_worker.tools.toolbox import ToolBox
@@ -36,9 +37,6 @@ from rollout_worker.vision.processor import ImageProcessor, Seen
 
 # Text or messages. None if the environment returned nothing.
 Observation: TypeAlias = str | list[Message] | None
-
-# Stands for the prompt of a row that has none. The environment's reset provides the real one.
-EMPTY_PROMPT: list[Message] = [{"role": "user", "content": ""}]
 
 
 def observed(returned: Any, images: ImageProcessor | None = None) -> Observation:

@@ -6,15 +6,14 @@ An environment is an object of the user's. Each episode has one of its own, whic
 from __future__ import annotations
 
 import inspect
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from protocol.config import ConfigError, RunConfig, checks
 from rollout_worker.chat.base import ChatFormat
-from rollout_worker.data.rows import Row, RowPosition, Rows
-from rollout_worker.task.environment_instance import EMPTY_PROMPT, EnvironmentInterface, Instance, no_reset, tools_of
+from rollout_worker.task.environment_instance import EnvironmentInterface, Instance, no_reset, tools_of
 from rollout_worker.task.environment_pool import Notify, Pool
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import UserCode, UserCodeError
@@ -84,34 +83,6 @@ def check_row(environment: Factory | Mapping[Any, Any], columns: Mapping[str, An
     if not isinstance(columns[COLUMN], str) or columns[COLUMN] not in environment:
         return f"its column {COLUMN!r} is {columns[COLUMN]!r:.80}, which is not one of the environments: {known}"
     return None
-
-
-class WithPrompts:
-    """Adds an empty prompt to rows without one: the environment's reset says what there is to do."""
-
-    def __init__(self, rows: Rows) -> None:
-        self._rows = rows
-
-    @property
-    def size(self) -> int | None:
-        return self._rows.size
-
-    def place_of(self, index: int, seed: int, shuffle: bool) -> RowPosition:
-        return self._rows.place_of(index, seed, shuffle)
-
-    def row_for(self, index: int, seed: int, shuffle: bool) -> Row:
-        row = self._rows.row_for(index, seed, shuffle)
-        return row._replace(columns=_with_prompt(row.columns))
-
-    def sample(self, most: int) -> Iterator[tuple[int, Any]]:
-        for number, columns in self._rows.sample(most):
-            yield number, _with_prompt(columns)
-
-
-def _with_prompt(columns: Any) -> Any:
-    if not isinstance(columns, Mapping) or "prompt" in columns:
-        return columns
-    return {"prompt": [dict(message) for message in EMPTY_PROMPT], **columns}
 
 
 # Builds a chat format for schemas; the second argument says whether users' messages follow turns.

@@ -38,7 +38,8 @@ class Task:
     TRL's names may be used in place of Slipstream's: train_dataset, reward_funcs, environment_factory.
 
     Args:
-        dataset: Rows with a `prompt` column (messages, or text) and the columns that the rewards read. One of:
+        dataset: Rows with a `prompt` column (messages, or text; an agent needs none) and the columns that the rewards
+            read. One of:
 
             - a list of mappings, a `datasets.Dataset`, or any sequence of mappings;
             - an iterable that can be iterated again and again, such as a `datasets.IterableDataset`, or a function that
@@ -184,8 +185,8 @@ class Task:
 
     def _checked(self, rows: Rows) -> Rows:
         """Return the rows if a run could use the first one. Raises `ConfigError` otherwise."""
-        if self.environment is not None:
-            rows = environments.WithPrompts(rows)
+        if self.environment is not None or self.agent is not None:
+            rows = columns.WithPrompts(rows)
         first = next((row for _, row in rows.sample(1)), None)
         if first is None:
             raise ConfigError("Task(dataset=...) is empty; give at least one row with a 'prompt' column")
@@ -194,7 +195,7 @@ class Task:
             raise ConfigError(f"Task(environment={{...}}): the first row cannot be played: {fault}")
         self._checked_rewards().check_signatures(first)
         if self.agent is not None:
-            Agent(self.agent, has_roles=self.roles is not None).check_row(first)
+            Agent(self.agent, has_roles=self.roles is not None).check_row(columns.without_empty_prompt(first))
         return rows
 
     @property

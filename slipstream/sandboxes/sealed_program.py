@@ -144,9 +144,10 @@ def _be_the_program(code: str, written: int, seals: int, limits: Limits) -> None
     try:
         exec(compile(code, "program", "exec"), {"__name__": "__main__"})
     except SystemExit as ended:  # as Python ends: with a number, or with 1 and a text
-        is_number = isinstance(ended.code, int)
-        exit_code = ended.code & 0xFF if is_number else int(ended.code is not None)
-        problem = b"" if is_number or ended.code is None else _text(ended).removeprefix(b"SystemExit: ")
+        if isinstance(ended.code, int):
+            exit_code = ended.code & 0xFF
+        elif ended.code is not None:
+            problem, exit_code = _text(ended).removeprefix(b"SystemExit: "), 1
     except BaseException as error:
         problem = _text(error)
     # The program may have broken everything that is used here.

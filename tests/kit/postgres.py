@@ -23,6 +23,7 @@ import psutil
 import psycopg
 import pytest
 
+from tests.kit.network import Host
 from tests.kit.ports import free_port
 
 # An ordinary role, without rights beyond its own databases.
@@ -48,16 +49,18 @@ def find_programs() -> Path | None:
 
 
 class Cluster:
-    """A cluster in a folder of its own, on a Unix socket and a port of 127.0.0.1.
+    """A cluster in a folder of its own, on a Unix socket and a port of 127.0.0.1, or of a host of `tests.kit.network`.
 
     Its commits do not wait for the disk: what they wrote outlives its processes all the same, killed or not.
     """
 
-    def __init__(self, programs: Path) -> None:
+    def __init__(self, programs: Path, host: Host | None = None) -> None:
         self._programs = programs
+        self._host = host
+        self._address = "127.0.0.1" if host is None else host.address
         self.port = free_port()
         self._databases = 0
-        folder = Path(tempfile.mkdtemp(prefix="slipstream-postgres-"))
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="slipstream-postgres-"))
         self._data = folder / "data"
         self._user = self._other_user() if os.geteuid() == 0 else None
         if self._user is not None:
@@ -67,24 +70,29 @@ class Cluster:
         )
         with (self._data / "postgresql.conf").open("a", encoding="utf-8") as settings:
             settings.write(
-                f"listen_addresses = '127.0.0.1'\nport = {self.port}\nunix_socket_directories = '{folder}'\n"
+                f"listen_addresses = '{self._address}'\nport = {self.port}\nunix_socket_directories = '{folder}'\n"
                 f"fsync = off\nshared_buffers = 16MB\nmax_connections = 50\n"
             )
+        if host is not None:
+            with (self._data / "pg_hba.conf").open("a", encoding="utf-8") as rules:
+                rules.write("host all all all trust\n")
         self._guard = subprocess.Popen(["/bin/sh", "-c", _GUARD, "sh", str(self._data)], stdin=subprocess.PIPE)
         self.start()
         self.admin(f"CREATE ROLE {ROLE} LOGIN PASSWORD 'secret'")
 
     def start(self) -> None:
         """Start PostgreSQL, and wait until it answers."""
+        command = [str(self._programs / "postgres"), "-D", str(self._data)]
+        as_user = self._as_user()
+        if self._host is not None:  # root alone gets into a host
+            group = pwd.getpwnam(str(self._user)).pw_gid
+            command = self._host.inside(
+                "setpriv", f"--reuid={self._user}", f"--regid={group}", "--clear-groups", *command
+            )
+            as_user = {"cwd": "/"}
         log = (self._data / "log").open("ab")
         with log:
-            self._postmaster = subprocess.Popen(
-                [self._programs / "postgres", "-D", self._data],
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                **self._as_user(),
-            )
+            self._postmaster = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True, **as_user)
         deadline = time.monotonic() + STARTS_WITHIN_S
         while not self._answers():
             assert time.monotonic() < deadline, (self._data / "log").read_text()
@@ -116,7 +124,7 @@ class Cluster:
 
     def ask_for_passwords(self) -> None:
         """Let the ordinary role in with its password alone, which is `secret`."""
-        lines = "host all admin 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n"
+        lines = "local all admin trust\nhost all admin 127.0.0.1/32 trust\nhost all all 127.0.0.1/32 scram-sha-256\n"
         (self._data / "pg_hba.conf").write_text(lines, encoding="utf-8")
         self.stop()
         self.start()
@@ -144,7 +152,9 @@ class Cluster:
         return self._dsn(ROLE, name)
 
     def _dsn(self, role: str, database: str) -> str:
-        return f"postgresql://{role}@127.0.0.1:{self.port}/{database}"
+        if role != ROLE:
+            return f"postgresql://{role}@/{database}?host={self._folder}&port={self.port}"
+        return f"postgresql://{role}@{self._address}:{self.port}/{database}"
 
     def _run(self, program: str, *arguments: str) -> None:
         done = subprocess.run(
@@ -170,9 +180,9 @@ def cluster() -> Cluster:
     return Cluster(_programs())
 
 
-def killable_cluster() -> Cluster:
+def killable_cluster(host: Host | None = None) -> Cluster:
     """Return a new cluster, which the test may kill and has to close. Skips the test where there is no PostgreSQL."""
-    return Cluster(_programs())
+    return Cluster(_programs(), host)
 
 
 def _programs() -> Path:

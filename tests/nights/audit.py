@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 from protocol.messages import Segment, VersionSpan
 from protocol.trained_record import RECORD_FOLDER, RecordError, read_record
+from rollout_queue.store.base import StoreReader
 from rollout_queue.store.sqlite import SqliteReader
 from rollout_queue.store.sqlite_file import FILE_NAME
 
@@ -121,14 +122,15 @@ class Labels:
     worst: float = 0.0
 
 
-def of_files(folder: Path, steps: int) -> list[str]:
-    """Which rules the files of a finished run break: I1, I2, and the steps' and versions' order."""
+def of_files(folder: Path, steps: int, store: StoreReader | None = None) -> list[str]:
+    """Which rules the files of a finished run break: I1, I2, and the steps' and versions' order. `store`: where its
+    ledger is; in the folder by default."""
     try:
         lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
         summary = json.loads((folder / "summary.json").read_text())
     except (OSError, ValueError) as error:
         return [f"the run left no whole metrics and summary: {error}"]
-    rows = SqliteReader(folder / FILE_NAME).read_ledger()
+    rows = (store or SqliteReader(folder / FILE_NAME)).read_ledger()
     trained = [row.index for row in rows if row.trained]
     outcomes = Counter("trained" if row.trained else str(row.state) for row in rows)
     versions = [line["version"] for line in lines]

@@ -96,6 +96,15 @@ def test_it_is_given_the_columns_that_it_names():
     assert Agent(lambda endpoint, **rest: None).arguments(columns) == columns
 
 
+def test_its_rows_need_no_prompt_and_it_gets_none_that_they_have_not():
+    rows = [{"question": "12 * 34?", "answer": 408}]
+    takes_all = agent_task(lambda endpoint, **columns: None, dataset=rows)
+    assert takes_all.rows.row_for(0, 0, False).columns["prompt"]
+    assert Agent(takes_all.agent).arguments(takes_all.rows.row_for(0, 0, False).columns) == rows[0]
+    with pytest.raises(ConfigError, match=r"fits takes 'prompt', which is not a column .* are: question, answer; it"):
+        agent_task(fits, dataset=rows)
+
+
 @pytest.mark.parametrize(
     ("value", "given", "reward"),
     [

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from protocol.config import ConfigError
 from rollout_worker.chat.format_check import check_answer_format
-from rollout_worker.task.environment_instance import EMPTY_PROMPT, answered, folded, interface_of, observed, tools_of
+from rollout_worker.data.columns import EMPTY_PROMPT
+from rollout_worker.task.environment_instance import answered, folded, interface_of, observed, tools_of
 from rollout_worker.task.environment_pool import Pool
 from rollout_worker.task.reward_base import RewardBatch
 from rollout_worker.task.rewards import RewardFunctions

@@ -157,8 +157,8 @@ class EnvironmentSource:
             if few and column is not None and not any(column in columns for _, columns in tried[name]):
                 warnings.append(
                     f"no row that was looked at{sample.suffix} has a column {column!r}, so the episodes of a group may "
-                    f"begin differently in {kind.interface.cls}, and their rewards are compared all the same; give each "
-                    f"row one: dataset=[{{{column!r}: 0}}, {{{column!r}: 1}}, ...]"
+                    f"begin differently in {kind.interface.cls}, and their rewards are compared all the same; give "
+                    f"each row one: dataset=[{{{column!r}: 0}}, {{{column!r}: 1}}, ...]"
                 )
             outcomes = await asyncio.gather(*(self._try_reset(sample, kind, *row) for row in few))
             failed = [outcome for outcome in outcomes if isinstance(outcome, str)]

@@ -58,7 +58,7 @@ def textarena_environment(
             raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
         raise ConfigError(
             f"{named}: it needs {lacks[1]!r} of nltk's data, which is not here and could not be fetched: python -m "
-            f"nltk.downloader {lacks[1]}, or copy the folder nltk_data of a machine that has it and name it in NLTK_DATA"
+            f"nltk.downloader {lacks[1]}, or copy the folder nltk_data of a machine that has it, named in NLTK_DATA"
         ) from None
     except Exception as error:  # whatever a game may raise
         raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None

@@ -118,8 +118,8 @@ def run(code: str, limits: Limits) -> dict[str, str]:
         output += "\nerror: the program takes too long"
     elif ended_by:
         output += f"\nerror: the program was ended by signal {ended_by}"
-    elif code := os.WEXITSTATUS(status):
-        output += f"\n(it ended with code {code})"
+    elif exit_code := os.WEXITSTATUS(status):
+        output += f"\n(it ended with code {exit_code})"
     return {"output": output.strip()}
 
 

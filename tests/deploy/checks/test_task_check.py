@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import asyncio
+import functools
 import json
 import shlex
 import sys

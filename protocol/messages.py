@@ -203,6 +203,13 @@ class Group(msgspec.Struct, forbid_unknown_fields=True):
             found.setdefault(rollout.role or "", []).append(number)
         return found
 
+    @property
+    def is_flat(self) -> bool:
+        """Whether the rewards of each role are all equal, so that comparing them teaches nothing."""
+        return all(
+            len({self.rollouts[number].reward for number in numbers}) == 1 for numbers in self.by_role().values()
+        )
+
     def versions(self) -> list[int]:
         """Return every policy version that sampled a token of this group, ascending."""
         return sorted(

@@ -57,6 +57,7 @@ class RolloutView(msgspec.Struct):
         tokens: Its tokens, long rollouts cut; None before it was trained.
         timings: Seconds by name, as `Rollout.timings`.
         servers: That sampled it, in the order of their first tokens.
+        role: That the policy played; None where an episode has one.
     """
 
     ticket_id: str
@@ -81,6 +82,7 @@ class RolloutView(msgspec.Struct):
     tokens: list[TokenView] | None = None
     timings: dict[str, float] = {}
     servers: list[str] = []
+    role: str | None = None
 
     @classmethod
     def of(cls, group: Group, number: int, evaluation: int | None = None) -> Self:
@@ -95,7 +97,11 @@ class RolloutView(msgspec.Struct):
             number=number,
             worker_id=group.worker_id,
             reward=rollout.reward,
-            reward_components=rollout.reward_components,
+            reward_components={
+                name: value
+                for name, value in rollout.reward_components.items()
+                if not rollout.role or value is not None  # other roles' rewards are none of this one's
+            },
             finish_reason=rollout.finish_reason,
             turns=rollout.turns,
             tool_calls=rollout.tool_calls,
@@ -107,6 +113,7 @@ class RolloutView(msgspec.Struct):
             evaluation=evaluation,
             timings=rollout.timings,
             servers=list(dict.fromkeys(group.server_names[span.server] for span in spans)),
+            role=rollout.role or None,
         )
 
 

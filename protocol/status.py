@@ -47,7 +47,7 @@ class Evaluation(msgspec.Struct):
         rollouts: Episodes that have a reward.
         reward: Mean over rows of each row's mean reward. `reward_std`: sample standard deviation of the rows' means.
         rewards: The same mean for each reward function.
-        best: Mean over rows of each row's best reward; None if group_size is 1.
+        best: Mean over rows of each row's best reward, of several roles of the mean of theirs; None if group_size is 1.
         passes: Whether every reward so far is 0 or 1, so that `best` is a share of rows.
         mean_length: Sampled tokens of a rollout.
         clipped: Share of rollouts that ended as `length` or `context`.

@@ -178,15 +178,16 @@ class GroupRunner:
         `TicketFailed` if too few are left."""
         episodes = [outcome for outcome in outcomes if isinstance(outcome, Episode)]
         failures = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailed)]
+        done = sum(not episode.is_further_role for episode in episodes)
         if ticket.kind == "train":
-            self.counters.episodes_done += len(episodes)
+            self.counters.episodes_done += done
             self.counters.episodes_failed += len(failures)
             for episode in episodes:
                 self.counters.tokens_sampled += episode.sampled_tokens
                 self.counters.tool_calls += episode.rollout.tool_calls
                 self.counters.tool_failures += episode.rollout.tool_failures
         else:
-            self.counters.eval_episodes += len(outcomes)
+            self.counters.eval_episodes += done + len(failures)
         for failure in failures:
             self.counters.failures[failure.reason] += 1
             text = f"an episode failed ({failure.reason}): {failure}"
@@ -197,7 +198,7 @@ class GroupRunner:
             detail = next(str(failure) for failure in failures if failure.reason == reason)
             raise TicketFailed(
                 reason,
-                f"{len(failures)} of {len(outcomes)} episodes failed: {detail}",
+                f"{len(failures)} of {done + len(failures)} episodes failed: {detail}",
                 retryable=any(failure.retryable for failure in failures),
             )
         return episodes

@@ -93,6 +93,7 @@ def rollouts(
     worst: Annotated[bool, typer.Option("--worst", help="the lowest rewards first")] = False,
     best: Annotated[bool, typer.Option("--best", help="the highest rewards first")] = False,
     evals: Annotated[bool, typer.Option("--eval", help="of evaluations; only those that the queue still has")] = False,
+    role: Annotated[str | None, typer.Option(help="of this role only, where an episode has several")] = None,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="how many")] = 4,
     follow: Annotated[bool, typer.Option("--follow", help="show new ones until the run ends or Ctrl-C")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="one JSON object a line")] = False,
@@ -102,7 +103,7 @@ def rollouts(
     from deploy.commands.ended import find as find_ended
     from deploy.commands.rollouts import EVALUATIONS, Wanted, find, print_followed, print_lines, print_text
 
-    if follow and (step is not None or worst or best or evals or queue is not None):
+    if follow and (step is not None or worst or best or evals or role is not None or queue is not None):
         raise ConfigError("--follow shows new rollouts of the run directory as they come: give it without the others")
     if worst and best:
         raise ConfigError("--worst and --best: choose one of the two")
@@ -114,7 +115,7 @@ def rollouts(
             )
         print_followed(config.run_dir, as_json, lambda: find_ended(config, time.time()) is not None)
         return
-    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals)
+    wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals, role)
     client = _client(config, queue, patience_s=0.0)
     ended = find_ended(config, time.time()) if queue is None else None
     how = "" if ended is None else f"run {config.run.name} {ended.describe(time.time())}"

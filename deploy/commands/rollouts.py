@@ -49,16 +49,22 @@ class Wanted:
         step: Optimiser step that trained them; None for all steps.
         order: By time or by reward.
         evals: Whether to show those of evaluations, which only the queue has.
+        role: The role that the policy played; None for all.
     """
 
     limit: int
     step: int | None = None
     order: Literal["newest", "worst", "best"] = "newest"
     evals: bool = False
+    role: str | None = None
 
     def choose(self, rollouts: Iterable[RolloutView]) -> list[RolloutView]:
         """Choose from rollouts in the order in which they were written. Holds at most `limit` of them in memory."""
-        candidates = (rollout for rollout in rollouts if self.step in (None, rollout.step, rollout.evaluation))
+        candidates = (
+            rollout
+            for rollout in rollouts
+            if self.step in (None, rollout.step, rollout.evaluation) and self.role in (None, rollout.role)
+        )
         if self.order == "newest":
             return list(deque(candidates, maxlen=self.limit))[::-1]
         sign = 1 if self.order == "worst" else -1
@@ -92,6 +98,8 @@ def find(run_dir: Path, wanted: Wanted, client: QueueClient, ask: bool = False) 
                     f"their metrics are in {run_dir / EVALUATIONS}"
                 ) from None
             raise kind(str(error) if ask else f"there is no rollout in {path} yet, and {error}") from None
+    if wanted.role is not None and not found:
+        raise ConfigError(f"--role {wanted.role}: no rollout of that role is kept at {where}; leave --role out")
     if wanted.step is not None and not found:
         raise ConfigError(f"--step {wanted.step}: no rollout of that step is kept at {where}; leave --step out")
     return found
@@ -151,7 +159,10 @@ def render(rollout: RolloutView) -> RenderableType:
     step = "not trained" if rollout.step is None else f"step {rollout.step}"
     if rollout.evaluation is not None:
         step = f"evaluation of step {rollout.evaluation}"
-    head = Text.assemble((step, "bold"), "  reward ", (_number(rollout.reward), "bold"), f" ({parts})" if parts else "")
+    role = [] if rollout.role is None else [("  ", ""), (printable(rollout.role), "bold")]
+    head = Text.assemble(
+        (step, "bold"), *role, "  reward ", (_number(rollout.reward), "bold"), f" ({parts})" if parts else ""
+    )
     if rollout.advantage is not None:
         head.append(f"  advantage {rollout.advantage:+.2f}")
     facts = [_versions(rollout.versions)]
@@ -278,6 +289,6 @@ def _read(path: Path) -> Iterator[RolloutView]:
 async def _ask(client: QueueClient, wanted: Wanted) -> list[RolloutView]:
     """Return rollouts in the order in which they came to the queue."""
     async with client:
-        if wanted.order == "worst" and wanted.step is None:
+        if wanted.order == "worst" and wanted.step is None and wanted.role is None:
             return await client.rollouts(wanted.limit, worst=True, evals=wanted.evals)
         return (await client.rollouts(max(wanted.limit, WINDOW), evals=wanted.evals))[::-1]

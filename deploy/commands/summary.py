@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ _YOUNG_S = 30.0
 _SHOWN_CHARACTERS = 160
 # Kinds of incidents that are shown by themselves, those that cost most.
 _SHOWN = 8
+# The column of a reward function, or of a role.
+_OF_REWARD = re.compile(r"rewards/(.+)/mean")
 
 
 class Incident(msgspec.Struct):
@@ -323,6 +326,18 @@ def _head(data: PageData, began: float, ended: float) -> Iterator[str]:
         parts.append(f"evaluations {evaluated[0]:.3f} to {evaluated[-1]:.3f}, best {max(evaluated):.3f}")
     if parts:
         yield "; ".join(parts)
+    if len(by_name := _reward_functions(data)) > 1:
+        yield "; ".join(f"{printable(name)} {first:.3f} to {last:.3f}" for name, (first, last) in by_name.items())
+
+
+def _reward_functions(data: PageData) -> dict[str, tuple[float, float]]:
+    """Return the mean of each reward function, or role, at the first steps and at the last."""
+    found = {}
+    for column, values in data.steps.items():
+        known = [value for value in values if value is not None]
+        if known and (named := _OF_REWARD.fullmatch(column)):
+            found[named[1]] = (sum(known[:10]) / len(known[:10]), sum(known[-10:]) / len(known[-10:]))
+    return found
 
 
 def _costs(data: PageData, lost_s: float, wall_s: float) -> Iterator[str]:

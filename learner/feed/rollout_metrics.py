@@ -212,7 +212,7 @@ def choose(rewards: Sequence[Sequence[float]], count: int, turn: int) -> list[Ro
     """Pick rollouts to read: the best, the worst, then one of each other group in turn, then any.
 
     Args:
-        rewards: Those of each group.
+        rewards: Those of each group, or of each role of one.
         count: How many to pick.
         turn: Varies which rollout of a group is picked from step to step.
     """

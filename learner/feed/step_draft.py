@@ -249,17 +249,22 @@ class Draft:
         return max(learner.sample_rollouts, int(shown))
 
     def _samples(self, advantages: npt.NDArray[np.float32]) -> tuple[list[RolloutView], list[SampledTokens]]:
-        """Pick rollouts of the groups that train; where these are few, of groups without variance too."""
+        """Pick rollouts of the groups that train, of each role by themselves; where these are few, of groups without
+        variance too."""
         standing, count = self._in_order(), self._samples_wanted
         flat = self._flat[: max(0, count - max(2, len(standing)))]
-        places = choose([rewards_of(of.group).tolist() for of in standing], count - len(flat), turn=self.step)
+        compared = [(of, members) for of in enumerate(standing) for members in of[1].group.by_role().values()]
+        rewards = [rewards_of(of.group)[members].tolist() for (_, of), members in compared]
+        places = choose(rewards, count - len(flat), turn=self.step)
         firsts = np.cumsum([0, *(len(of.group.rollouts) for of in standing)])
         views, sampled = [], []
         for place in places:
-            number, of = int(firsts[place.group] + place.rollout), standing[place.group]
-            views.append(self._view(of.group, place.rollout, float(advantages[number])))
-            before = sum(len(rollout.segments) for rollout in of.group.rollouts[: place.rollout])
-            segments = of.group.rollouts[place.rollout].segments
+            (group, of), members = compared[place.group]
+            rollout = members[place.rollout]
+            number = int(firsts[group] + rollout)
+            views.append(self._view(of.group, rollout, float(advantages[number])))
+            before = sum(len(earlier.segments) for earlier in of.group.rollouts[:rollout])
+            segments = of.group.rollouts[rollout].segments
             sampled.append(SampledTokens(number, segments, of.weights.weights[before : before + len(segments)]))
         return [*views, *flat], sampled
 

@@ -103,8 +103,10 @@ def printable(text: str) -> str:
 
 def _headline(view: RolloutView) -> Text:
     parts = ", ".join(f"{printable(name)} {_number(value)}" for name, value in view.reward_components.items())
+    of_role = "" if view.role is None else f" ({printable(view.role)})"
     text = Text.assemble(
         ("rollout" if view.step is None else f"rollout of step {view.step}", "bold"),
+        of_role,
         f": reward {_number(view.reward)}",
     )
     if parts:

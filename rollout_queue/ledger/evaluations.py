@@ -166,11 +166,13 @@ def accept(record: TicketRecord, group: Group, facts: GroupFacts) -> Decision:
         for name, value in rollout.reward_components.items():
             if value is not None:
                 by_name[name].append(value)
+    best = [max(group.rollouts[number].reward for number in numbers) for numbers in group.by_role().values()]
     result = RowResult(
         rewards=tuple(rollout.reward for rollout in group.rollouts),
         components={name: math.fsum(values) / len(values) for name, values in by_name.items()},
         lengths=tuple(rollout.sampled_tokens for rollout in group.rollouts),
         finished=dict(Counter(str(rollout.finish_reason) for rollout in group.rollouts)),
+        best=math.fsum(best) / len(best),
     )
     return Decision((record.to(TicketState.EVALUATED, group=facts, result=result, reason=None),))
 

@@ -75,7 +75,7 @@ class EvalTally:
         if ticket.state is not TicketState.EVALUATED or (result := ticket.result) is None:
             return
         self._rewards.add(math.fsum(result.rewards) / len(result.rewards))
-        self._best.add(max(result.rewards))
+        self._best.add(max(result.rewards) if result.best is None else result.best)
         self._passes = self._passes and all(reward in (0.0, 1.0) for reward in result.rewards)
         for name, value in result.components.items():
             self._components[name].add(value)

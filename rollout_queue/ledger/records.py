@@ -127,6 +127,7 @@ class RowResult(msgspec.Struct, frozen=True):
 
     Attributes:
         rewards, lengths: One per rollout; lengths in sampled tokens.
+        best: The best reward; of several roles, the mean of each one's best.
         components: Mean of each reward function.
         finished: Number of rollouts by finish reason.
     """
@@ -135,6 +136,7 @@ class RowResult(msgspec.Struct, frozen=True):
     components: dict[str, float]
     lengths: tuple[int, ...]
     finished: dict[str, int]
+    best: float | None = None
 
 
 # First letter of the id of an evaluation's ticket. That of a training ticket begins with a digit.

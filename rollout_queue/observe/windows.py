@@ -42,14 +42,17 @@ class Shown(msgspec.Struct, frozen=True):
 
 
 def pick_rollouts(group: Group, evaluation: int | None = None) -> list[Shown]:
-    """Pick a few rollouts of a group: the worst, the best and some between.
+    """Pick a few rollouts of a group: the worst, the best and some between, of each role by themselves.
 
     Args:
         evaluation: Step of the evaluation that the group is of; None for training.
     """
-    order = sorted(range(len(group.rollouts)), key=lambda number: group.rollouts[number].reward)
-    count = min(MAX_ROLLOUTS_PER_GROUP, len(order))
-    chosen = {order[i * (len(order) - 1) // max(1, count - 1)] for i in range(count)}
+    by_role = group.by_role().values()
+    chosen: set[int] = set()
+    for numbers in by_role:
+        order = sorted(numbers, key=lambda number: group.rollouts[number].reward)
+        count = min(max(1, MAX_ROLLOUTS_PER_GROUP // len(by_role)), len(order))
+        chosen |= {order[i * (len(order) - 1) // max(1, count - 1)] for i in range(count)}
     return [_shown(group, number, evaluation) for number in sorted(chosen)]
 
 
@@ -135,7 +138,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     """The outcome of a group's episodes.
 
     Attributes:
-        reward: Their mean reward. `equal`: whether all have the same.
+        reward: Their mean reward. `equal`: whether all have the same, or all of each role.
         finished: Rollouts by finish reason.
         tools: Calls by tool.
     """
@@ -156,7 +159,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         called = [tool for tool, what in counts if what == "calls"]
         tools = {tool: _tool_counts(tool, counts) for tool in called[:_MAX_TOOLS]}
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
-        return cls(fmean(rewards), min(rewards) == max(rewards), dict(finished), tools)
+        return cls(fmean(rewards), group.is_flat, dict(finished), tools)
 
 
 def _tool_counts(tool: str, counts: Mapping[tuple[str, str], float]) -> ToolCounts:

@@ -22,6 +22,7 @@ from typing import Any, Self
 
 import msgspec
 from aiohttp import hdrs, web
+from aiohttp.web_protocol import RequestHandler
 
 from protocol import reasons
 from protocol.config import LOOPBACK, ConfigError
@@ -176,6 +177,7 @@ class AgentServer:
         server = self._runner.server if self._runner is not None else None
         assert server is not None, "it listens"
         protocol = server()
+        protocol.__class__ = _Connection
         full = len(server.connections) >= _MAX_CONNECTIONS
         self._new[protocol] = asyncio.get_running_loop().call_later(0 if full else _HEADER_S, self._cut, protocol)
         return protocol
@@ -308,6 +310,26 @@ class AgentServer:
         if request.match_info["model"] != MODEL:
             raise ApiError(404, f"the only model here is {MODEL!r}", "model_not_found", ["model"])
         return _json(_policy())
+
+
+class _Connection(RequestHandler):
+    """Answers what is no HTTP request in the form of both APIs, as its path may be unknown; aiohttp would in text."""
+
+    __slots__ = ()
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # raises where an answer has begun
+        what = " ".join((message or "the endpoint failed unexpectedly").split())
+        error = ApiError(status, f"the request cannot be read: {what}", "bad_request")
+        answer = _json({**error_body(error), **error.body, "type": "error"}, status, _FINAL)
+        answer.force_close()
+        return answer
 
 
 def _policy() -> dict[str, Any]:

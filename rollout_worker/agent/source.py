@@ -154,6 +154,8 @@ class AgentSource:
             for role, session in played.sessions.items()
             if session.turns
         ]
+        for each in rest:
+            each.is_further_role = True
         others += rest
         return first
 
@@ -200,7 +202,6 @@ class AgentSource:
         episode.rollout.extra |= result.extra
         if self.roles is not None:
             episode.rollout.role = role
-            episode.rollout.extra["role"] = role
         return episode
 
     def _check_asked(self, played: _Played) -> None:

@@ -51,6 +51,7 @@ class Episode:
         reward_inputs: Returns further arguments that reward functions may take besides its conversation, by name. All
             episodes of a task have the same names.
         why_no_reward: Why it has no reward, if neither it nor a reward function gives one.
+        is_further_role: Whether it is what another role said in an episode that is counted already.
     """
 
     drafts: list[SegmentDraft]
@@ -63,6 +64,7 @@ class Episode:
     rewards: dict[str, float | None] = field(default_factory=dict)
     reward_inputs: Callable[[], Mapping[str, Any]] = dict
     why_no_reward: NoReward = NoReward()
+    is_further_role: bool = False
 
     @classmethod
     def begin(cls, setup: EpisodeSetup, affinity: Affinity) -> Episode:

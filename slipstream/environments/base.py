@@ -62,7 +62,12 @@ class TurnEnvironment(ABC):
 
     Args:
         name: Its name, for errors.
+
+    Attributes:
+        begins_by: The column of a row without which the episodes of a group begin differently; None where none does it.
     """
+
+    begins_by: str | None = None
 
     def __init__(self, name: str) -> None:
         self._name = name

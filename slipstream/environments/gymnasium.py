@@ -57,6 +57,8 @@ class GymnasiumEnvironment(TurnEnvironment):
     """Plays one environment of Gymnasium. Made by `gymnasium_environment`, whose arguments these are. `told`: how an
     action is written, for the policy."""
 
+    begins_by = "seed"
+
     def __init__(self, id: str, act: Act, told: str, observe: Observe | None, options: Mapping[str, Any]) -> None:
         super().__init__(id)
         self._environment = library("gymnasium", "gymnasium", _USER).make(id, **options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -14,6 +15,8 @@ _USER = "textarena_environment"
 # The games draw from Python's process-wide generator while they are reset, one after the other.
 _DRAWING = threading.Lock()
 _DRAWING_S = 60.0
+# How nltk says, in many lines, which of its data is missing.
+_NLTK = re.compile(r"nltk\.download\('(\w+)'\)")
 # Moves of other players between two of the policy.
 _MAX_MOVES = 1000
 
@@ -50,6 +53,13 @@ def textarena_environment(
     try:
         game = arena.make(raw, **options)
         _reset(game, players, 0)
+    except LookupError as error:
+        if (lacks := _NLTK.search(str(error))) is None:
+            raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
+        raise ConfigError(
+            f"{named}: it needs {lacks[1]!r} of nltk's data, which is not here and could not be fetched: python -m "
+            f"nltk.downloader {lacks[1]}, or copy the folder nltk_data of a machine that has it, named in NLTK_DATA"
+        ) from None
     except Exception as error:  # whatever a game may raise
         raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
     return partial(TextArenaEnvironment, raw, players, opponent, dict(options))
@@ -57,6 +67,8 @@ def textarena_environment(
 
 class TextArenaEnvironment(TurnEnvironment):
     """Plays one game of TextArena. Made by `textarena_environment`, whose arguments these are."""
+
+    begins_by = "seed"
 
     def __init__(
         self, id: str, players: int, opponent: Callable[[str], str] | None, options: Mapping[str, Any]

@@ -118,6 +118,8 @@ def run(code: str, limits: Limits) -> dict[str, str]:
         output += "\nerror: the program takes too long"
     elif ended_by:
         output += f"\nerror: the program was ended by signal {ended_by}"
+    elif exit_code := os.WEXITSTATUS(status):
+        output += f"\n(it ended with code {exit_code})"
     return {"output": output.strip()}
 
 
@@ -138,11 +140,14 @@ def _be_the_program(code: str, written: int, seals: int, limits: Limits) -> None
     except BaseException as error:
         os.write(3, f"{type(error).__name__}: {error}".encode())
         os._exit(1)
+    problem, exit_code = b"", 0
     try:
         exec(compile(code, "program", "exec"), {"__name__": "__main__"})
-        problem = b""
-    except SystemExit:
-        problem = b""
+    except SystemExit as ended:  # as Python ends: with a number, or with 1 and a text
+        if isinstance(ended.code, int):
+            exit_code = ended.code & 0xFF
+        elif ended.code is not None:
+            problem, exit_code = _text(ended).removeprefix(b"SystemExit: "), 1
     except BaseException as error:
         problem = _text(error)
     # The program may have broken everything that is used here.
@@ -150,7 +155,7 @@ def _be_the_program(code: str, written: int, seals: int, limits: Limits) -> None
         printed.flush()
     with contextlib.suppress(BaseException):
         os.write(2, problem)
-    os._exit(0)
+    os._exit(exit_code)
 
 
 def _text(error: BaseException) -> bytes:

@@ -30,6 +30,26 @@ def test_an_opponent_that_cannot_be_called_is_refused() -> None:
         textarena_environment("TicTacToe-v0", players=2, opponent="random")  # type: ignore[arg-type]
 
 
+def test_a_word_list_that_is_missing_is_one_line() -> None:
+    """As nltk says it, which Wordle asks for its words."""
+    arena = pytest.importorskip("textarena")
+    from slipstream.environments import textarena_environment
+
+    class Words(arena.Env):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            raise LookupError("*\n  Resource 'words' not found.\n  >>> import nltk\n  >>> nltk.download('words')\n*")
+
+        def reset(self, num_players: int, seed: int | None = None) -> None: ...
+
+        def step(self, action: str) -> Any: ...
+
+    arena.envs.registration.register("Words-v0", Words)
+    with pytest.raises(ConfigError) as refused:
+        textarena_environment("Words-v0")
+    assert "python -m nltk.downloader words" in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
 class HereSandbox(RemoteSandbox):
     """Runs the line of a remote sandbox in a shell of this machine."""
 

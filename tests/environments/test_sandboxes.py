@@ -32,7 +32,7 @@ import os, resource, sys
 here = os.path.dirname(__file__)
 with open(here + "/called", "a") as file:
     file.write(" ".join(sys.argv[1:]) + "\\n")
-if sys.argv[1] == "kill":
+if sys.argv[1] in ("kill", "rm"):
     sys.exit(0)
 if "no-such-image" in sys.argv:
     print("image not known")
@@ -152,6 +152,15 @@ def test_it_prints_and_tells_how_a_program_ended(make: Callable[[Limits], Sandbo
     sandbox = make(LIMITS)
     assert sandbox.run("print(2 ** 5)\nprint('it is \"quoted\" $HOME')").strip() == '32\nit is "quoted" $HOME'
     assert "ZeroDivisionError" in sandbox.run("1 / 0")
+    # podman and docker end so themselves where they can run nothing.
+    assert sandbox.run("print('a')\nraise SystemExit(125)").split("\n") in (
+        ["a", "(it ended with code 125)"],
+        ["a", "", "(it ended with code 125)"],
+    )
+    said = sandbox.run("import sys\nsys.exit('there is no such word')")
+    assert "there is no such word" in said
+    assert "(it ended with code 1)" in said
+    assert sandbox.run("raise SystemExit") == ""
 
 
 def test_its_limits_hold(make: Callable[[Limits], Sandbox]) -> None:
@@ -184,12 +193,13 @@ def test_containers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="cannot run 'no-such-image': image not known"):
         ContainerSandbox("no-such-image", LIMITS, podman(tmp_path)).run("print(1)")
     assert "its time was over" in ContainerSandbox("python", Limits(1.0), podman(tmp_path)).run("while True: pass")
-    called = (tmp_path / "called").read_text().splitlines()
-    assert "--network=none" in called[1]
-    assert "--memory=512m" in called[1]
+    called = (tmp_path / "called").read_text().splitlines()[-3:]
+    assert "--network=none" in called[0]
+    assert "--memory=512m" in called[0]
+    assert "--env=HTTPS_PROXY= " in called[0], "a proxy's password does not reach the program"
     # Its client was killed, and then the container itself.
-    name = next(word for word in called[1].split() if word.startswith("--name=")).removeprefix("--name=")
-    assert called[2] == f"kill {name}"
+    name = next(word for word in called[0].split() if word.startswith("--name=")).removeprefix("--name=")
+    assert called[1:] == [f"kill {name}", f"rm --force {name}"]
     monkeypatch.setenv("PATH", str(tmp_path / "none"))
     with pytest.raises(ConfigError, match="podman or docker, which is not installed"):
         ContainerSandbox()

@@ -68,3 +68,11 @@ def group(
         "finished_at": 2.0,
     }
     return Group(**{**values, **fields})
+
+
+def group_of_roles(*roles: tuple[str, float], ticket: Ticket | str = "0.0") -> Group:
+    """Make a group with a rollout for each role and its reward."""
+    made = group(ticket, rewards=[reward for _, reward in roles])
+    for rollout, (role, reward) in zip(made.rollouts, roles, strict=True):
+        rollout.role, rollout.reward_components = role, {role: reward, "another": None}
+    return made

@@ -214,6 +214,7 @@
         : `${view.versions[0]} to ${view.versions[1]}`
       : "–";
     return [
+      ...(view.role ? [["role", view.role]] : []),
       ["reward", number(view.reward), "reward"],
       ...(rewards.length > 1 ? rewards.map(([name, value]) => [`reward ${name}`, number(value)]) : []),
       ["advantage", number(view.advantage), "advantage"],

@@ -6,7 +6,7 @@
 
   const PAGE_ROWS = 100;
   const MAX_BESIDE = 16; // episodes side by side
-  const FILTERS = ["text", "step0", "step1", "reward0", "reward1", "finish", "worker", "server", "kind", "order"];
+  const FILTERS = ["text", "step0", "step1", "reward0", "reward1", "finish", "worker", "server", "role", "kind", "order"];
   const ORDERS = {
     "": ["newest first", null],
     oldest: ["oldest first", null],
@@ -46,6 +46,7 @@
         (!get("finish") || view.finish_reason === get("finish")) &&
         (!get("worker") || view.worker_id === get("worker")) &&
         (!get("server") || serversOf(view).includes(get("server"))) &&
+        (!get("role") || view.role === get("role")) &&
         (!get("kind") || (get("kind") === "evaluation") === evaluation) &&
         (!text || [view.messages, view.extra, view.ticket_id].some((value) => contains(value, text)))
       );
@@ -113,7 +114,8 @@
       const finish = [...new Set(this.rollouts.map((view) => String(view.finish_reason)))].sort();
       const workers = [...new Set(this.rollouts.map((view) => String(view.worker_id)))].sort().slice(0, 500);
       const servers = [...new Set(this.rollouts.flatMap(serversOf))].sort().slice(0, 500);
-      const choices = JSON.stringify([finish, workers, servers]);
+      const roles = [...new Set(this.rollouts.map((view) => view.role).filter(Boolean))].sort();
+      const choices = JSON.stringify([finish, workers, servers, roles]);
       const active = this.form.contains(document.activeElement) ? document.activeElement : null;
       if (choices !== this.choices && !active) {
         this.choices = choices;
@@ -160,6 +162,7 @@
             ),
           ),
           el("div", {}, among("worker", "Worker", workers), among("server", "Server", servers)),
+          roles.length ? el("div", {}, among("role", "Role", roles)) : "",
           select(
             "Order",
             Object.entries(ORDERS).map(([value, [text]]) => [value, text]),
@@ -210,7 +213,8 @@
             : `evaluation ${view.evaluation}`;
         slipstream.set(item, { "data-key": keyOf(view), "aria-selected": String(keyOf(view) === chosen) });
         slipstream.set(item.children[0], { text: number(view.reward), class: view.reward > 0 ? "good" : "bad" });
-        slipstream.set(item.children[1], { text: visible(`${when} · row ${view.index} · ${view.finish_reason}`) });
+        const where = [when, view.role, `row ${view.index}`, view.finish_reason].filter(Boolean).join(" · ");
+        slipstream.set(item.children[1], { text: visible(where) });
         slipstream.set(item.children[2], { text: gist(view) });
       });
       this.pager.hidden = pages === 1;
@@ -266,7 +270,7 @@
         button(text, () => state.set({ as: value }), { "aria-pressed": String(as === value) });
       const note = (each) => {
         const version = each.versions ? `version ${each.versions[0]}` : "no version";
-        return [version, isNumber(each.step) ? `step ${each.step}` : null, `episode ${each.number}`]
+        return [each.role, version, isNumber(each.step) ? `step ${each.step}` : null, `episode ${each.number}`]
           .filter(Boolean)
           .join(" · ");
       };

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import shlex
 import sys
@@ -313,6 +314,18 @@ def test_an_environment_that_no_row_names_is_told(run_file: Path, room: type) ->
         run_file, rooms(dataset=[{"prompt": SHORT, "environment": "a"}], environment={"a": Room, "b": Room})
     )
     assert "no row that was looked at names the environment 'b'" in line
+
+
+def test_rows_without_the_column_that_begins_an_environment_are_told(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Room, "begins_by", "seed", raising=False)
+    without, made = [{"prompt": SHORT}], {"a": Room, "b": functools.partial(Room)}
+    (line,) = check(run_file, rooms(dataset=without))
+    assert "no row that was looked at has a column 'seed', so the episodes of a group may begin differently" in line
+    assert check(run_file, rooms(dataset=[{"prompt": SHORT, "seed": 1}])) == []
+    named = [{"prompt": SHORT, "environment": name} for name in made]
+    assert len(check(run_file, rooms(dataset=named, environment=made))) == 2, "one each"
 
 
 def test_an_environment_that_cannot_be_made_or_gives_no_reward_is_refused(run_file: Path) -> None:

@@ -101,6 +101,11 @@ def test_the_facts_of_a_rollout_stand_above_its_messages() -> None:
     assert kept == "  its messages were not kept: set worker.keep_messages = true"
 
 
+def test_the_role_of_a_rollout_is_named() -> None:
+    head, *_ = shown(view(1, role="critic\x1b[2J", step=12))
+    assert head == "step 12  critic\ufffd  reward 0.5 (correct 0.5)"
+
+
 def test_a_malformed_call_does_not_take_another_ones_answer() -> None:
     messages = [
         said("<tool_call>{", ("multiply", {"a": 3, "b": 4})),
@@ -158,11 +163,19 @@ def written(folder: Path, *rollouts: RolloutView, rest: bytes = b"") -> Path:
         (Wanted(2, order="best"), [2, 4]),
         (Wanted(9, step=1), [2, 1]),
         (Wanted(1, step=1, order="best"), [2]),
+        (Wanted(9, role="critic"), [4, 1]),
+        (Wanted(1, role="critic", order="worst"), [1]),
     ],
 )
 def test_the_newest_the_worst_and_the_best_are_found(tmp_path: Path, wanted: Wanted, expected: list[int]) -> None:
     """The line that is being written does no harm."""
-    rollouts = [view(1, 0.2, step=1), view(2, 0.9, step=1), view(3, 0.1, step=2), view(4, 0.5, step=2)]
+    critic, solver = {"role": "critic"}, {"role": "solver"}
+    rollouts = [
+        view(1, 0.2, step=1, **critic),
+        view(2, 0.9, step=1),
+        view(3, 0.1, step=2, **solver),
+        view(4, 0.5, step=2, **critic),
+    ]
     run_dir = written(tmp_path, *rollouts, rest=b'{"ticket_id": "5')
     assert [rollout.index for rollout in find(run_dir, wanted, NOBODY)] == expected
 
@@ -170,6 +183,8 @@ def test_the_newest_the_worst_and_the_best_are_found(tmp_path: Path, wanted: Wan
 def test_a_step_that_is_not_there_and_a_broken_line_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--step 9: no rollout of that step is kept"):
         find(written(tmp_path, view(1, step=1)), Wanted(1, step=9), NOBODY)
+    with pytest.raises(ConfigError, match="--role judge: no rollout of that role is kept"):
+        find(written(tmp_path, view(1, role="critic")), Wanted(1, role="judge"), NOBODY)
     with pytest.raises(ConfigError, match=r"rollouts\.jsonl: line 2 is not a rollout"):
         find(written(tmp_path, view(1), rest=b"{}\n"), Wanted(1), NOBODY)
 

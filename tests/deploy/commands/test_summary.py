@@ -88,6 +88,17 @@ def test_a_quiet_night_is_five_lines(night: Night) -> None:
     assert lines[-1] == "all is as it should be"
 
 
+def test_each_reward_function_and_role_is_named(night: Night) -> None:
+    night.goes_on(1, finished=True)
+    night.summary()
+    file = night.folder / "metrics.jsonl"
+    of = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [row | {"rewards/solver/mean": row["step"] / 10, "rewards/critic/mean": -1.0} for row in of]
+    file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    shown_lines = str(summary.render(summary.read(night.folder))).splitlines()
+    assert shown_lines[2] == "solver 0.550 to 2.550; critic -1.000 to -1.000"
+
+
 def test_what_stood_still_is_named_with_what_it_cost(night: Night) -> None:
     """A pause by a person for 77 s, in which no step was made."""
     night.out("vllm-1", ServerState.STALE, "paused by a person")

@@ -14,6 +14,7 @@ from learner.feed.step_draft import Batch, Draft, LeasedGroup
 from protocol.config import LearnerSection
 from protocol.messages import FinishReason, Group
 from tests.kit import LEARNER, config, group, segment
+from tests.kit.messages import group_of_roles
 
 VERSIONS = st.lists(st.none() | st.integers(0, 6), min_size=2, max_size=10)
 
@@ -285,6 +286,18 @@ def test_samples_are_the_best_the_worst_and_others_with_what_became_of_them() ->
     assert {view.ticket_id: view.staleness for view in samples} == {"a": 2, "b": 0, "c": 1}
     assert all(view.step == 1 and view.advantage is not None for view in samples)
     assert samples[0].advantage == pytest.approx(0.5**0.5, rel=1e-3)
+
+
+def test_samples_are_of_each_role() -> None:
+    """The solver's rewards lie between the critic's, which are the best and the worst."""
+    draft = _draft(groups_per_step=1, sample_rollouts=3)
+    roles = [("critic", 9.0), ("solver", 0.0), ("critic", -9.0), ("solver", 1.0)]
+    draft.add([LeasedGroup(group_of_roles(*roles, ticket="a"), 0)])
+    batch = draft.finish()
+    assert [(view.role, view.reward) for view in batch.samples[:2]] == [("critic", 9.0), ("critic", -9.0)]
+    assert batch.samples[2].role == "solver"
+    advantage = {view.number: view.advantage for view in batch.samples}
+    assert all(advantages_of(batch)[number] == value for number, value in advantage.items())
 
 
 def test_where_few_groups_train_those_without_variance_are_shown_too() -> None:

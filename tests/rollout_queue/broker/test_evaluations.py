@@ -32,7 +32,7 @@ from rollout_queue.ledger.records import Decision
 from rollout_queue.store.sqlite import SqliteStore
 from tests.kit import config, group
 from tests.kit.broker import DECLARED, FOUND
-from tests.kit.messages import SERVER, segment
+from tests.kit.messages import SERVER, group_of_roles, segment
 from tests.kit.queue import Served, move_server, refusal, serve_version, serving
 
 
@@ -411,6 +411,19 @@ async def test_the_learner_waits_for_an_end_without_asking_again_and_again() -> 
         assert not waiting.done()
         await client.submit(group(ticket, rewards=[1.0]))
         assert (await asyncio.wait_for(waiting, 5.0))[0].ended == "complete"
+
+
+async def test_the_best_of_each_role_counts_and_not_the_best_role() -> None:
+    """Worked by hand: the solver's best are 1 and 0, the critic's -1 and -3."""
+    async with running(eval={"every": 5, "share": 1.0}) as (_, client):
+        await ask(client, rows=2, group_size=2)
+        first, second = await take_evals(client)
+        roles = [("solver", 1.0), ("critic", -1.0), ("solver", 0.0), ("critic", -5.0)]
+        await client.submit(group_of_roles(*roles, ticket=first))
+        await client.submit(group_of_roles(("solver", 0.0), ("critic", -3.0), ticket=second))
+        (found,) = await client.evaluations()
+        assert found.rewards == {"solver": 0.25, "critic": -3.0}
+        assert (found.done, found.rollouts, found.best_name, found.best) == (2, 6, "best@2", -0.75)
 
 
 async def test_rewards_by_function_and_what_was_cut_off() -> None:

@@ -25,6 +25,7 @@ from protocol.status import Cause, Notice, WorkerStatus
 from rollout_queue.observe.diagnosis import WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
+from tests.kit.messages import group_of_roles
 from tests.kit.queue import serve_version, serving
 
 RAISES = {"search": ToolCounts(calls=4, own_failures=4)}
@@ -284,6 +285,11 @@ def test_an_outcome_tells_the_tools_own_failures_from_wrong_calls() -> None:
     of = GroupOutcome.of(made)
     assert of.tools == {"a/b": ToolCounts(calls=6, own_failures=3, wrong_calls=1)}
     assert (of.reward, of.equal, of.finished) == (0.5, False, {"stop": 2})
+
+
+def test_roles_with_equal_rewards_each_have_taught_nothing() -> None:
+    assert GroupOutcome.of(group_of_roles(("a", 0.0), ("b", 1.0), ("a", 0.0), ("b", 1.0))).equal
+    assert not GroupOutcome.of(group_of_roles(("a", 0.0), ("b", 1.0), ("a", 0.0), ("b", 2.0))).equal
 
 
 async def test_a_tool_that_raises_stays_the_cause_as_long_as_it_does() -> None:

@@ -15,6 +15,7 @@ from protocol.messages import BeginSession, TicketRequest
 from protocol.rollouts import RolloutView
 from rollout_queue.observe.windows import MAX_BYTES, MAX_GROUPS, RecentRollouts, pick_rollouts
 from tests.kit import config, group
+from tests.kit.messages import group_of_roles
 from tests.kit.queue import serve_version, serving
 
 
@@ -58,6 +59,23 @@ async def test_recent_rollouts_are_there_before_any_step_newest_first_or_worst_f
 def test_of_a_large_group_the_worst_the_best_and_some_between_are_kept() -> None:
     views = [msgspec.json.decode(shown.json, type=RolloutView) for shown in pick_rollouts(group(rewards=range(64)))]
     assert [(view.number, view.reward) for view in views] == [(0, 0.0), (21, 21.0), (42, 42.0), (63, 63.0)]
+
+
+def test_each_role_of_a_group_is_kept() -> None:
+    """The critic's rewards are all below the solver's."""
+    made = group_of_roles(*(("solver", float(n)) for n in range(8)), *(("critic", -1.0 - n) for n in range(8)))
+    views = [msgspec.json.decode(shown.json, type=RolloutView) for shown in pick_rollouts(made)]
+    assert [(view.role, view.reward) for view in views] == [
+        ("solver", 0.0),
+        ("solver", 7.0),
+        ("critic", -1.0),
+        ("critic", -8.0),
+    ]
+    assert views[0].reward_components == {"solver": 0.0}, "without those of other roles"
+    many = group_of_roles(*((f"role-{n % 16}", float(n)) for n in range(64)))
+    assert {msgspec.json.decode(shown.json, type=RolloutView).role for shown in pick_rollouts(many)} == {
+        f"role-{n}" for n in range(16)
+    }
 
 
 def test_the_window_is_bounded_in_groups_and_in_bytes() -> None:

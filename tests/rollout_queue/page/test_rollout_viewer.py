@@ -31,6 +31,7 @@ FILTERS: list[tuple[str, Any]] = [
     ("f.worker=worker-1", lambda view: view["worker_id"] == "worker-1"),
     ("f.server=vllm-1", lambda view: "vllm-1" in view["servers"]),
     ("f.server=vllm-0&f.worker=worker-1", lambda view: view["number"] == 0 and view["worker_id"] == "worker-1"),
+    ("f.role=critic", lambda view: view["role"] == "critic"),
     ("f.kind=evaluation", lambda view: view["evaluation"] is not None),
     ("f.text=multiply+7+by", lambda view: "Multiply 7 by" in view["messages"][0]["content"]),
 ]
@@ -39,12 +40,17 @@ FILTERS: list[tuple[str, Any]] = [
 def test_filters_leave_what_they_name(browser: Browser, served: PageServer) -> None:
     views = served.page["rollouts"]
     views[0]["evaluation"] = 10
+    for view in views:
+        view["role"] = "critic" if view["number"] % 2 else "solver"
     browser.show(served.url, "view=rollouts")
     for state, keep in FILTERS:
         browser.run("location.hash = arguments[0]", f"view=rollouts&{state}")
         expected = [key_of(view) for view in reversed(views) if keep(view)]
         assert len(expected) > 0
         browser.wait(f"JSON.stringify({KEYS}) === JSON.stringify(arguments[0])", expected)
+    roles = "[...document.querySelectorAll('select[aria-label=Role] option')].map((node) => node.value).join()"
+    assert browser.run(roles) == ",critic,solver"
+    assert "critic" in browser.texts("ul.rollouts .where")[0]
     browser.run("location.hash = 'view=rollouts&f.order=worst'")
     rewards = "[...document.querySelectorAll('ul.rollouts b')].map((node) => Number(node.textContent))"
     browser.wait(f"{rewards}.every((reward, i, all) => !i || all[i - 1] <= reward) && {rewards}[0] === 0")

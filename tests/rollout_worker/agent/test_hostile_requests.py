@@ -168,6 +168,15 @@ async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
     with caplog.at_level(logging.DEBUG):
         answer, _ = await talk(lambda client: raw(client.endpoint, wrong % client.endpoint.api_key.encode()))
     assert answer.startswith(b"HTTP/1.0 400")
+    said = json.loads(answer.partition(b"\r\n\r\n")[2])
+    # Both languages' clients find here what they look for.
+    assert (said["type"], said["error"]["type"], said["error"]["code"]) == (
+        "error",
+        "invalid_request_error",
+        "bad_request",
+    )
+    assert said["error"]["message"].startswith("the request cannot be read: ")
+    assert b"x-should-retry: false" in answer
     assert "sk-slipstream" not in caplog.text
     assert "Traceback" not in caplog.text
 

@@ -59,8 +59,8 @@ class Run:
             *("--vllm.max_num_seqs", "16", "--worker.episodes", "16", "--vllm.count", "0", "--vllm.servers", "[]"),
             *("--queue.store", store),
         ]
-        self.config = load(EXAMPLE / "run.toml", self._settings)
         self._token = secrets.token_hex(16)
+        self.config = load(EXAMPLE / "run.toml", [*self._settings, "--queue.token", self._token])
 
     def start(self, ranks: int, servers: int, workers: int) -> None:
         """Start every process, each with the token of its role."""

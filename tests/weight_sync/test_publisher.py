@@ -367,6 +367,28 @@ def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_
     assert world.fakes[1].calls.count("/slipstream/state") <= 3
 
 
+def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed_by_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.7)
+    monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 60.0)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        held = world.hold_transfers()
+        publishing.publish(2, weights(), probe())
+        assert held.began.wait(5)
+        world.fakes[1].calls.clear()
+        world.fakes[1].faults.append(Fault("stop", times=None, route="/slipstream/state"))
+        world.fakes[1].faults.append(Fault("status", times=None, route="/slipstream/swap"))
+        held.release()
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+    # The second question ends 0.8 s after the first one began, which the failed publication asked.
+    assert world.fakes[1].calls.count("/slipstream/state") <= 2
+
+
 def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
     world.fakes[1].engine.pause()
     world.fakes[1].engine.pause_owner = "person"

@@ -193,8 +193,9 @@ class Member:
             await self._note_silence(why, began, at_once=state.reason not in (None, NO_ANSWER))
             return None
         self.reporter.transport = transport_to(state, self._snapshots.newest)
+        self._silent_since = None
         if not self.answers:
-            self.answers, self.start_text, self._silent_since = True, None, None
+            self.answers, self.start_text = True, None
             self._next_try = 0.0
         if await self._is_ineligible(state):
             return None
@@ -333,11 +334,13 @@ class Member:
         mismatch, now = isinstance(error, ProofFailed), None
         must_leave = mismatch or self._sync.left_paused
         if not must_leave:
-            with suppress(ControlError, TimeoutError):  # the next look notes the silence
+            asked = time.monotonic()
+            with suppress(ControlError, TimeoutError):  # the next look tells of the silence, which begins here
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     now = await self._sync.control.state()
             if now is None:
                 self._unproven = (snapshot.label, snapshot.version)
+                self._silent_since = asked if self._silent_since is None else self._silent_since
         await self.reporter.publication_failed(snapshot, reason, must_leave, now)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
 

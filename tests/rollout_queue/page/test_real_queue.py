@@ -128,7 +128,6 @@ def test_a_worker_that_is_silent_or_refused(browser: Browser, start: Callable[..
     queue = start()
     live(browser, queue, "view=fleet")
     queue.ask(join)
-    browser.wait(f"{ROWS}.some((row) => row.startsWith('wwaiting') || row.startsWith('widle'))", "workers")
     browser.wait(f"{ROWS}.some((row) => row.startsWith('wsilent'))", "workers", within_s=SILENT_S + SEEN_WITHIN_S)
     browser.wait(
         f"{EVENTS}.includes('worker w is not heard from for a minute: it was killed, hangs, or cannot reach the queue')"

@@ -19,9 +19,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tenacity import Retrying, retry_if_exception, stop_after_delay, wait_fixed
+
 from deploy.clusters import kubernetes
+from deploy.clusters.following import Silence, Stops
 from deploy.clusters.kubernetes import Manifest
-from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, RunConfig
 
@@ -92,6 +94,11 @@ class _Refused(Exception):
         super().__init__(text)
         self.status = status
 
+    @property
+    def is_its_own(self) -> bool:
+        """Whether the cluster itself is at fault, and may answer otherwise when it is asked again."""
+        return self.status is None or self.status == TOO_MANY or self.status >= OWN_ERRORS
+
 
 class _Cluster:
     """Requests to the API server that KUBECONFIG, or the pod's own account, names."""
@@ -138,14 +145,13 @@ class _Cluster:
 
     def ask_until(self, deadline: float, method: str, path: str, body: Manifest | None = None, **query: Any) -> bytes:
         """Ask again until `deadline` while there is no answer, or one that says that the cluster itself is at fault."""
-        while True:
-            try:
-                return self.ask(method, path, body, **query)
-            except _Refused as refused:
-                its_own = refused.status is None or refused.status == TOO_MANY or refused.status >= OWN_ERRORS
-                if not its_own or time.monotonic() > deadline:
-                    raise
-                time.sleep(1.0)
+        again = Retrying(
+            retry=retry_if_exception(lambda error: isinstance(error, _Refused) and error.is_its_own),
+            stop=stop_after_delay(max(0.0, deadline - time.monotonic())),
+            wait=wait_fixed(1.0),
+            reraise=True,
+        )
+        return again(self.ask, method, path, body, **query)
 
     def get(self, path: str, **query: Any) -> Any:
         data = self.ask("GET", path, **query)
@@ -249,22 +255,16 @@ class _Applied:
 
     def follow(self, stops: Stops) -> int | None:
         """Return when the JobSet has completed, or the signal that stops the run. Raises `RunFailed`."""
-        answered, silent = time.monotonic(), False
+        silence = Silence(self._name, "the cluster", SILENT_S)
         while True:
             try:
                 end = self._look()
-                if silent:
-                    print(f"{self._name}: the cluster answers again", file=sys.stderr, flush=True)
-                answered, silent = time.monotonic(), False
+                silence.answered()
             except _Refused as refused:
                 end = None
-                if not silent:
-                    said = f"{self._name}: the cluster does not answer, asking again: {refused}"
-                    print(said, file=sys.stderr, flush=True)
-                silent = True
                 if refused.status == NOT_FOUND:
                     raise RunFailed(f"JobSet {self._name} was deleted by somebody else") from None
-                if time.monotonic() - answered > SILENT_S:
+                if silence.lasts(refused):
                     raise RunFailed(f"the cluster has not answered for {SILENT_S:g} s: {refused}") from None
             if end == "Completed":
                 return None

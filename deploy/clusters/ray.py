@@ -26,8 +26,8 @@ from types import TracebackType
 from typing import Any
 
 from deploy.clusters import roles
+from deploy.clusters.following import Stops
 from deploy.clusters.roles import Node, Part, Parts, Resources, check_fits, check_token, node_of, on_nodes, programs
-from deploy.clusters.stops import Stops
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import KILLED_WITHIN_S, POLL_S, Child, Children, Program
 from protocol.config import ConfigError, RunConfig

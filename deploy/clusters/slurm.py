@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deploy.clusters.following import Silence, Stops
 from deploy.clusters.roles import (
     RELEASE,
     Node,
@@ -35,7 +36,6 @@ from deploy.clusters.roles import (
     check_token,
     server_arguments,
 )
-from deploy.clusters.stops import Stops
 from deploy.run import run_directory
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import SLIPSTREAM
@@ -327,8 +327,7 @@ class _Job:
         self._config = config
         self._read = 0
         self._state, self._shown = "PENDING", ""
-        self._answered = time.monotonic()
-        self._silent = False
+        self._silence = Silence(f"job {number}", "SLURM", SILENT_S)
 
     def follow(self, stops: Stops) -> None:
         """Return when the job has completed. Raises as `submit_and_follow`."""
@@ -348,18 +347,13 @@ class _Job:
         try:
             fields = job_fields(self._number)
         except RunFailed as error:
-            if time.monotonic() - self._answered > SILENT_S:
+            if self._silence.lasts(error):
                 raise RunFailed(
                     f"SLURM has not answered for {SILENT_S:g} s: {error}; job {self._number} goes on, its log: "
                     f"{self._log}"
                 ) from None
-            if not self._silent:
-                print(f"job {self._number}: SLURM does not answer, asking again: {error}", file=sys.stderr, flush=True)
-            self._silent = True
             return self._state
-        if self._silent:
-            print(f"job {self._number}: SLURM answers again", file=sys.stderr, flush=True)
-        self._answered, self._silent = time.monotonic(), False
+        self._silence.answered()
         state, reason = fields.get("JobState", FORGOTTEN), fields.get("Reason", "None")
         shown = state if reason == "None" else f"{state} ({reason})"
         if shown != self._shown and state in ("PENDING", "RUNNING"):

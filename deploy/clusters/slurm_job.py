@@ -9,10 +9,12 @@ import os
 import re
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
+
+from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from deploy.clusters.roles import Part, Parts, Resources, node_of, on_nodes, programs
 from deploy.clusters.slurm import FOLLOW_EVERY_S, QUEUE_URL, TOKENS, ask, folder_of, job_fields, without_token
@@ -22,6 +24,8 @@ from deploy.run.processes import Child, Children, Program
 from protocol import access
 from protocol.config import RunConfig
 from rollout_queue.store import open_for_reading
+
+T = TypeVar("T")
 
 # Seconds without an answer of SLURM after which the job gives up: its time may be over soon.
 SILENT_IN_JOB_S = 60.0
@@ -107,7 +111,9 @@ class SlurmJob:
     def _nodes(self, group: int) -> list[str]:
         """Return the node of each task of a component."""
         if group not in self._places:
-            names = _patiently("scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group)).split()
+            names = _patiently(
+                ask, "scontrol", "show", "hostnames", self._of_group("SLURM_JOB_NODELIST", group)
+            ).split()
             tasks = counts(self._of_group("SLURM_TASKS_PER_NODE", group))
             self._places[group] = [node for node, count in zip(names, tasks, strict=True) for _ in range(count)]
         return self._places[group]
@@ -121,7 +127,7 @@ def counts(text: str) -> list[int]:
 
 def _address(node: str) -> str:
     """Return the address by which SLURM itself reaches a node."""
-    text = _patiently("scontrol", "--oneliner", "show", "node", node)
+    text = _patiently(ask, "scontrol", "--oneliner", "show", "node", node)
     found = re.search(r"NodeAddr=(\S+)", text)
     return found[1] if found else node
 
@@ -183,25 +189,21 @@ def requeue() -> None:
     One that was cancelled is not running any more and stays cancelled; one that its operators have queued again waits
     already.
     """
-    number, deadline = os.environ["SLURM_JOB_ID"], time.monotonic() + SILENT_IN_JOB_S
-    while True:
-        try:
-            if job_fields(number).get("JobState") == "RUNNING":
-                ask("scontrol", "requeue", number)
-            return
-        except RunFailed:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(FOLLOW_EVERY_S)
+
+    def if_it_runs() -> None:
+        if job_fields(number).get("JobState") == "RUNNING":
+            ask("scontrol", "requeue", number)
+
+    number = os.environ["SLURM_JOB_ID"]
+    _patiently(if_it_runs)
 
 
-def _patiently(*command: str) -> str:
-    """Return the output of one of SLURM's commands, which is asked again while SLURM does not answer."""
-    deadline = time.monotonic() + SILENT_IN_JOB_S
-    while True:
-        try:
-            return ask(*command)
-        except RunFailed:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(FOLLOW_EVERY_S)
+def _patiently(asking: Callable[..., T], *arguments: str) -> T:
+    """Return what `asking` returns, which is called again while SLURM does not answer."""
+    again = Retrying(
+        retry=retry_if_exception_type(RunFailed),
+        stop=stop_after_delay(SILENT_IN_JOB_S),
+        wait=wait_fixed(FOLLOW_EVERY_S),
+        reraise=True,
+    )
+    return again(asking, *arguments)

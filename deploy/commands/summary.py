@@ -320,7 +320,7 @@ def _head(data: PageData, began: float, ended: float) -> Iterator[str]:
     evaluated = [of.reward for of in data.evaluations if of.reward is not None]
     parts = []
     if rewards:
-        first, last = (sum(part) / len(part) for part in (rewards[:10], rewards[-10:]))
+        first, last = _ends_of(rewards)
         parts.append(f"reward {first:.3f} at its first steps, {last:.3f} at its last")
     if evaluated:
         parts.append(f"evaluations {evaluated[0]:.3f} to {evaluated[-1]:.3f}, best {max(evaluated):.3f}")
@@ -336,8 +336,14 @@ def _reward_functions(data: PageData) -> dict[str, tuple[float, float]]:
     for column, values in data.steps.items():
         known = [value for value in values if value is not None]
         if known and (named := _OF_REWARD.fullmatch(column)):
-            found[named[1]] = (sum(known[:10]) / len(known[:10]), sum(known[-10:]) / len(known[-10:]))
+            found[named[1]] = _ends_of(known)
     return found
+
+
+def _ends_of(values: Sequence[float]) -> tuple[float, float]:
+    """Return the means of the first ten values and of the last ten."""
+    first, last = values[:10], values[-10:]
+    return sum(first) / len(first), sum(last) / len(last)
 
 
 def _costs(data: PageData, lost_s: float, wall_s: float) -> Iterator[str]:

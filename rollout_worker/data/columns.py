@@ -1,4 +1,4 @@
-"""Checks rows: all have the same columns, and a prompt that is text or a list of messages."""
+"""Checks rows: all have the same columns, and a prompt that is text or a list of messages, or is filled in."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from rollout_worker.episodes.tool_results import describe_defused, for_policy
 from rollout_worker.inference.failures import EpisodeFailed
 from rollout_worker.inference.router import Affinity
 from rollout_worker.task.environment_instance import Instance, answered, folded, observed, rewarded
-from rollout_worker.task.environments import EnvironmentKind, Environments, check_row, factories_of, open_environments
+from rollout_worker.task.environments import EnvironmentKind, Environments, check_row, open_environments
 from rollout_worker.task.task import Task
 from rollout_worker.tools.base import Content, ToolResult
 from rollout_worker.tools.toolbox import open_tools
@@ -146,14 +146,13 @@ class EnvironmentSource:
             if fault := check_row(task.environment, columns):
                 raise ConfigError(f"Task(environment={{...}}): row {number} cannot be played: {fault}")
             tried[self.environments.kind_of(columns).name].append((number, columns))
-        factories = factories_of(task.environment)
         lengths: list[int] = []
         warnings: list[str] = []
         for name, kind in self.environments.kinds.items():
             few = tried[name][:MAX_TRIED_RESETS]
             if not few and not sample.evaluated:
                 warnings.append(f"no row that was looked at names the environment {name!r}: it is not used")
-            column = getattr(getattr(factories[name], "func", factories[name]), "begins_by", None)
+            column = kind.interface.begins_by
             if few and column is not None and not any(column in columns for _, columns in tried[name]):
                 warnings.append(
                     f"no row that was looked at{sample.suffix} has a column {column!r}, so the episodes of a group may "

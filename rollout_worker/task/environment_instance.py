@@ -224,11 +224,13 @@ class EnvironmentInterface:
         cls: Name of the class. Its reward is counted under this name.
         methods: Public functions of the class, by name.
         tools: Names of the methods that the policy may call, in alphabetical order as in TRL.
+        begins_by: The column of a row without which the episodes of a group begin differently, if its class names one.
     """
 
     cls: str
     methods: Mapping[str, Callable[..., Any]]
     tools: tuple[str, ...]
+    begins_by: str | None = None
 
     @property
     def rewards(self) -> bool:
@@ -271,7 +273,9 @@ def interface_of(instance: Any) -> EnvironmentInterface:
     cls = type(instance)
     found = dict(inspect.getmembers(cls, predicate=inspect.isfunction))
     methods = {name: method for name, method in found.items() if not name.startswith("_")}
-    return EnvironmentInterface(cls.__name__, methods, tuple(name for name in sorted(methods) if name not in OURS))
+    tools = tuple(name for name in sorted(methods) if name not in OURS)
+    begins_by = inspect.getattr_static(cls, "begins_by", None)
+    return EnvironmentInterface(cls.__name__, methods, tools, begins_by if isinstance(begins_by, str) else None)
 
 
 def no_reset(given_as: str, cls: str) -> ConfigError:

@@ -53,14 +53,12 @@ def textarena_environment(
     try:
         game = arena.make(raw, **options)
         _reset(game, players, 0)
-    except LookupError as error:
-        if (lacks := _NLTK.search(str(error))) is None:
-            raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
-        raise ConfigError(
-            f"{named}: it needs {lacks[1]!r} of nltk's data, which is not here and could not be fetched: python -m "
-            f"nltk.downloader {lacks[1]}, or copy the folder nltk_data of a machine that has it, named in NLTK_DATA"
-        ) from None
     except Exception as error:  # whatever a game may raise
+        if isinstance(error, LookupError) and (lacks := _NLTK.search(str(error))) is not None:
+            raise ConfigError(
+                f"{named}: it needs {lacks[1]!r} of nltk's data, which is not here and could not be fetched: python -m "
+                f"nltk.downloader {lacks[1]}, or copy the folder nltk_data of a machine that has it, named in NLTK_DATA"
+            ) from None
         raise ConfigError(f"{named}: it cannot be played by {players}: {type(error).__name__}: {error}") from None
     return partial(TextArenaEnvironment, raw, players, opponent, dict(options))
 

@@ -351,11 +351,16 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
         assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
 
 
+def look_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Questions take 0.4 s where there is no answer, and the next is asked 0.3 s later."""
+    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
+    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
+
+
 def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_unanswered(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
+    look_slowly(monkeypatch)
     monkeypatch.setattr(member, "DOWN_AFTER_S", 1.0)
     with world.publisher() as publishing:
         publishing.publish(1, weights(), probe())
@@ -370,8 +375,7 @@ def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_
 def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed_by_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
-    monkeypatch.setattr(member, "LOOK_EVERY_S", 0.3)
+    look_slowly(monkeypatch)
     monkeypatch.setattr(member, "DOWN_AFTER_S", 0.7)
     monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 60.0)
     with world.publisher() as publishing:

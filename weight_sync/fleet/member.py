@@ -240,16 +240,21 @@ class Member:
             at_once: Whether it cannot answer again before a restart.
         """
         self.answers, self.start_text = False, None
-        self._silent_since = asked if self._silent_since is None else self._silent_since
+        silent_since = self._note_silent_since(asked)
         self.waits_for = f"an answer of its engine ({why})"
         state = self.server.state
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.reporter.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif time.monotonic() - self._silent_since >= DOWN_AFTER_S or at_once:
+        elif time.monotonic() - silent_since >= DOWN_AFTER_S or at_once:
             await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
         elif state is _S.STALE and self.standstill.cause is None:  # it serves nothing anyway: this is why
             await self.reporter.try_to_tell(_S.STALE, None, f"its engine does not answer: {why}")
+
+    def _note_silent_since(self, asked: float) -> float:
+        """Note a question without an answer, and return when the first of those in a row was asked."""
+        self._silent_since = asked if self._silent_since is None else self._silent_since
+        return self._silent_since
 
     async def _stands_still(self, state: EngineState) -> bool:
         """Return whether the server generates nothing, or has not shown yet that it does again. Tells the queue."""
@@ -340,7 +345,7 @@ class Member:
                     now = await self._sync.control.state()
             if now is None:
                 self._unproven = (snapshot.label, snapshot.version)
-                self._silent_since = asked if self._silent_since is None else self._silent_since
+                self._note_silent_since(asked)
         await self.reporter.publication_failed(snapshot, reason, must_leave, now)
         self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
 

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 import pytest
 
 from deploy.clusters import slurm
 from protocol import checkpoints
 from protocol.config import load
+from tests.deploy.clusters.conftest import SECRET
 from tests.deploy.clusters.typed import output, slipstream
 from tests.kit.ports import free_port
 from tests.nights import fleet
@@ -57,7 +57,7 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
     on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     cluster = request.getfixturevalue(f"{on}_here")
-    monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", SECRET)
     model = fleet.EXAMPLE / "models" / "seed-0"
     subprocess.run([sys.executable, str(fleet.EXAMPLE / "build_model.py"), "--out", str(model)], check=True)
     shutil.copy(fleet.EXAMPLE / "task.py", tmp_path)
@@ -77,9 +77,6 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
         status = json.loads(said) if code == 0 else {"servers": [], "workers": []}
         workers = {worker["worker_id"]: "here" for worker in status["workers"] if worker["seen_s_ago"] < 15}
         return workers | {server["name"]: server["state"] for server in status["servers"]}
-
-    def lines() -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     joined: list[subprocess.Popen[str]] = []
     up = slipstream("up", str(run_file), "--on", on)
@@ -113,7 +110,8 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
         for each in joined:
             each.terminate()
             each.communicate(timeout=60)
-    rewards = [line["reward"] for line in lines()]
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    rewards = [json.loads(line)["reward"] for line in lines]
     print(f"{on}: reward {mean(rewards[:5]):.3f} to {mean(rewards[-5:]):.3f}, best five {best(rewards):.3f}")
     assert best(rewards) >= 0.9
     assert of_files(run_dir, STEPS) == []

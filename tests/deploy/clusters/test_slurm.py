@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deploy.clusters import slurm, slurm_job
-from deploy.clusters.stops import Stops
+from deploy.clusters.following import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
 from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream

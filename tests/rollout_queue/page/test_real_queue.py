@@ -127,7 +127,10 @@ def live(browser: Browser, queue: RealQueue, view: str = "") -> None:
 def test_a_worker_that_is_silent_or_refused(browser: Browser, start: Callable[..., RealQueue]) -> None:
     queue = start()
     live(browser, queue, "view=fleet")
+    seen = f"{ROWS}.some((row) => row.startsWith('wwaiting') || row.startsWith('widle'))"
     queue.ask(join)
+    while not browser.run(seen, "workers"):  # it is silent after SILENT_S, and a busy page may be slower than that
+        queue.ask(join)
     browser.wait(f"{ROWS}.some((row) => row.startsWith('wsilent'))", "workers", within_s=SILENT_S + SEEN_WITHIN_S)
     browser.wait(
         f"{EVENTS}.includes('worker w is not heard from for a minute: it was killed, hangs, or cannot reach the queue')"

@@ -13,8 +13,10 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.clusters import slurm
@@ -23,6 +25,10 @@ from rollout_worker.user_code.process_guard import ProcessGuard
 from tests.kit.ports import free_port
 
 STARTS_WITHIN_S = 30.0
+
+# Seconds between two changes of a partition. SLURM looks at what waits when something changes, which on an idle cluster
+# nothing does for three minutes.
+CHANGES_EVERY_S = 2.0
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch")
 NODES = ("n1", "n2", "n3", "n4")
 
@@ -99,6 +105,7 @@ class SlurmCluster:
         flags = [f"--{name}{'' if name == 'socket' else '-file'}={munge / name}" for name in names]
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._guard = ProcessGuard(grace_s=5)
+        self._over = threading.Event()
         try:
             self._start("munged", "--foreground", "--force", *flags)
             until_true(lambda: (munge / "socket").exists(), "munged makes no socket")
@@ -109,6 +116,12 @@ class SlurmCluster:
         except BaseException:
             self.close()
             raise
+        threading.Thread(target=self._change, daemon=True).start()
+
+    def _change(self) -> None:
+        while not self._over.wait(CHANGES_EVERY_S):
+            with suppress(AssertionError, subprocess.TimeoutExpired):  # it is busy
+                self.run("scontrol", "update", "PartitionName=spot", "State=UP")
 
     def _start(self, *command: str) -> None:
         log = (self.folder / f"{command[0]}.out").open("ab")
@@ -162,6 +175,7 @@ class SlurmCluster:
 
     def close(self) -> None:
         """End all jobs and daemons, and remove the folder."""
+        self._over.set()
         conf = self.environment["SLURM_CONF"]
         env = {**os.environ, "SLURM_CONF": conf, "PATH": _path()}
         subprocess.run(["scancel", "--me", "--full", "--signal=KILL"], env=env, timeout=30, capture_output=True)

@@ -31,6 +31,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fake", action="store_true", help="fake servers, which start in seconds")
     parser.add_argument("--every", type=float, help="seconds between faults; default 30, with --fake 5")
+    parser.add_argument("--soak", action="store_true", help="no faults: what grows in a run that is left alone?")
     parser.add_argument("--only", nargs="+", help="parts of the names of faults")
     parser.add_argument("--quick", action="store_true", help="only faults that a run is over in seconds")
     parser.add_argument("--schedule", type=Path, help="play this file in place of what the seed draws")
@@ -56,7 +57,10 @@ def main() -> int:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say, arguments.keep)
+    quiet_s = 0.0
+    if arguments.soak:
+        schedule, quiet_s = [], 60 * arguments.minutes
+    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say, arguments.keep, quiet_s)
     report(outcome)
     if arguments.out:
         arguments.out.write_text(json.dumps(outcome.as_dict(), indent=1), encoding="utf-8")
@@ -118,6 +122,7 @@ def report(outcome: Outcome) -> None:
     for name, trends in sorted(outcome.trends.items()):
         parts = [
             f"{what} {of.first_half / unit:+.1f} then {of.second_half / unit:+.1f}{' MB' if unit > 1 else ''}"
+            f"{' (grows)' if of.leaks else ''}"
             for what, of in trends.items()
             for unit in [1e6 if what == "memory" else 1.0]
         ]

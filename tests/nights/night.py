@@ -95,8 +95,12 @@ class Night:
         self._busy: set[str] = set()
         self._over = threading.Event()
 
-    def play(self, schedule: Sequence[Strike], say: Any = lambda text: None) -> Outcome:
-        """Start the run, hurt it, let it end, and audit it."""
+    def play(self, schedule: Sequence[Strike], say: Any = lambda text: None, quiet_s: float = 0.0) -> Outcome:
+        """Start the run, hurt it, let it end, and audit it.
+
+        Args:
+            quiet_s: Seconds for which it is left alone after the last strike.
+        """
         fleet, began = self._fleet, time.monotonic()
         told: list[Told] = []
         broken: list[str] = []
@@ -104,9 +108,10 @@ class Night:
         fleet.start()
         keeping.start()
         try:
-            if not self._wait(lambda: fleet.watch.step() >= 2 and self._whole(), STARTS_WITHIN_S):
+            begun = self._wait(lambda: fleet.watch.step() >= 2 and self._whole(), STARTS_WITHIN_S)
+            if not begun:
                 broken.append("the run did not begin")
-                schedule = []
+                schedule, quiet_s = [], 0.0
             threads = []
             first = time.monotonic()
             for strike in schedule:
@@ -117,12 +122,13 @@ class Night:
                 threads[-1].start()
             for thread in threads:
                 thread.join(300)
-            if schedule and not self._wait(self._whole, QUIET_WITHIN_S * slowness()):
+            time.sleep(quiet_s)
+            if begun and not self._wait(self._whole, QUIET_WITHIN_S * slowness()):
                 broken.append(f"not whole again after {QUIET_WITHIN_S:g} s: {'; '.join(self._ailing())}")
             self._over.set()
             keeping.join()
             steps = fleet.watch.step() + STEPS_AT_THE_END
-            if schedule and (code := fleet.finish(steps)) != 0:
+            if begun and (code := fleet.finish(steps)) != 0:
                 broken.append(f"the run ended with code {code}, at step {fleet.watch.step()} of {steps}")
         finally:
             self._over.set()
@@ -130,7 +136,7 @@ class Night:
             if left := fleet.close():
                 broken += [f"left running: {line}" for line in left]
         found = Outcome(fleet.seed, time.monotonic() - began, fleet.watch.step(), fleet.starts, told, broken)
-        if schedule:
+        if begun:
             self._audit(found, steps)
         return found
 
@@ -239,19 +245,21 @@ def play(
     model: Path | None = None,
     say: Any = print,
     keep: Path | None = None,
+    quiet_s: float = 0.0,
 ) -> Outcome:
     """Play a schedule with a new fleet, in a folder that is deleted if nothing was broken.
 
     Args:
+        quiet_s: Seconds for which it is left alone after the last strike.
         keep: Where the run's directory and all that was heard are copied to, for `slipstream report`.
     """
     folder = Path(tempfile.mkdtemp(prefix="night-"))
     with ExitStack() as stack:
-        if has_disk_of_its_own(folder / "runs"):
+        if schedule and has_disk_of_its_own(folder / "runs"):
             stack.callback(subprocess.run, ["umount", "-l", str(folder / "runs")], check=False)
         fleet = Fleet(folder, folder / "model" if fake else model or EXAMPLE / "models" / "seed-0", fake, seed)
         try:
-            outcome = Night(fleet, every_s).play(schedule, say)
+            outcome = Night(fleet, every_s).play(schedule, say, quiet_s)
         finally:
             (folder / "heard.txt").write_text("\n".join(f"{line.at:.1f} {line}" for line in fleet.watch.lines))
             if keep is not None:

@@ -130,6 +130,8 @@ async def test_all_pages_of_the_list_and_structured_content():
     async with box_of(f"{STDIO} low") as box:
         assert [schema["function"]["name"] for schema in box.schemas] == ["tool_0", "tool_1", "tool_2"]
         assert (await one(box, "tool_2")).content == '{"called": "tool_2"}'
+        failed = await one(box, "tool_2", fail=True)
+        assert (failed.reason, "low says that the call failed, and not why" in failed.content) == ("raised", True)
         broken = await one(box, "tool_1")
         assert (broken.reason, "promised" in broken.content) == (reasons.TOOL_RAISED, True)
         assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
@@ -148,10 +150,17 @@ async def test_a_tool_whose_name_models_cannot_write_is_left_out_with_a_warning(
     assert "has a tool that is named 'tool_0', which models cannot write: it is left out" in caplog.text
 
 
-async def test_a_server_with_very_many_tools_is_refused_saying_so(monkeypatch):
+async def test_a_server_with_very_many_tools_or_a_huge_one_is_refused_saying_so(monkeypatch, caplog):
     monkeypatch.setattr(mcp, "MAX_TOOLS", 2)
-    with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* have it give fewer"):
+    with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* or name those that are needed in include$"):
         async with box_of(f"{STDIO} low"):
+            pass
+    assert not caplog.records, "its process is waited for"
+    async with box_of({"address": f"{STDIO} low", "include": ["tool_2"]}) as box:
+        assert (await one(box, "tool_2")).content == '{"called": "tool_2"}'
+    monkeypatch.setattr(mcp, "MAX_SCHEMA_CHARACTERS", 200)
+    with pytest.raises(ConfigError, match=r"its tool add has a description and schema of \d+ .*; name it in exclude"):
+        async with box_of({"address": STDIO, "include": ["add"]}):
             pass
 
 

@@ -206,7 +206,8 @@ async def _made(
     import mcp as _  # noqa: F401
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
-    logging.getLogger("mcp.client.stdio").setLevel(logging.CRITICAL)  # it logs a traceback for each line it cannot read
+    for transport in ("stdio", "streamable_http", "sse"):  # they log a traceback for each message they cannot read
+        logging.getLogger(f"mcp.client.{transport}").setLevel(logging.CRITICAL)
     servers = [
         McpServer(each.address, folder, connect_timeout_s, errors, uses_sse=each.transport == "sse") for each in given
     ]

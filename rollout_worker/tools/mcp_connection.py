@@ -177,6 +177,8 @@ _HTTP_CONNECT_S = 30.0
 
 _FOREVER_S = 1e6
 
+_MAX_EVENT_BYTES = 64 * 1024 * 1024
+
 _SHOWN_CHARACTERS = 120
 
 _STDERR_CHARACTERS = 300
@@ -226,6 +228,8 @@ class McpServer:
         self._connections: list[_Connection] = []
         self._failure, self._again_at = "", -float("inf")
         self._unread_is_told = False
+        # Of the last answer over HTTP.
+        self._status: int | None = None
         # Of the newest process.
         self._stderr: StderrTail | None = None
 
@@ -260,7 +264,7 @@ class McpServer:
                     lost = f"the connection to the MCP server {self.shown} was lost: {error}"
                     raise McpFailed(await self._with_stderr(lost)) from None
                 if is_last or error.code in (*of_call, PARSE_ERROR):
-                    answer = without_middle(str(error), _ANSWER_CHARACTERS)
+                    answer = self._with_status(without_middle(str(error), _ANSWER_CHARACTERS))
                     raise McpFailed(f"the MCP server {self.shown} answered: {answer}") from None
             except McpFailed as error:
                 self._give_up(connection)
@@ -286,13 +290,14 @@ class McpServer:
 
     async def _open(self) -> _Connection:
         connection = _Connection(self._transport, self.shown, self._warn_of_unread)
+        self._status = None
         try:
             await connection.open(self._connect_timeout_s)
             self._connection = connection
             self._connections = [*(each for each in self._connections if not each.ended), connection]
             return connection
         except McpFailed as error:
-            self._failure = await self._with_stderr(str(error))
+            self._failure = await self._with_stderr(self._with_status(str(error)))
             self._again_at = self._clock() + RETRY_AFTER_S
             raise McpFailed(self._failure) from None
         finally:
@@ -304,6 +309,19 @@ class McpServer:
         """Return an error with what a process wrote last."""
         lines = "" if self._stderr is None else await asyncio.to_thread(self._stderr.last_lines)
         return f"{text}; it wrote last: {lines[-_STDERR_CHARACTERS:]}" if lines else text
+
+    async def _note_status(self, response: Any) -> None:
+        """Keep the status of a refused message, which the library's errors do not say."""
+        if response.request.method == "POST":
+            self._status = response.status_code
+
+    def _with_status(self, text: str) -> str:
+        if self._status is None or self._status < 400:
+            return text
+        remedy = (
+            "; what it asks for can stand in its address, as a key or user:password@" if self._status == 401 else ""
+        )
+        return f"{text} (HTTP status {self._status}{remedy})"
 
     def _warn_of_unread(self, line: str) -> None:
         if not self._unread_is_told:
@@ -334,10 +352,13 @@ class McpServer:
 
             # httpx2's own limit of 100 calls at a time would end the connection. The caller bounds the time of a call.
             client = httpx2.AsyncClient(
-                timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S), limits=httpx2.Limits(max_connections=None)
+                timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S),
+                limits=httpx2.Limits(max_connections=None),
+                event_hooks={"response": [self._note_status]},
             )
             stack.push_async_callback(client.aclose)
-            return streamable_http_client(self._address, http_client=client)
+            # An image of a megabyte exceeds the library's own limit, which ends the connection.
+            return streamable_http_client(self._address, http_client=client, max_sse_event_size=_MAX_EVENT_BYTES)
         program, *arguments = guarded_command(self.command)
         parameters = StdioServerParameters(
             command=program,

@@ -339,6 +339,7 @@ class Session:
         ids = plain.prompt
         if isinstance(ids, str):
             text = ids
+            self._allowance.check_size(text)
             ids = await user_code.in_thread(lambda: tokenizer.encode(text, add_special_tokens=plain.special))
         check_ids(ids, len(tokenizer))
         before = self._tree.before(ids)
@@ -382,6 +383,7 @@ class Session:
         anew."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
+        self._allowance.check_size(shown)
         after = {"user": proven.appends_users, "tool": before is not None and bool(before.calls)}
         if before is not None and all(after.get(added.role) for added in place.rest):
             suffix = await chat.suffix_ids(before.prompt_ids, before.turn_ids, shown)

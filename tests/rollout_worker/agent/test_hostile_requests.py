@@ -162,12 +162,15 @@ async def test_i8_a_connection_that_stays_open_keeps_no_body():
         b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\x01\r\n\r\n",
         b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nx-api-key: %s\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b" " * 9000 + b"%s\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nx-api-key: %s\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nx-api-key: %s\r\n\r\n",
     ],
 )
-async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
+async def test_i8_what_cannot_be_read_is_refused_and_writes_no_log(wrong, caplog):
     with caplog.at_level(logging.DEBUG):
         answer, _ = await talk(lambda client: raw(client.endpoint, wrong % client.endpoint.api_key.encode()))
-    assert answer.startswith(b"HTTP/1.0 400")
+    expects = b"Expect" in wrong
+    assert answer.startswith(b"HTTP/1.1 417" if expects else b"HTTP/1.0 400")
     said = json.loads(answer.partition(b"\r\n\r\n")[2])
     # Both languages' clients find here what they look for.
     assert (said["type"], said["error"]["type"], said["error"]["code"]) == (
@@ -175,15 +178,29 @@ async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
         "invalid_request_error",
         "bad_request",
     )
-    assert said["error"]["message"].startswith("the request cannot be read: ")
+    assert said["error"]["message"].startswith("the request cannot be read: " + "Expect: tea: " * expects)
     assert b"x-should-retry: false" in answer
     assert "sk-slipstream" not in caplog.text
     assert "Traceback" not in caplog.text
 
 
-async def test_a_prompt_that_is_too_long_is_a_400_that_agents_know():
-    reply, _ = await talk(lambda client: client.ask([{"role": "user", "content": "word " * 100_000}]))
-    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/messages/count_tokens", "/completions"])
+async def test_a_prompt_that_is_too_long_is_a_400_that_agents_know(path):
+    """One that is far too long is never tokenised."""
+    asked = {"model": "policy", **({"prompt": ""} if path == "/completions" else {"messages": [USER]})}
+
+    def saying(text):
+        return json.dumps(asked | ({"prompt": text} if "prompt" in asked else {"messages": [USER | {"content": text}]}))
+
+    async def ask(client):
+        return [await client.post(saying("word " * words), path) for words in (5_000, 100_000)]
+
+    (long, longest), _ = await talk(ask)
+    assert long.status == (200 if path.endswith("count_tokens") else 400)
+    assert long.status == 200 or "vllm.max_model_len" in long.error["message"]
+    assert longest.status == 400
+    assert "has at least 5000" in longest.error["message"]
+    assert "characters" in longest.error["message"]
 
 
 async def test_a_tool_that_the_model_cannot_be_shown_is_a_400_for_ever():

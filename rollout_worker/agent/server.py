@@ -198,7 +198,8 @@ class AgentServer:
             return _error_response(error, error_body(error) if is_anthropic else error.body)
 
         try:
-            request[OPENED] = self._opened_by(request.headers)
+            request[OPENED] = opened = self._opened_by(request.headers)
+            await opened.session.pace.turn()
             return await handler(request)
         except ApiError as error:
             return failed(error)
@@ -358,7 +359,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _error_response(error: ApiError, body: Mapping[str, Any]) -> web.Response:
     response = _json(body, error.status, _FINAL)
-    if error.status in (401, 408, 410, 413, 415):
+    if error.status in (401, 408, 410, 413, 415, 429):
         response.force_close()  # the rest of the body is not read
     return response
 

@@ -29,6 +29,7 @@ from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
 from rollout_worker.agent.forced_calls import one_call
 from rollout_worker.agent.formats import ChatFormats, Proven
+from rollout_worker.agent.pace import Pace
 from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
 from rollout_worker.agent.segments import MEANT, NewSegment, why_new
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
@@ -157,6 +158,7 @@ class Session:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
         responses: The episode's responses.
+        pace: How fast requests are handled.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Session:
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
         self.responses = ResponsesApi()
+        self.pace = Pace(shared.episodes.notices)
         self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._system_prompt = system_prompt
         self._shared = shared

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import time
 import tracemalloc
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import pytest
 from aiohttp.http_parser import DeflateBuffer
 
 from protocol.config import ConfigError
+from rollout_worker.agent import pace
 from rollout_worker.agent import server as agent_server
 from rollout_worker.agent.source import AgentSource
 from tests import kit
@@ -131,6 +134,23 @@ async def test_large_bodies_that_wait_are_told_that_the_episode_is_over(monkeypa
         replies = [each.result() for each in asked]
     assert [rollout.turns for rollout in run.rollouts] == [1, 1]
     assert [(reply.status, reply.error["code"]) for reply in replies] == [(410, "episode_over")] * 8
+
+
+async def test_i8_a_flood_is_paced_and_told_and_holds_few_connections(monkeypatch):
+    for name, value in {"_AT_ONCE": 10, "_PER_S": 50.0, "_MAX_WAITING": 20}.items():
+        monkeypatch.setattr(pace, name, value)
+
+    async def ask(client):
+        began = time.monotonic()
+        replies = await asyncio.gather(*(client.get("/models") for _ in range(60)))
+        return replies, time.monotonic() - began
+
+    (replies, took_s), run = await talk(ask)
+    assert Counter(reply.status for reply in replies)[429] in range(20, 31)
+    assert {reply.error["code"] for reply in replies if reply.status == 429} == {"too_many_requests"}
+    assert {reply.status for reply in replies} == {200, 429}
+    assert took_s > 0.3
+    assert [notice.text for notice in run.worker.report().notices if "asks without end" in notice.text]
 
 
 async def test_i8_a_connection_that_stays_open_keeps_no_body():

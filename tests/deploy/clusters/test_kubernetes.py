@@ -23,7 +23,7 @@ from deploy.cli import app
 from deploy.clusters import kubernetes
 from protocol import access
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import output
+from tests.deploy.typed import output
 from tests.kit.config import config
 from tests.kit.queue import serving
 

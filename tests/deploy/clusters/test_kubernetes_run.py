@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.deploy.clusters.typed import Typed
 from tests.deploy.stage import until
+from tests.deploy.typed import Typed
 from tests.kit.kubernetes import StandInCluster
 
 pytest.importorskip("kubernetes")

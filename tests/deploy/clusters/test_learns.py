@@ -21,7 +21,7 @@ from deploy.clusters import slurm
 from protocol import checkpoints
 from protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
-from tests.deploy.clusters.typed import Typed, output
+from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port
 from tests.nights import fleet
 from tests.nights.audit import of_files

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from protocol import checkpoints
-from tests.deploy.clusters.typed import Typed
+from tests.deploy.typed import Typed
 from tests.nights.audit import of_files
 
 STEPS = 12

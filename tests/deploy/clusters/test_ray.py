@@ -16,9 +16,9 @@ from deploy.clusters import ray
 from deploy.clusters.roles import Node, Resources
 from deploy.run.processes import Program
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import SMALL, Typed, output, read_until
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import until
+from tests.deploy.typed import SMALL, Typed, output, read_until
 from tests.kit.ports import free_port
 from tests.kit.ray import RayNodes
 

@@ -12,9 +12,9 @@ from deploy.clusters import slurm, slurm_job
 from deploy.clusters.following import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import SMALL, Typed, output, read_until
 from tests.deploy.conftest import run_directory, save_ledger
 from tests.deploy.stage import until
+from tests.deploy.typed import SMALL, Typed, output, read_until
 from tests.kit.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]

@@ -13,9 +13,9 @@ import pytest
 from deploy.clusters import slurm, slurm_job
 from deploy.run.run_directory import held_alone
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import Typed, output, read_until
 from tests.deploy.conftest import save_ledger
 from tests.deploy.stage import until
+from tests.deploy.typed import Typed, output, read_until
 
 COMMANDS = {
     "sinfo": """

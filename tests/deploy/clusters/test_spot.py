@@ -19,7 +19,7 @@ import pytest
 from protocol import access
 from protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
-from tests.deploy.clusters.typed import Typed, output
+from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port
 from tests.nights.audit import of_files
 

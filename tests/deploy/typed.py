@@ -1,4 +1,4 @@
-"""The command line as a person types it, for the tests of each scheduler."""
+"""The command line as a person types it, in a copy of a process that has imported what it imports."""
 
 from __future__ import annotations
 

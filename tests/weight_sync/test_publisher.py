@@ -393,6 +393,31 @@ def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed
     assert world.fakes[1].calls.count("/slipstream/state") <= 2
 
 
+async def test_i7_a_question_that_a_failed_publication_cut_short_counts_as_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 0.01)
+    asked, unanswered = asyncio.Event(), []
+
+    class Silent:
+        async def state(self) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def fail() -> server_publication.Outcome:
+        await asked.wait()
+        raise control.ControlError("the connection was lost")
+
+    attempt = server_publication.PublicationAttempt(
+        Silent(), mock.AsyncMock(), unanswered.append, mock.AsyncMock(), 60.0
+    )  # type: ignore[arg-type]
+    began = time.monotonic()
+    with pytest.raises(control.ControlError):
+        await attempt.run(fail)
+    assert len(unanswered) == 1
+    assert began < unanswered[0] < time.monotonic()
+
+
 def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:
     world.fakes[1].engine.pause()
     world.fakes[1].engine.pause_owner = "person"

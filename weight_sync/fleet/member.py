@@ -100,7 +100,9 @@ class Member:
         self._silent_since: float | None = None
         self._next_try = 0.0
         self._wake = asyncio.Event()
-        self.attempt = PublicationAttempt(sync.control, self._note_answer, self._note_state, timeout_s)
+        self.attempt = PublicationAttempt(
+            sync.control, self._note_answer, self._note_silent_since, self._note_state, timeout_s
+        )
 
     @property
     def server(self) -> Server:

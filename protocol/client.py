@@ -499,7 +499,7 @@ def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[st
 
 def _tickets(body: bytes, kind: type[TicketReply]) -> TicketReply:
     """Read the answer to a request for tickets, which is empty where there are none yet."""
-    return codec.decode_json(body, kind) if body else kind([], None)  # type: ignore[no-any-return]
+    return codec.decode_json(body, kind) if body else kind([], None)
 
 
 def _problem(status: int, body: bytes) -> ErrorBody:

@@ -115,7 +115,7 @@ def told(status: dict[str, Any]) -> Iterator[str]:
             why = server.get("waits_for") or ""
             yield f"server {server['name']} is {server['state']}: {server.get('reason')} {why}".rstrip()
     for worker in status["workers"]:
-        if worker["does"] in ("silent", "refused", "left", "waiting_for_servers"):
+        if worker["does"] in ("quiet", "silent", "refused", "left", "waiting_for_servers"):
             yield f"worker {worker['worker_id']} is {worker['does']}: {worker.get('reason')}"
     for wait in status["waits"]:
         if wait["since_s"] >= 2:

@@ -351,6 +351,25 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
         assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
 
 
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        (["/slipstream/state"], r"HTTP 502.*; it answers GET /health: does a proxy"),
+        (["/slipstream/state", "/health"], r"HTTP 502.*; it does not answer GET /health either: is the proxy"),
+    ],
+)
+def test_a_server_behind_a_proxy_that_passes_some_routes_alone_is_told_from_one_that_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, routes: list[str], said: str
+) -> None:
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.0)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].faults.extend(Fault("status", times=None, route=route, status=502) for route in routes)
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+    assert re.search(f"its engine does not answer: .*{said}", str(world.servers()["vllm-1"].reason))
+
+
 def look_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions take 0.4 s where there is no answer, and the next is asked 0.3 s later."""
     monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)

@@ -183,9 +183,7 @@ class Member:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
                 await self._note_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
             else:
-                await self._note_silence(
-                    str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s", began
-                )
+                await self._note_silence(await self._sync.control.explain(error), began)
             return None
         finally:
             self._asks = False

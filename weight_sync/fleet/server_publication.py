@@ -257,7 +257,7 @@ class PublicationAttempt:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._control.state()
         except (ControlError, TimeoutError) as error:
-            return str(error) or f"{self._control.url}: no answer within {LOOK_TIMEOUT_S:g} s"
+            return await self._control.explain(error)
         if state.alive or state.pause_owner == "publication":
             await self._on_state(state)
             return None

@@ -34,10 +34,11 @@ if [[ $# -gt 0 ]]; then
     exec pytest "${all[@]}" "$@"
 fi
 # One thread each, or they would wait for one another; more processes than cores, as half of a test's time is waiting.
-# They are copies of one that has collected: tests/kit/parallel.py. Long files begin first: tests/conftest.py.
+# They are copies of one that has collected: tests/kit/parallel.py. Real servers and long files begin first, two of the
+# servers' at a time: tests/conftest.py.
 copies=$((2 * $(nproc) + 1))  # nproc heeds the next line
 export OMP_NUM_THREADS=1
-pytest "${all[@]}" --copies "$copies" -m "not e2e and not slurm and not ray and not frameworks" --durations=15
+pytest "${all[@]}" --copies "$copies" -m "not slurm and not ray and not frameworks" --durations=15
 # Minutes of jobs that begin and end; without --all they are asked for by name: deploy/test.sh -m "slurm or ray"
 if [[ ${#all[@]} -gt 0 ]]; then
     has_slurm || debian slurm-wlm munge || echo "test: no SLURM here: runs under it are not tried" >&2
@@ -46,5 +47,3 @@ if [[ ${#all[@]} -gt 0 ]]; then
     # Downloads an environment for each framework and library of environments: deploy/test.sh -m frameworks
     pytest "${all[@]}" -m frameworks --durations=5 tests/frameworks tests/environments
 fi
-# Runs and servers, of which each is several processes: two at a time. What shares a server shares a process.
-exec pytest "${all[@]}" --copies 2 -m e2e --durations=5 tests/e2e

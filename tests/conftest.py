@@ -79,7 +79,12 @@ OWN_SERVERS = (
 def group_of(item: pytest.Item) -> str:
     """Return what one copy runs from its first test to its last: a file, or the files that share a server."""
     file = item.path.as_posix()
-    return "the shared server" if "/e2e/" in file and not file.endswith(OWN_SERVERS) else file
+    return "the shared server" if is_whole_run(item) and not file.endswith(OWN_SERVERS) else file
+
+
+def is_whole_run(item: pytest.Item) -> bool:
+    """Whether a test runs real vLLM servers, each of which is several processes."""
+    return "/e2e/" in item.path.as_posix()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -88,7 +93,7 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     if copies < 2 or session.config.option.collectonly or session.testsfailed:
         return None
     start_original()  # one for all of them
-    ParallelRun(session, copies, group_of).run()
+    ParallelRun(session, copies, group_of, is_whole_run).run()
     return True
 
 
@@ -107,9 +112,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Sort long files to the front, the order within a file stays; leave out what is for `--all`."""
+    """Sort whole runs and long files to the front, the order within a file stays; leave out what is for `--all`."""
     first = {str(TESTS / name): place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: first.get(str(item.path), len(first)))
+    items.sort(key=lambda item: (not is_whole_run(item), first.get(str(item.path), len(first))))
     if config.getoption("all"):
         return
     wide = {item for item in items if item.get_closest_marker("wide")}

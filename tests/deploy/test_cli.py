@@ -28,6 +28,7 @@ from protocol.config.sections.presets import PRESETS, SET_BY_PRESETS
 from protocol.config.text import find_field, settings
 from protocol.messages import Server
 from protocol.status import ServerStatus, Status
+from tests.deploy.typed import output
 from tests.kit import config
 from tests.kit.ports import free_port
 from tests.kit.queue import serving
@@ -172,12 +173,10 @@ def test_config_prints_a_run_file_whose_files_are_elsewhere(
 
 async def test_status_as_json_is_the_status_in_one_line(run_file: Path) -> None:
     async with serving(config(run={"name": "shown"})) as queue:
-        command = [sys.executable, "-m", "deploy", "status", str(run_file), "--json", "--queue", queue.url]
-        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
-        out, _ = await process.communicate()
-    (line,) = out.splitlines()
+        code, said = await asyncio.to_thread(output, "status", str(run_file), "--json", "--queue", queue.url)
+    (line,) = said.splitlines()
     assert msgspec.json.decode(line, type=Status).run == "shown"
-    assert process.returncode == 0
+    assert code == 0
 
 
 async def test_the_servers_as_json_are_one_object_a_line(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollout_worker.chat.build import build_chat_format
 from rollout_worker.task.environment_instance import interface_of, tools_of
 from rollout_worker.task.task import load_task
 from rollout_worker.tools.toolbox import ToolBox
+from tests.deploy.typed import output
 from tests.examples.conftest import EXAMPLES, modules_of
 
 # One that sees has a test of its own.
@@ -46,10 +46,9 @@ def example(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 def test_the_run_file_is_printed_whole(example: Opened) -> None:
-    command = [sys.executable, "-m", "deploy.cli", "config", str(EXAMPLES / example.name / "run.toml")]
-    done = subprocess.run([*command, "--model.path", str(example.folder)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "[learner]" in done.stdout
+    code, said = output("config", str(EXAMPLES / example.name / "run.toml"), "--model.path", str(example.folder))
+    assert code == 0, said
+    assert "[learner]" in said
 
 
 def test_every_token_has_an_id_that_the_model_knows(example: Opened) -> None:

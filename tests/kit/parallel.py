@@ -1,8 +1,8 @@
 """Runs tests side by side, in copies of the one process that has collected them.
 
 `pytest --copies N` collects once, which takes as long as importing torch, and forks N copies. Each takes the tests of
-one file after another, so that fixtures of a module are made once. A copy that dies fails the test that it ran, and a
-new copy takes its other tests.
+one file after another, so that fixtures of a module are made once. Of the groups that are many processes themselves, so
+many run at once that each gets on. A copy that dies fails the test that it ran, and a new copy takes its other tests.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from _pytest.config import create_terminal_writer
 
 FORK = multiprocessing.get_context("fork")
 DEATH_SEEN_WITHIN_S = 1.0
+HEAVY = 2
 PR_SET_PDEATHSIG = 1
 
 
@@ -37,15 +38,23 @@ class ParallelRun:
         copies: Number of copies.
         group_of: Returns the group of a test. One copy runs all tests of a group; groups are begun in the order of
             their first tests.
+        is_heavy: Whether a test is among those of which no more than `HEAVY` groups run at once.
     """
 
-    def __init__(self, session: pytest.Session, copies: int, group_of: Callable[[pytest.Item], str]) -> None:
+    def __init__(
+        self,
+        session: pytest.Session,
+        copies: int,
+        group_of: Callable[[pytest.Item], str],
+        is_heavy: Callable[[pytest.Item], bool] = lambda item: False,
+    ) -> None:
         self._session = session
         self._copies = copies
         groups: dict[str, list[int]] = {}
         for index, item in enumerate(session.items):
             groups.setdefault(group_of(item), []).append(index)
         self._waiting = deque(groups.values())
+        self._is_heavy = is_heavy
         self._living: dict[Connection, _Copy] = {}
         self._stop: BaseException | None = None
 
@@ -60,7 +69,7 @@ class ParallelRun:
         gc.freeze()  # a collection of garbage in a copy leaves the memory that all copies share alone
         try:
             while self._living or (self._waiting and not self._stop):
-                while self._waiting and len(self._living) < self._copies and not self._stop:
+                while len(self._living) < self._copies and not self._stop and self._next() is not None:
                     self._fork()
                 for pipe in connection.wait(list(self._living), DEATH_SEEN_WITHIN_S):
                     assert isinstance(pipe, Connection)
@@ -109,7 +118,11 @@ class ParallelRun:
             return
         hook = self._session.config.hook
         if kind == "next":
-            copy.send(self._waiting.popleft() if self._waiting and not self._stop else None)
+            copy.heavy = False
+            if (group := None if self._stop else self._next()) is not None:
+                self._waiting.remove(group)
+                copy.heavy = self._is_heavy_group(group)
+            copy.send(group)
         elif kind == "start":
             copy.runs = True
             item = self._session.items[copy.pending[0]]
@@ -123,6 +136,14 @@ class ParallelRun:
             item = self._session.items[copy.pending.pop(0)]
             copy.runs = False
             hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+
+    def _next(self) -> list[int] | None:
+        """Return the first group that may begin now. Where only heavy ones are left, who runs the others takes them."""
+        heavy = sum(copy.heavy for copy in self._living.values())
+        return next((group for group in self._waiting if heavy < HEAVY or not self._is_heavy_group(group)), None)
+
+    def _is_heavy_group(self, group: list[int]) -> bool:
+        return self._is_heavy(self._session.items[group[0]])
 
     def _bury(self, copy: _Copy) -> None:
         """Report the test that a dead copy ran as failed, and give its other tests back."""
@@ -145,6 +166,7 @@ class _Copy:
     Attributes:
         pending: Indices of the tests that it has and that have not ended.
         runs: Whether it runs the first of them now.
+        heavy: Whether they are heavy.
     """
 
     def __init__(self, pipe: Connection, process: BaseProcess) -> None:
@@ -152,6 +174,7 @@ class _Copy:
         self.process = process
         self.pending: list[int] = []
         self.runs = False
+        self.heavy = False
 
     def send(self, group: list[int] | None) -> None:
         self.pending += group or []

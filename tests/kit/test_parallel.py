@@ -57,6 +57,19 @@ def test_that_waits_for_the_other_file():
         time.sleep(0.01)
 """
 
+# Of whole runs no three are there at once.
+COUNTS = """
+import time
+from pathlib import Path
+
+def test_that_is_one_of_two():
+    Path("{mine}").touch()
+    for _ in range(20):
+        assert len([*Path("{mine}").parent.glob("run-*")]) <= 2
+        time.sleep(0.02)
+    Path("{mine}").unlink()
+"""
+
 
 def run(folder: Path, *options: str, **files: str) -> subprocess.CompletedProcess[str]:
     for name, source in files.items():
@@ -100,3 +113,13 @@ def test_after_as_many_failures_as_allowed_no_other_file_is_begun(tmp_path: Path
 
 def test_the_files_that_begin_first_exist() -> None:
     assert [name for name in (*LONG_FILES, *OWN_SERVERS) if not (TESTS / name).is_file()] == []
+
+
+def test_of_whole_runs_two_are_tried_at_once_beside_the_others(tmp_path: Path) -> None:
+    (folder := tmp_path / "e2e").mkdir()
+    for name in OWN_SERVERS:
+        source = COUNTS.format(mine=tmp_path / f"run-{Path(name).stem}")
+        (folder / Path(name).name).write_text(source, encoding="utf-8")
+    done = run(tmp_path, "--copies", "4", lives=LIVES)
+    assert done.returncode == pytest.ExitCode.OK, done.stdout + done.stderr
+    assert f"{6 + len(OWN_SERVERS)} passed" in done.stdout

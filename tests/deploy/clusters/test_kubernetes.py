@@ -23,11 +23,13 @@ from deploy.cli import app
 from deploy.clusters import kubernetes
 from protocol import access
 from protocol.config import ConfigError, load
+from tests.deploy.typed import output
 from tests.kit.config import config
 from tests.kit.queue import serving
 
 SECRET = "0123456789abcdef0123456789abcdef"
 VERSION = "1.31"
+IMAGE = ("--cluster.image", "registry.local/rl:1")
 
 # Fields of the operators' own resources that the manifests may hold (JobSet 0.12, KEDA 2.18).
 FIELDS = {
@@ -69,13 +71,17 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 Render = Callable[..., dict[str, list[dict[str, Any]]]]
 
 
-@pytest.fixture
-def render(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Render:
-    """Writes the manifests and reads them back, by file."""
+@pytest.fixture(autouse=True)
+def token(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLIPSTREAM_TOKEN", SECRET)
 
+
+@pytest.fixture
+def render(run_file: Path, tmp_path: Path) -> Render:
+    """Writes the manifests and reads them back, by file."""
+
     def written(*settings: str) -> dict[str, list[dict[str, Any]]]:
-        found = load(run_file, ["--cluster.image", "registry.local/rl:1", *settings])
+        found = load(run_file, [*IMAGE, *settings])
         files = kubernetes.write(found, tmp_path / "out", run_file.parent)
         return {file.name: [*yaml.safe_load_all(file.read_text(encoding="utf-8"))] for file in files}
 
@@ -332,7 +338,7 @@ def load_port(script: str) -> str:
 def test_what_does_not_fit_is_one_line_and_nothing_is_written(
     run_file: Path, tmp_path: Path, settings: list[str], told: str
 ) -> None:
-    code, said = command(run_file, tmp_path / "out", SECRET, *settings)
+    code, said = output("render", "kubernetes", str(run_file), "--out", str(tmp_path / "out"), *settings)
     assert code == 2
     assert told in said
     assert said.count("\n") == 1
@@ -347,14 +353,14 @@ def test_without_a_token_nothing_is_written(run_file: Path, tmp_path: Path, monk
 
 
 def test_the_command_says_what_to_apply(run_file: Path, tmp_path: Path) -> None:
-    code, said = command(run_file, tmp_path / "its out", SECRET, "--cluster.image", "registry.local/rl:1")
+    code, said = output("render", "kubernetes", str(run_file), "--out", str(tmp_path / "its out"), *IMAGE)
     assert code == 0, said
     assert f"kubectl apply -k '{tmp_path / 'its out'}'" in said
     assert (tmp_path / "its out" / "kustomization.yaml").is_file()
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(run_file: Path) -> None:
-    code, said = command(run_file, run_file, SECRET, "--cluster.image", "registry.local/rl:1")
+    code, said = output("render", "kubernetes", str(run_file), "--out", str(run_file), *IMAGE)
     assert (code, said.count("\n")) == (2, 1)
     assert said.startswith(f"slipstream: --out {run_file}: {run_file} cannot be written: File exists")
 
@@ -364,21 +370,3 @@ def test_each_run_has_objects_of_its_own(render: Render, one: str, other: str) -
     names = [{each["metadata"]["name"] for each in objects(render("--run.name", run))} for run in (one, other)]
     assert not names[0] & names[1]
     assert max(len(name) for each in names for name in each) < 45
-
-
-def command(run_file: Path, out: Path, token: str, *settings: str) -> tuple[int, str]:
-    words = [
-        sys.executable,
-        "-P",
-        "-m",
-        "deploy.cli",
-        "render",
-        "kubernetes",
-        str(run_file),
-        "--out",
-        str(out),
-        *settings,
-    ]
-    environment = {**os.environ, "SLIPSTREAM_TOKEN": token}
-    done = subprocess.run(words, capture_output=True, text=True, timeout=100, env=environment)
-    return done.returncode, done.stdout + done.stderr

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.deploy.stage import until
+from tests.deploy.typed import Typed
 from tests.kit.kubernetes import StandInCluster
 
 pytest.importorskip("kubernetes")
@@ -30,15 +29,13 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn
     found.close()
 
 
-def up(run_file: Path, *settings: str) -> subprocess.Popen[str]:
-    words = ["up", str(run_file), "--on", "kubernetes", "--cluster.image", "registry.local/rl:1", *settings]
-    command = [sys.executable, "-P", "-m", "deploy.cli", *words]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+def up(run_file: Path, *settings: str) -> Typed:
+    return Typed("up", str(run_file), "--on", "kubernetes", "--cluster.image", "registry.local/rl:1", *settings)
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+def ended(process: Typed) -> tuple[int, str]:
     said, _ = process.communicate(timeout=100)
-    return process.returncode, said
+    return process.wait(), said
 
 
 def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: StandInCluster, run_file: Path) -> None:
@@ -48,7 +45,6 @@ def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: Stand
     process = up(run_file)
     until(lambda: JOB_SET in cluster.objects)
     cluster.logs["small-learner-0"].append("2026-01-01T00:00:00.3Z done")
-    assert process.stdout is not None
     lines: list[str] = []
     # `communicate` loses what `readline` has read ahead.
     while not {"done\n", "small: 1 learner running, 1 server pending\n"} <= {*lines}:

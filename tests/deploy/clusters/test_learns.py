@@ -21,7 +21,7 @@ from deploy.clusters import slurm
 from protocol import checkpoints
 from protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
-from tests.deploy.clusters.typed import output, slipstream
+from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port
 from tests.nights import fleet
 from tests.nights.audit import of_files
@@ -42,7 +42,7 @@ WITHIN_S = 600.0
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.wide]
 
 
-def until(true: Callable[[], object], up: subprocess.Popen[str]) -> None:
+def until(true: Callable[[], object], up: Typed) -> None:
     deadline = time.monotonic() + WITHIN_S
     while not true():
         assert up.poll() is None, up.communicate()[0]
@@ -78,8 +78,8 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
         workers = {worker["worker_id"]: "here" for worker in status["workers"] if worker["seen_s_ago"] < 15}
         return workers | {server["name"]: server["state"] for server in status["servers"]}
 
-    joined: list[subprocess.Popen[str]] = []
-    up = slipstream("up", str(run_file), "--on", on)
+    joined: list[Typed] = []
+    up = Typed("up", str(run_file), "--on", on)
     try:
         until(lambda: seen().get("vllm-0") == seen().get("vllm-1") == "serving", up)
         if on == "slurm":
@@ -88,7 +88,7 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
             more = f"worker-{slurm.submit(script)}-0"
         else:
             more = "worker-more"
-            joined.append(slipstream("worker", stored, "--name", more))
+            joined.append(Typed("worker", stored, "--name", more))
         until(lambda: more in seen(), up)
         code, said = output("servers", "remove", "vllm-1", "--force", "--queue", load(run_file).queue.address)
         assert code == 0, said
@@ -101,7 +101,7 @@ def test_multiply_is_learnt_while_a_worker_comes_a_server_drains_and_the_job_is_
             up.send_signal(signal.SIGINT)
             told, _ = up.communicate(timeout=WITHIN_S)
             assert up.returncode == 130, told
-            up = slipstream("up", str(run_file), "--on", on, "--resume")
+            up = Typed("up", str(run_file), "--on", on, "--resume")
         told, _ = up.communicate(timeout=2 * WITHIN_S)
         assert up.returncode == 0, told
         assert "resuming from step" in told

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from protocol import checkpoints
-from tests.deploy.clusters.typed import slipstream
+from tests.deploy.typed import Typed
 from tests.nights.audit import of_files
 
 STEPS = 12
@@ -62,7 +62,7 @@ def test_a_rank_that_is_killed_restarts_all_ranks_and_the_rest_of_the_run_goes_o
         words += ["--cluster.learner_nodes", "2"]
     if on == "ray":
         words += ["--cluster.ray_env", '["PYTHONPATH", "OMP_NUM_THREADS"]']
-    with slipstream("up", str(tmp_path / "run.toml"), "--on", on, *words) as up:
+    with Typed("up", str(tmp_path / "run.toml"), "--on", on, *words) as up:
         try:
             until(lambda: checkpoints.complete(run_dir) or up.poll() is not None)
             before = of_run(tmp_path)

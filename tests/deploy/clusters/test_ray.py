@@ -16,9 +16,9 @@ from deploy.clusters import ray
 from deploy.clusters.roles import Node, Resources
 from deploy.run.processes import Program
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import until
+from tests.deploy.typed import SMALL, Typed, output, read_until
 from tests.kit.ports import free_port
 from tests.kit.ray import RayNodes
 
@@ -44,12 +44,12 @@ def free(ray_here: RayNodes) -> Iterator[RayNodes]:
 def test_a_run_is_placed_and_done_while_a_worker_comes_and_a_server_drains(
     free: RayNodes, run_file: Path, hold: Path
 ) -> None:
-    with slipstream("up", str(run_file), "--on", "ray", "--vllm.count", "2", *SMALL, *PASSED) as up:
+    with Typed("up", str(run_file), "--on", "ray", "--vllm.count", "2", *SMALL, *PASSED) as up:
         told = read_until(up, "all have come")
         assert "starting queue, vllm-0, vllm-1, worker-0, learner" in told
         assert free.free_cpus() == free.cpus() - 7
         file = str(run_directory(run_file) / "run.toml")
-        with slipstream("worker", file, "--name", "worker-more") as more:
+        with Typed("worker", file, "--name", "worker-more") as more:
             until(lambda: "worker-more" in output("status", file, "--json")[1])
             code, said = output("servers", "remove", "vllm-1", "--force", "--now", "--queue", queue_of(file))
             assert code == 0, said
@@ -70,7 +70,7 @@ def queue_of(file: str) -> str:
 def test_a_signal_ends_all_and_the_learner_writes_its_checkpoint(
     free: RayNodes, run_file: Path, hold: Path, number: int, code: int
 ) -> None:
-    with slipstream("up", str(run_file), "--on", "ray", "--deploy.grace_s", "10", *SMALL, *PASSED) as up:
+    with Typed("up", str(run_file), "--on", "ray", "--deploy.grace_s", "10", *SMALL, *PASSED) as up:
         read_until(up, "all have come")
         up.send_signal(number)
         said, _ = up.communicate(timeout=100)
@@ -81,7 +81,7 @@ def test_a_signal_ends_all_and_the_learner_writes_its_checkpoint(
 
 @pytest.mark.ray
 def test_what_was_placed_is_gone_after_a_killed_command(free: RayNodes, run_file: Path, hold: Path) -> None:
-    with slipstream("up", str(run_file), "--on", "ray", "--deploy.grace_s", "2", *SMALL, *PASSED) as up:
+    with Typed("up", str(run_file), "--on", "ray", "--deploy.grace_s", "2", *SMALL, *PASSED) as up:
         read_until(up, "all have come")
         up.kill()
         up.wait(timeout=30)
@@ -92,7 +92,7 @@ def test_what_was_placed_is_gone_after_a_killed_command(free: RayNodes, run_file
 def test_a_worker_whose_node_is_lost_starts_on_another(free: RayNodes, run_file: Path, hold: Path) -> None:
     node = free.add(label="last")
     apart = ("--cluster.node_selector", '["place=first"]', "--cluster.worker_node_selector", '["place=last"]')
-    with slipstream("up", str(run_file), "--on", "ray", *SMALL, *PASSED, *apart) as up:
+    with Typed("up", str(run_file), "--on", "ray", *SMALL, *PASSED, *apart) as up:
         read_until(up, "all have come")
         before = workers_of(run_file)
         assert len(before) == 1
@@ -193,7 +193,7 @@ def test_a_request_without_room_waits_and_is_taken_back(free: RayNodes, run_file
     other = ray.connect(config)
     with other.children(2.0):
         asyncio.run(other.settle(config, print))
-        with slipstream("up", str(run_file), "--on", "ray", *SMALL, *PASSED) as up:
+        with Typed("up", str(run_file), "--on", "ray", *SMALL, *PASSED) as up:
             told = read_until(up, "waiting for room on the Ray cluster")
             assert "for 3 actors; free are 0 CPU cores and 6 GPUs; Ctrl-C takes the request back" in told
             up.send_signal(signal.SIGINT)

@@ -12,16 +12,16 @@ from deploy.clusters import slurm, slurm_job
 from deploy.clusters.following import Stops
 from deploy.run.process_keeper import RunFailed
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import SMALL, output, read_until, slipstream
 from tests.deploy.conftest import run_directory, save_ledger
 from tests.deploy.stage import until
+from tests.deploy.typed import SMALL, Typed, output, read_until
 from tests.kit.slurm import SlurmCluster
 
 pytestmark = [pytest.mark.slurm, pytest.mark.timeout(300)]
 
 
 def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
-    with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "2", *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", "--worker.count", "2", *SMALL) as up:
         told = read_until(up, "all have come")
         assert "all have come: vllm-0, worker-0, worker-1; resume False" in told
         steps = slurm_here.run("squeue", "--steps", "--noheader", "--format=%j").split()
@@ -31,7 +31,7 @@ def test_a_run_is_submitted_followed_and_done(slurm_here: SlurmCluster, run_file
 
 
 def test_more_workers_come_as_an_array_and_go(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
-    with slipstream("up", str(run_file), "--on", "slurm", "--worker.count", "0", *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", "--worker.count", "0", *SMALL) as up:
         read_until(up, "all have come: vllm-0")
         code, script = output("render", "slurm", str(run_file), "--workers", "2", *SMALL)
         assert code == 0, script
@@ -66,7 +66,7 @@ def test_a_job_that_is_queued_again_has_written_a_checkpoint_and_goes_on_from_it
     slurm_here: SlurmCluster, run_file: Path, hold: Path, ended_by: str
 ) -> None:
     """The signal is SLURM's own, sent early here; what follows it is what follows at the limit."""
-    with slipstream("up", str(run_file), "--on", "slurm", "--deploy.grace_s", "5", *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", "--deploy.grace_s", "5", *SMALL) as up:
         told = read_until(up, "all have come")
         job = told.split("submitted job ")[1].split(",")[0]
         if ended_by == "scontrol requeue":
@@ -82,7 +82,7 @@ def test_a_job_that_is_queued_again_has_written_a_checkpoint_and_goes_on_from_it
 
 
 def test_ctrl_c_stops_the_job_and_it_is_not_queued_again(slurm_here: SlurmCluster, run_file: Path, hold: Path) -> None:
-    with slipstream("up", str(run_file), "--on", "slurm", *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", *SMALL) as up:
         read_until(up, "all have come")
         up.send_signal(signal.SIGINT)
         assert up.wait(timeout=100) == 130
@@ -93,7 +93,7 @@ def test_ctrl_c_stops_the_job_and_it_is_not_queued_again(slurm_here: SlurmCluste
 def test_a_job_that_is_cancelled_from_outside_is_not_queued_again(
     slurm_here: SlurmCluster, run_file: Path, hold: Path
 ) -> None:
-    with slipstream("up", str(run_file), "--on", "slurm", *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", *SMALL) as up:
         job = read_until(up, "all have come").split("submitted job ")[1].split(",")[0]
         slurm_here.run("scancel", job)
         told, _ = up.communicate(timeout=100)
@@ -106,7 +106,7 @@ def test_a_run_directory_may_have_percent_signs_and_spaces(
     slurm_here: SlurmCluster, run_file: Path, hold: Path
 ) -> None:
     folder = run_file.parent / "50%j done"
-    with slipstream("up", str(run_file), "--on", "slurm", "--run.dir", str(folder), *SMALL) as up:
+    with Typed("up", str(run_file), "--on", "slurm", "--run.dir", str(folder), *SMALL) as up:
         read_until(up, "all have come")  # which is in the job's log
         hold.unlink()
         assert up.wait(timeout=100) == 0

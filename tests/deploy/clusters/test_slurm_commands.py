@@ -13,9 +13,9 @@ import pytest
 from deploy.clusters import slurm, slurm_job
 from deploy.run.run_directory import held_alone
 from protocol.config import ConfigError, load
-from tests.deploy.clusters.typed import output, read_until, slipstream
 from tests.deploy.conftest import save_ledger
 from tests.deploy.stage import until
+from tests.deploy.typed import Typed, output, read_until
 
 COMMANDS = {
     "sinfo": """
@@ -56,7 +56,7 @@ def scripted(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_job_is_followed_through_a_time_without_an_answer(scripted: Path, run_file: Path) -> None:
     (scripted / "silent").write_text("once\nand again\n")
-    with slipstream("up", str(run_file), "--on", "slurm") as up:
+    with Typed("up", str(run_file), "--on", "slurm") as up:
         told = read_until(up, "SLURM answers again")
         assert (
             told.count("SLURM does not answer, asking again: scontrol: slurm_load_jobs error: Unable to contact") == 1
@@ -74,7 +74,7 @@ def test_a_job_is_followed_through_a_time_without_an_answer(scripted: Path, run_
 def test_how_a_job_ended_that_slurm_has_forgotten_is_read_from_the_run(
     scripted: Path, run_file: Path, finished: bool
 ) -> None:
-    with slipstream("up", str(run_file), "--on", "slurm") as up:
+    with Typed("up", str(run_file), "--on", "slurm") as up:
         read_until(up, "job 7: RUNNING")
         save_ledger(run_file, step=2, finished=finished)
         (scripted / "state").unlink()
@@ -87,7 +87,7 @@ def test_how_a_job_ended_that_slurm_has_forgotten_is_read_from_the_run(
 def test_ctrl_c_ends_the_job_although_scancel_fails_at_first(scripted: Path, run_file: Path, obeys: bool) -> None:
     if obeys:
         (scripted / "obeys").touch()
-    with slipstream("up", str(run_file), "--on", "slurm") as up:
+    with Typed("up", str(run_file), "--on", "slurm") as up:
         read_until(up, "job 7: RUNNING")
         (scripted / "silent").write_text("fails\n" * 4)
         up.send_signal(signal.SIGINT)
@@ -104,7 +104,7 @@ def test_ctrl_c_while_the_job_is_submitted_ends_it(
 ) -> None:
     monkeypatch.setenv("SLOW", "2")
     (scripted / "obeys").touch()
-    with slipstream("up", str(run_file), "--on", "slurm") as up:
+    with Typed("up", str(run_file), "--on", "slurm") as up:
         until((scripted / "state").exists)
         up.send_signal(signal.SIGINT)
         assert up.wait(timeout=60) == 130

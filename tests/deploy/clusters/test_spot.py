@@ -19,7 +19,7 @@ import pytest
 from protocol import access
 from protocol.config import load
 from tests.deploy.clusters.conftest import SECRET
-from tests.deploy.clusters.typed import output, slipstream
+from tests.deploy.typed import Typed, output
 from tests.kit.ports import free_port
 from tests.nights.audit import of_files
 
@@ -57,7 +57,7 @@ def running(port: int) -> float:
     return float(found[1]) if found else 0
 
 
-def ends_within_notice(processes: list[subprocess.Popen[str]]) -> list[int]:
+def ends_within_notice(processes: list[Typed]) -> list[int]:
     """Give the notice and kill what is left after it. Return the exit codes."""
     for process in processes:
         process.send_signal(signal.SIGTERM)
@@ -77,7 +77,7 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
 ) -> None:
     file, run_dir = str(tmp_path / "run.toml"), tmp_path / "runs" / "example"
     url = load(Path(file), example).queue.local_url
-    settings, spot = [*example, "--vllm.drain_timeout_s", "10"], list[subprocess.Popen[str]]()
+    settings, spot = [*example, "--vllm.drain_timeout_s", "10"], list[Typed]()
 
     def here() -> dict[str, str]:
         """Return what each server and worker of the run does."""
@@ -86,7 +86,7 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
         servers = {each["name"]: each["state"] for each in found["servers"]}
         return servers | {each["worker_id"]: each["does"] for each in found["workers"]}
 
-    with slipstream("up", file, *example, "--learner.steps", str(STEPS)) as up:
+    with Typed("up", file, *example, "--learner.steps", str(STEPS)) as up:
         try:
             # They come while the learner loads, so that the run does not end before they take part.
             until(lambda: answers(url) or up.poll() is not None)
@@ -94,8 +94,8 @@ def test_a_server_and_a_worker_leave_within_the_notice_and_nothing_is_lost_or_co
                 monkeypatch.setenv(name, value)
             port = free_port()
             words = ("--vllm.port", str(port), "--join", url, "--name", "spot-server")
-            spot.append(slipstream("vllm", file, *settings, *words))
-            spot.append(slipstream("worker", file, *settings, "--queue", url, "--name", "spot-worker"))
+            spot.append(Typed("vllm", file, *settings, *words))
+            spot.append(Typed("worker", file, *settings, "--queue", url, "--name", "spot-worker"))
             until(lambda: (running(port) and "spot-worker" in here()) or up.poll() is not None)
             assert up.poll() is None, up.communicate()
             assert ends_within_notice(spot) == [0, 143]

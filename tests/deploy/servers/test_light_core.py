@@ -17,6 +17,7 @@ from deploy.servers import probes
 from protocol.config import load
 from tests.deploy.conftest import run_directory
 from tests.deploy.stage import LIMIT_S, until
+from tests.deploy.typed import output
 from tests.kit.ports import free_port
 
 # The command line in an interpreter that cannot see these packages.
@@ -114,9 +115,9 @@ def test_queue_and_the_commands_around_it_need_neither_task_nor_model(run_file: 
     (run_file.parent / "model").unlink()
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1] if command == "queue" else free_port()
-        done = slipstream(command, run_file, "--queue.port", str(port))
-    assert done.returncode == 2
-    assert says in done.stderr
+        code, said = output(command, str(run_file), "--queue.port", str(port))
+    assert code == 2
+    assert says in said
 
 
 @pytest.mark.parametrize(
@@ -126,11 +127,9 @@ def test_queue_and_the_commands_around_it_need_neither_task_nor_model(run_file: 
 def test_who_needs_task_or_model_says_what_is_missing(run_file: Path, command: str, missing: list[str]) -> None:
     (run_file.parent / "task.py").unlink()
     (run_file.parent / "model").unlink()
-    done = subprocess.run(
-        [sys.executable, "-m", "deploy", command, str(run_file)], capture_output=True, text=True, timeout=LIMIT_S
-    )
-    assert done.returncode == 2
-    assert [line.removeprefix("slipstream: ").split(" = ")[0] for line in done.stderr.splitlines()] == missing
+    code, said = output(command, str(run_file))
+    assert code == 2
+    assert [line.removeprefix("slipstream: ").split(" = ")[0] for line in said.splitlines()] == missing
 
 
 def test_doctor_tells_what_is_there_without_torch() -> None:

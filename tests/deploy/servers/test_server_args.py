@@ -23,6 +23,7 @@ print(json.dumps([name for action in parser._actions for name in action.option_s
 """
 
 
+@pytest.mark.wide  # real servers are given flags in tests/e2e
 def test_the_flags_that_are_read_are_those_of_vllms_parser() -> None:
     pytest.importorskip("vllm")
     built = subprocess.run([sys.executable, "-c", BUILD], check=True, stdout=subprocess.PIPE, text=True, timeout=200)

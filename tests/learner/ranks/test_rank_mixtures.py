@@ -28,7 +28,7 @@ def test_a_short_row_reaches_all_weights_of_a_mixture_whose_experts_are_one_tens
     assert bool(without) is trainer.policy.skips_weights is False
 
 
-@pytest.mark.parametrize("replay", [False, True])
+@pytest.mark.parametrize("replay", [False, pytest.param(True, marks=pytest.mark.wide)])
 def test_two_ranks_make_the_gradient_of_one_without_a_warning(
     replay: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

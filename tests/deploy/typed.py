@@ -1,0 +1,69 @@
+"""The command line as a person types it, in a copy of a process that has imported what it imports."""
+
+from __future__ import annotations
+
+import os
+import threading
+from types import TracebackType
+from typing import Self
+
+from tests.kit.copies import Copy
+from tests.kit.original import Request
+
+SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
+# What the commands import.
+MODULES = ("deploy.cli", "deploy.checks.preflight", "deploy.commands.cluster")
+
+
+class Typed(Copy):
+    """A command whose output and errors are one stream.
+
+    It is stopped where the test that waits for it fails: its run would not end by itself.
+    """
+
+    def __init__(self, *words: str) -> None:
+        here, there = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        try:
+            super().__init__(
+                MODULES, Request("deploy.cli", words, dict(os.environ), os.getcwd()), (nothing, there, there)
+            )
+        finally:
+            os.close(nothing)
+            os.close(there)
+        self.stdout = os.fdopen(here, encoding="utf-8", errors="replace")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None and self.poll() is None:
+            self.terminate()
+        self.wait()
+        self.stdout.close()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return the rest of what it says, once it has ended. Errors are part of it, so the second text is empty."""
+        said: list[str] = []
+        reader = threading.Thread(target=lambda: said.append(self.stdout.read()))
+        reader.start()
+        self.wait(timeout)
+        reader.join(timeout)
+        return "".join(said), ""
+
+
+def output(*words: str) -> tuple[int, str]:
+    """Return the exit code of a command and what it said."""
+    with Typed(*words) as process:
+        said, _ = process.communicate(timeout=200)
+        return process.wait(), said
+
+
+def read_until(process: Typed, text: str) -> str:
+    lines = []
+    while not lines or text not in lines[-1]:
+        lines.append(process.stdout.readline())
+        assert lines[-1], "".join(lines)
+    return "".join(lines)

@@ -7,6 +7,7 @@ because reading a long answer must not block the worker's loop.
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 import logging
@@ -318,7 +319,7 @@ def _part_of(part: ContentBlock) -> dict[str, Any]:
     """Return a part of a result as one of a message: a text, an image, or one of type `_LEFT_OUT` that says what it
     was."""
     if part.type == "image":
-        return {"type": "image", "image": part.data}
+        return {"type": "image", "image": _bytes_of(part.data)}
     if part.type == "resource_link":
         about = "".join(f", {value}" for value in (part.mime_type, part.description) if value)
         return {"type": "text", "text": encodable(f"{part.title or part.name}: {part.uri}{about}")}
@@ -327,6 +328,14 @@ def _part_of(part: ContentBlock) -> dict[str, Any]:
         return {"type": "text", "text": encodable(text)}
     uri = getattr(resource, "uri", None)
     return {"type": _LEFT_OUT, "text": part.type if uri is None else f"{part.type} {uri}"}
+
+
+def _bytes_of(base64_text: str) -> bytes:
+    """Decode an image, because a text could name a file of this machine. Returns no bytes for what is no base64."""
+    try:
+        return base64.b64decode(base64_text)
+    except ValueError:
+        return b""
 
 
 def _text_of(parts: Sequence[Mapping[str, Any]], structured: Any) -> str:

@@ -59,8 +59,10 @@ async def wait(seconds: float) -> str:
 
 
 @server.tool(structured_output=False)
-def picture() -> list[Any]:
-    """Text and an image."""
+def picture(data: str = "") -> list[Any]:
+    """Text and an image, or one of this data."""
+    if data:
+        return [types.ImageContent(type="image", data=data, mime_type="image/png")]
     file = io.BytesIO()
     PIL.Image.new("RGB", (32, 24), "red").save(file, "PNG")
     return ["a cat", Image(data=file.getvalue(), format="png")]

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import PIL.Image
 import psutil
 import pytest
 from mcp import MCPError
@@ -124,6 +125,8 @@ async def test_a_policy_that_sees_gets_a_server_s_images(tmp_path):
         text, picture = (await one(box, "picture")).content
         assert text == {"type": "text", "text": "a cat"}
         assert (picture["type"], picture["image"].size) == ("image", (32, 24))
+        PIL.Image.new("RGB", (8, 8)).save(tmp_path / "mine.png")
+        assert "it is damaged" in (await one(box, "picture", data=str(tmp_path / "mine.png"))).content
         assert (await one(box, "add", a=20, b=22)).content == "42"
 
 

@@ -25,7 +25,7 @@ from protocol import access, reasons
 from protocol.addresses import split_urls
 from protocol.config import RunConfig
 
-# Exit code for a wrong setting: a restarted process would end in the same way.
+# Exit code for a wrong setting: a process that is started for the first time, or a worker, would end so again.
 WRONG_SETTING = 2
 
 # Exit code of a learner from which another one has taken the run.
@@ -127,7 +127,8 @@ class RestartPolicy:
             return Elsewhere()
         if role == "learner" and (not lost or code in (WRONG_SETTING, *STOPPED)):
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
-        if code == WRONG_SETTING:
+        # The settings of a queue or a server that was up are right: something has changed, such as who has its port.
+        if code == WRONG_SETTING and (role == "worker" or name not in self._was_up):
             return Over(code, "(a wrong setting)")
         if role == "vllm" and name not in self._was_up:
             return Over(code, "before it ever answered")

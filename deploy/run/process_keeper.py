@@ -18,7 +18,7 @@ from typing import Any
 
 import aiohttp
 
-from deploy.run.processes import Child, Children, ProcessKind, Program, describe_end
+from deploy.run.processes import MAX_LOG_BYTES, Child, Children, ProcessKind, Program, describe_end
 from deploy.run.terminal import Terminal
 from learner.ranks.liveness import RANK_LOST
 from protocol import access, reasons
@@ -150,6 +150,8 @@ GIVE_UP_POLL_S = 1.0
 
 LAST_LINES = 20
 
+LOGS_EVERY_S = 10.0
+
 # With less room a process may not even say why it ends.
 FULL_BELOW_BYTES = 256 * 1024
 
@@ -191,13 +193,28 @@ class ProcessKeeper:
                     for each in programs
                     if each not in ranks
                 ]
+                logs = tasks.create_task(self._bound_logs())
                 await next(task for role, task in kept if role == "learner")
+                logs.cancel()
                 self._terminal.say("stopping the others")
                 for _, task in kept:
                     task.cancel()
         except ExceptionGroup as errors:
             failures, _ = errors.split(RunFailed)
             raise (failures or errors).exceptions[0] from None
+
+    async def _bound_logs(self) -> None:
+        """Keep logs short. Tells the first time for each process, since something prints much there."""
+        told: set[str] = set()
+        while True:
+            await asyncio.sleep(LOGS_EVERY_S)
+            for child in self._children.living:
+                if child.bound_log() and child.name not in told:
+                    told.add(child.name)
+                    self._terminal.complain(
+                        f"{child.log} grew beyond {MAX_LOG_BYTES // 1024**2} MiB: its middle was dropped, and is from "
+                        f"now on; what prints so much there?"
+                    )
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession, ranks: Sequence[Program] = ()) -> None:
         """Run one program, restarts included; a learner with its further `ranks`, which end and start with it."""

@@ -152,6 +152,8 @@ LAST_LINES = 20
 
 LOGS_EVERY_S = 10.0
 
+LEARNER_EVERY_S = 5.0
+
 # With less room a process may not even say why it ends.
 FULL_BELOW_BYTES = 256 * 1024
 
@@ -193,9 +195,10 @@ class ProcessKeeper:
                     for each in programs
                     if each not in ranks
                 ]
-                logs = tasks.create_task(self._bound_logs())
+                watches = [tasks.create_task(self._bound_logs()), tasks.create_task(self._watch_learner(http))]
                 await next(task for role, task in kept if role == "learner")
-                logs.cancel()
+                for watch in watches:
+                    watch.cancel()
                 self._terminal.say("stopping the others")
                 for _, task in kept:
                     task.cancel()
@@ -215,6 +218,25 @@ class ProcessKeeper:
                         f"{child.log} grew beyond {MAX_LOG_BYTES // 1024**2} MiB: its middle was dropped, and is from "
                         f"now on; what prints so much there?"
                     )
+
+    async def _watch_learner(self, http: aiohttp.ClientSession) -> None:
+        """Tell that the queue no longer hears from the learner: a process that is stopped, or hangs, says nothing on
+        this terminal itself. It renews its lease three times in the time after which that is told."""
+        patience_s, silent = self._config.queue.lease_timeout_s, False
+        while True:
+            await asyncio.sleep(LEARNER_EVERY_S)
+            position = await self._ask_queue(access.POLICY, http)
+            seen_s_ago = (position.get("learner") or {}).get("seen_s_ago")
+            if seen_s_ago is None or position.get("finished"):
+                continue
+            if seen_s_ago > patience_s and not silent:
+                self._terminal.complain(
+                    f"the queue has not heard from the learner for {seen_s_ago:.0f} s: is its process stopped, does it "
+                    f"hang, or is it cut off from the queue?"
+                )
+            elif seen_s_ago <= patience_s and silent:
+                self._terminal.say("the learner is heard from again")
+            silent = seen_s_ago > patience_s
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession, ranks: Sequence[Program] = ()) -> None:
         """Run one program, restarts included; a learner with its further `ranks`, which end and start with it."""

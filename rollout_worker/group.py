@@ -244,6 +244,9 @@ class GroupRunner:
                 if role := episode.rollout.role:
                     detail = f"the role {role!r} leaves a group without a reward: {episode.why_no_reward.text}"
                     self.notices.add("agent", f"{reasons.NO_REWARD} {role}", detail)
+                elif self._why_without(episode) == reasons.TIMEOUT:
+                    detail = f"an episode leaves its group without a reward: {episode.why_no_reward.text}"
+                    self.notices.add("agent", reasons.TIMEOUT, detail)
                 continue
             episode.rollout.reward, episode.rollout.reward_components = score.reward, score.components
             episode.rollout.timings["reward"] = seconds

@@ -124,7 +124,8 @@ class _TableTracker(Tracker):
 
     def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
         if hasattr(made, "log_table"):
-            made.log_table(ROLLOUTS, columns=COLUMNS, data=_rows(views), step=step)
+            columns, rows = _table(views)
+            made.log_table(ROLLOUTS, columns=columns, data=rows, step=step)
 
 
 class TensorBoard(Tracker):
@@ -140,7 +141,7 @@ class TensorBoard(Tracker):
         return {"run_name": "tensorboard", "logging_dir": start.folder, **purge}
 
     def log_rollouts(self, made: GeneralTracker, views: Sequence[RolloutView], step: int) -> None:
-        made.log({ROLLOUTS: "\n\n".join(_markdown(row) for row in _rows(views))}, step=step)
+        made.log({ROLLOUTS: "\n\n".join(map(_markdown, views))}, step=step)
 
 
 class Wandb(_TableTracker):
@@ -173,7 +174,8 @@ class Trackio(Tracker):
         import pandas
         import trackio
 
-        table = pandas.DataFrame(_rows(views), columns=COLUMNS)
+        columns, rows = _table(views)
+        table = pandas.DataFrame(rows, columns=columns)
         made.log({ROLLOUTS: trackio.Table(dataframe=table)}, step=step)
 
 
@@ -299,11 +301,14 @@ def wanted_trackers(section: TrackingSection) -> list[str]:
     return list(section.report_to)
 
 
-def _rows(views: Sequence[RolloutView]) -> list[list[Any]]:
-    """Return a row for each rollout, in the order of `COLUMNS`."""
-    return [
+def _table(views: Sequence[RolloutView]) -> tuple[list[str], list[list[Any]]]:
+    """Return the columns, and a row for each rollout; where episodes have several roles, with the role's name."""
+    rows = [
         [view.step, *_texts(view), view.reward, view.advantage, view.finish_reason, view.staleness] for view in views
     ]
+    if all(view.role is None for view in views):
+        return COLUMNS, rows
+    return [*COLUMNS, "role"], [[*row, view.role] for row, view in zip(rows, views, strict=True)]
 
 
 def _texts(view: RolloutView) -> tuple[str, str]:
@@ -322,8 +327,8 @@ def _content(message: dict[str, Any]) -> str:
     return " ".join(str(part) for part in parts if part)
 
 
-def _markdown(row: Sequence[Any]) -> str:
+def _markdown(view: RolloutView) -> str:
     """Indent the texts as code, so that nothing in them is read as markdown."""
-    _, prompt, completion, reward, _, finish_reason, _ = row
-    body = f"{prompt}\n{completion}".replace("\n", "\n    ")
-    return f"**reward {reward:.3g}**, ended by {finish_reason}\n\n    {body}"
+    body = "\n".join(_texts(view)).replace("\n", "\n    ")
+    of_role = "" if view.role is None else f" of `{view.role}`"
+    return f"**reward {view.reward:.3g}**{of_role}, ended by {view.finish_reason}\n\n    {body}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from protocol.messages import FinishReason
 from rollout_worker.agent.api.messages import CONTEXT, TURNS, ApiError
-from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget
+from rollout_worker.chat.parsers.base import Message
+from rollout_worker.episodes.limits import EpisodeLimits, TurnBudget, size_fault
 from rollout_worker.episodes.runner import MAX_SEGMENTS
 
 
@@ -61,6 +62,13 @@ class Allowance:
                 return budget
             self._changed.clear()
             await self._changed.wait()
+
+    def check_size(self, prompt: str | Sequence[Message]) -> None:
+        """Raise `ApiError` for a prompt that need not be tokenised to see that it is too long."""
+        if fault := size_fault(prompt, self._limits.max_model_len):
+            self.ended_as = "context"
+            where = "prompt" if isinstance(prompt, str) else "messages"
+            raise ApiError(400, f"{where}: what the policy is to read {fault}: shorten it", CONTEXT, [where])
 
     @contextmanager
     def taken(self, tokens: int) -> Iterator[None]:

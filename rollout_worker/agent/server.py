@@ -198,7 +198,8 @@ class AgentServer:
             return _error_response(error, error_body(error) if is_anthropic else error.body)
 
         try:
-            request[OPENED] = self._opened_by(request.headers)
+            request[OPENED] = opened = self._opened_by(request.headers)
+            await opened.session.pace.turn()
             return await handler(request)
         except ApiError as error:
             return failed(error)
@@ -326,10 +327,22 @@ class _Connection(RequestHandler):
     ) -> web.StreamResponse:
         super().handle_error(request, status, exc, message)  # raises where an answer has begun
         what = " ".join((message or "the endpoint failed unexpectedly").split())
-        error = ApiError(status, f"the request cannot be read: {what}", "bad_request")
-        answer = _json({**error_body(error), **error.body, "type": "error"}, status, _FINAL)
-        answer.force_close()
-        return answer
+        return _unreadable(status, what)
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        if isinstance(resp, web.HTTPExpectationFailed):  # aiohttp refuses it before any handler of ours
+            asked = encodable(request.headers.get(hdrs.EXPECT, ""))[:60]
+            resp = _unreadable(resp.status, f"Expect: {asked}: only 100-continue is known; leave it out")
+        return await super().finish_response(request, resp, start_time)
+
+
+def _unreadable(status: int, why: str) -> web.Response:
+    error = ApiError(status, f"the request cannot be read: {why}", "bad_request")
+    answer = _json({**error_body(error), **error.body, "type": "error"}, status, _FINAL)
+    answer.force_close()
+    return answer
 
 
 def _policy() -> dict[str, Any]:
@@ -346,7 +359,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 def _error_response(error: ApiError, body: Mapping[str, Any]) -> web.Response:
     response = _json(body, error.status, _FINAL)
-    if error.status in (401, 408, 410, 413, 415):
+    if error.status in (401, 408, 410, 413, 415, 429):
         response.force_close()  # the rest of the body is not read
     return response
 

@@ -29,6 +29,7 @@ from rollout_worker.agent.api.request import Asked, schemas_digest
 from rollout_worker.agent.api.responses import ResponsesApi
 from rollout_worker.agent.forced_calls import one_call
 from rollout_worker.agent.formats import ChatFormats, Proven
+from rollout_worker.agent.pace import Pace
 from rollout_worker.agent.response import Outgoing, ReadCall, before_stop, first_stop, read_calls
 from rollout_worker.agent.segments import MEANT, NewSegment, why_new
 from rollout_worker.agent.tree import Answer, Tree, TreeNode, shown_to_policy
@@ -157,6 +158,7 @@ class Session:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
         responses: The episode's responses.
+        pace: How fast requests are handled.
     """
 
     def __init__(
@@ -172,6 +174,7 @@ class Session:
         self.failure: EpisodeFailed | None = None
         self.temperature = temperature
         self.responses = ResponsesApi()
+        self.pace = Pace(shared.episodes.notices)
         self.agent_clock = agent_clock or AgentClock(shared.episodes.capacity, shared.episodes.clock)
         self._system_prompt = system_prompt
         self._shared = shared
@@ -339,6 +342,7 @@ class Session:
         ids = plain.prompt
         if isinstance(ids, str):
             text = ids
+            self._allowance.check_size(text)
             ids = await user_code.in_thread(lambda: tokenizer.encode(text, add_special_tokens=plain.special))
         check_ids(ids, len(tokenizer))
         before = self._tree.before(ids)
@@ -382,6 +386,7 @@ class Session:
         anew."""
         chat, before = proven.chat, place.before
         shown = await self._shown(chat, place)
+        self._allowance.check_size(shown)
         after = {"user": proven.appends_users, "tool": before is not None and bool(before.calls)}
         if before is not None and all(after.get(added.role) for added in place.rest):
             suffix = await chat.suffix_ids(before.prompt_ids, before.turn_ids, shown)

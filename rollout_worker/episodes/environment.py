@@ -21,6 +21,7 @@ from rollout_worker.data.columns import ENVIRONMENTS
 from rollout_worker.data.dataset import RowSample
 from rollout_worker.episodes.capacity import Activity
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, NoReward
+from rollout_worker.episodes.limits import size_fault
 from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.episodes.source import (
     GroupPlan,
@@ -180,8 +181,10 @@ class EnvironmentSource:
         try:
             read = partial(observed, images=kind.chat.images)
             observation = await instance.call("reset", read, self.config.worker.environment_timeout_s, arguments)
-            prompt = seen_prompt(columns["prompt"], columns, kind.chat.images)
-            return len(await kind.chat.prompt_ids(folded(prompt, observation)))
+            prompt = folded(seen_prompt(columns["prompt"], columns, kind.chat.images), observation)
+            if fault := size_fault(prompt, self.config.vllm.max_model_len):
+                raise PromptError(f"it {fault}; raise it, or have reset return less")
+            return len(await kind.chat.prompt_ids(prompt))
         except UserCodeError as error:
             instance.lost = True
             return f"{kind.interface.cls}.reset fails on row {number}{sample.suffix}: {error}{_at(error)}"

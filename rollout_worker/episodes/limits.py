@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from protocol.config import RunConfig
 from rollout_worker.episodes.capacity import Capacity
+from rollout_worker.tools.arguments import Weight, weigh
 
 
 class Deadline:
@@ -86,6 +87,28 @@ class TurnBudget:
 
     tokens: int
     ends_as: Literal["length", "context"]
+
+
+# Characters for each token of the context. Only rows of one character have more.
+_CHARACTERS_PER_TOKEN = 32
+
+
+def size_fault(prompt: str | Sequence[Any], max_model_len: int) -> str | None:
+    """Return why a prompt is too long, by its characters alone; None where its tokens have to be counted.
+
+    To tokenise megabytes only to find that they are too long would cost seconds and a gigabyte.
+
+    Args:
+        prompt: Text, or messages.
+    """
+    most = max_model_len * _CHARACTERS_PER_TOKEN
+    size = weigh(prompt, Weight(sys.maxsize, most)).characters
+    if size <= most:
+        return None
+    return (
+        f"has at least {size} characters, more than {_CHARACTERS_PER_TOKEN} for each of the {max_model_len} tokens of "
+        f"vllm.max_model_len"
+    )
 
 
 @dataclass(frozen=True, slots=True)

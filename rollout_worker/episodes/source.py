@@ -22,6 +22,7 @@ from rollout_worker.data.dataset import RowSample
 from rollout_worker.data.rows import Row
 from rollout_worker.episodes.capacity import Reservation
 from rollout_worker.episodes.episode import Episode
+from rollout_worker.episodes.limits import size_fault
 from rollout_worker.episodes.runner import EpisodeRunner
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
 from rollout_worker.inference.router import Affinity, Siblings
@@ -205,6 +206,8 @@ async def prompt_ids(
     Raises:
         TicketFailed: It cannot be rendered or is too long; the text names the row.
     """
+    if fault := size_fault(prompt, max_model_len):
+        raise _prompt_failed(row, f"{fault}; raise it, or shorten the prompt", "length", notices)
     try:
         ids = await chat.prompt_ids(prompt)
     except PromptError as error:

@@ -254,6 +254,8 @@ def _read_mapping(value: Mapping[Any, Any]) -> AgentResult:
         number = _number(entry)
         if entry is None:
             given[name] = None
+        elif isinstance(entry, str) and name == "reward":
+            raise TypeError(f"the agent returned 'reward': {entry!r:.80}, which is text; give a number")
         elif isinstance(entry, str):
             given[name], extra[name] = encodable(entry), _text(entry)
         elif number is None:

@@ -31,7 +31,7 @@ from rollout_worker.tools.base import Content
 from rollout_worker.tools.function import FunctionTool, converted
 from rollout_worker.tools.toolbox import ToolBox
 from rollout_worker.user_code import Call, Kind, UserCode, UserCodeError, defined_at
-from rollout_worker.user_code.values import bounded, plain, type_name
+from rollout_worker.user_code.values import as_number, bounded, plain, type_name
 from rollout_worker.vision.messages import has_images, seen_parts
 from rollout_worker.vision.processor import ImageProcessor, Seen
 
@@ -106,11 +106,11 @@ def rewarded(value: Any) -> float | None:
 
     Raises:
         TypeError: The value is not a number.
-        ValueError: The value is not a number, or not finite.
+        ValueError: It is not finite.
     """
     if value is None:
         return None
-    reward = float(value)
+    reward = as_number(value)
     if not math.isfinite(reward):
         raise ValueError(f"it returned {reward}; a reward is a finite number, or None for no reward")
     return reward

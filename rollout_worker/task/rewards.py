@@ -33,7 +33,7 @@ from rollout_worker.task.reward_base import (
     Values,
 )
 from rollout_worker.task.reward_classifier import ClassifierReward, how_to_serve
-from rollout_worker.user_code.values import encodable, type_name
+from rollout_worker.user_code.values import as_number, encodable, type_name
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -140,7 +140,7 @@ def _checked(name: str, function: Callable[..., Any], size: int, values: Any) ->
         if issubclass(type(values), _NO_LISTS):
             raise TypeError(f"it is a {type_name(values)}")
         # Reading one value beyond the count shows that there are too many, even of values without end.
-        rewards = [None if value is None else float(value) for value in islice(values, size + 1)]
+        rewards = [None if value is None else as_number(value) for value in islice(values, size + 1)]
     except (TypeError, ValueError) as error:
         text = f"{name} returned {values!r:.200}, which is not a list of numbers: {error}"
         raise RewardError(name, text, "not numbers", user_code.defined_at(function)) from None

@@ -307,7 +307,7 @@ class Loops:
         if self._executor is None:
             self._executor = ThreadExecutor(self._threads, _PINGS_TO_END * self._ping_s)
         self._executor.caller = call.loop
-        patience = max(MAX_UNANSWERED, min(MAX_PATIENCE, (call.timeout_s or 0.0) / 10))
+        patience = max(MAX_UNANSWERED, min(MAX_PATIENCE, (call.typical_s or call.timeout_s or 0.0) / 10))
         home = next((loop for loop in self._loops if loop.unanswered < patience), None)
         if home is None:
             if len(self._loops) == MAX_LOOPS:

@@ -68,6 +68,7 @@ class Call:
         plain: Turns the result into plain data. It runs where the function ran.
         timeout_s: Seconds that the call may take, counted from when it has a thread. None allows it any time.
         awaiting: The pool that awaits what the function returns. None if an awaitable is an ordinary result.
+        typical_s: Seconds that it may take unless it has to wait; None for `timeout_s`.
         pool: The pool that has the call now.
         loop: The caller's event loop.
         future: Set on `loop` when the call has ended or is late. None once its caller knows.
@@ -90,6 +91,7 @@ class Call:
     plain: Callable[[Any], Any]
     timeout_s: float | None
     awaiting: CallPool | None = None
+    typical_s: float | None = None
     pool: CallPool | None = None
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     future: asyncio.Future[None] | None = None

@@ -110,6 +110,17 @@ def without_middle(text: str, most: int) -> str:
     return f"{head}... ({size - most} characters left out) ...{tail}"
 
 
+def as_number(value: Any) -> float:
+    """Convert a number, also of numpy or a tensor. `float` alone would read text.
+
+    Raises:
+        TypeError: The value is no number.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        raise TypeError(f"{value[:40]!r} is text, and a reward is a number")
+    return float(value)
+
+
 def type_name(value: object) -> str:
     """Return the name of a value's type without running the type's own code.
 

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from protocol.config import ConfigError
 from protocol.rollouts import is_counted
 from rollout_worker.task.reward_base import MAX_METRICS
+from rollout_worker.user_code.values import as_number
 
 # Numbers that an observation may have to be written as text; more are an image or a tensor.
 MAX_NUMBERS = 256
@@ -46,7 +47,7 @@ class Score:
         """
         self.steps += 1
         try:
-            number = 0.0 if reward is None else float(reward)
+            number = 0.0 if reward is None else as_number(reward)
         except (TypeError, ValueError):
             number = math.nan
         if not math.isfinite(number):

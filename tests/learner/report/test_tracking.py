@@ -10,10 +10,12 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
+from msgspec import structs
 
 from learner.report.records import EARLIER
 from learner.report.trackers import TRACKERS, Tracker, wanted_trackers
@@ -167,6 +169,34 @@ def test_each_tracker_gets_each_step_once_over_a_resume(
         assert sent == [[1, 2, 3, 4, 5], [], [6]]
     assert [any(call[0] == "settings" for call in stand.calls) for stand in made] == [True, False, False]
     assert all(stand.calls[0] == "start" and stand.calls[-1] == "finish" for stand in made)
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_rollouts_name_their_role_where_there_are_several(
+    tracker: str, tmp_path: Path, stands: Callable[[str], list[Stand]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, settings = stands(tracker), run_of(tmp_path, tracker, rollouts_every=1)
+    tables: list[Any] = []
+    table = SimpleNamespace(Table=lambda dataframe: tables.append(dataframe.to_dict("list")))
+    monkeypatch.setitem(sys.modules, "trackio", table)
+    monkeypatch.setattr(
+        Stand,
+        "log_table",
+        lambda self, name, columns, data, step: tables.append(dict(zip(columns, zip(*data, strict=True), strict=True))),
+        raising=False,
+    )
+    tracking = Tracking(settings, 0, 0, pytest.fail)
+    tracking.step(1, {}, [VIEW])
+    tracking.step(2, {}, [structs.replace(VIEW, role=role) for role in ("solver", "critic")])
+    tracking.close(60.0)
+    if tracker == "tensorboard":
+        first, second = (call[1]["rollouts"] for call in made[0].calls if "rollouts" in call[1])
+        assert "of `" not in first
+        assert "**reward 0.5** of `solver`, ended by stop" in second
+    else:
+        assert "role" not in tables[0]
+        assert list(tables[1]["role"]) == ["solver", "critic"]
+        assert list(tables[1]["step"]) == [1, 1]
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,7 @@ def test_what_it_returns_is_read(value, given, reward):
         ([1.0], "returned a list; return nothing, its text, a number"),
         (math.nan, "its reward as nan; give a finite number"),
         ({"reward": math.inf}, "its reward as inf"),
+        ({"reward": "1.0"}, "returned 'reward': '1.0', which is text; give a number"),
         ({"hits": [1]}, "returned 'hits': a list; give numbers and texts"),
         ({"tools/x/calls": 1}, "a metric of Slipstream's own"),
         ({str(number): number for number in range(100)}, "returned 100 numbers and 0 texts; at most 32"),

@@ -3,8 +3,10 @@
 import asyncio
 import json
 import logging
+import time
 import tracemalloc
 import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -13,6 +15,7 @@ import pytest
 from aiohttp.http_parser import DeflateBuffer
 
 from protocol.config import ConfigError
+from rollout_worker.agent import pace
 from rollout_worker.agent import server as agent_server
 from rollout_worker.agent.source import AgentSource
 from tests import kit
@@ -133,6 +136,23 @@ async def test_large_bodies_that_wait_are_told_that_the_episode_is_over(monkeypa
     assert [(reply.status, reply.error["code"]) for reply in replies] == [(410, "episode_over")] * 8
 
 
+async def test_i8_a_flood_is_paced_and_told_and_holds_few_connections(monkeypatch):
+    for name, value in {"_AT_ONCE": 10, "_PER_S": 50.0, "_MAX_WAITING": 20}.items():
+        monkeypatch.setattr(pace, name, value)
+
+    async def ask(client):
+        began = time.monotonic()
+        replies = await asyncio.gather(*(client.get("/models") for _ in range(60)))
+        return replies, time.monotonic() - began
+
+    (replies, took_s), run = await talk(ask)
+    assert Counter(reply.status for reply in replies)[429] in range(20, 31)
+    assert {reply.error["code"] for reply in replies if reply.status == 429} == {"too_many_requests"}
+    assert {reply.status for reply in replies} == {200, 429}
+    assert took_s > 0.3
+    assert [notice.text for notice in run.worker.report().notices if "asks without end" in notice.text]
+
+
 async def test_i8_a_connection_that_stays_open_keeps_no_body():
     async def ask(client):
         parts = urlsplit(client.endpoint.base_url)
@@ -162,12 +182,15 @@ async def test_i8_a_connection_that_stays_open_keeps_no_body():
         b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\x01\r\n\r\n",
         b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nx-api-key: %s\r\n\r\n",
         b"GET / HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + b" " * 9000 + b"%s\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nx-api-key: %s\r\n\r\n",
+        b"GET /v2 HTTP/1.1\r\nHost: x\r\nExpect: tea\r\nx-api-key: %s\r\n\r\n",
     ],
 )
-async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
+async def test_i8_what_cannot_be_read_is_refused_and_writes_no_log(wrong, caplog):
     with caplog.at_level(logging.DEBUG):
         answer, _ = await talk(lambda client: raw(client.endpoint, wrong % client.endpoint.api_key.encode()))
-    assert answer.startswith(b"HTTP/1.0 400")
+    expects = b"Expect" in wrong
+    assert answer.startswith(b"HTTP/1.1 417" if expects else b"HTTP/1.0 400")
     said = json.loads(answer.partition(b"\r\n\r\n")[2])
     # Both languages' clients find here what they look for.
     assert (said["type"], said["error"]["type"], said["error"]["code"]) == (
@@ -175,15 +198,29 @@ async def test_i8_what_is_no_http_is_refused_and_writes_no_log(wrong, caplog):
         "invalid_request_error",
         "bad_request",
     )
-    assert said["error"]["message"].startswith("the request cannot be read: ")
+    assert said["error"]["message"].startswith("the request cannot be read: " + "Expect: tea: " * expects)
     assert b"x-should-retry: false" in answer
     assert "sk-slipstream" not in caplog.text
     assert "Traceback" not in caplog.text
 
 
-async def test_a_prompt_that_is_too_long_is_a_400_that_agents_know():
-    reply, _ = await talk(lambda client: client.ask([{"role": "user", "content": "word " * 100_000}]))
-    assert (reply.status, reply.error["code"]) == (400, "context_length_exceeded")
+@pytest.mark.parametrize("path", ["/chat/completions", "/messages", "/messages/count_tokens", "/completions"])
+async def test_a_prompt_that_is_too_long_is_a_400_that_agents_know(path):
+    """One that is far too long is never tokenised."""
+    asked = {"model": "policy", **({"prompt": ""} if path == "/completions" else {"messages": [USER]})}
+
+    def saying(text):
+        return json.dumps(asked | ({"prompt": text} if "prompt" in asked else {"messages": [USER | {"content": text}]}))
+
+    async def ask(client):
+        return [await client.post(saying("word " * words), path) for words in (5_000, 100_000)]
+
+    (long, longest), _ = await talk(ask)
+    assert long.status == (200 if path.endswith("count_tokens") else 400)
+    assert long.status == 200 or "vllm.max_model_len" in long.error["message"]
+    assert longest.status == 400
+    assert "has at least 5000" in longest.error["message"]
+    assert "characters" in longest.error["message"]
 
 
 async def test_a_tool_that_the_model_cannot_be_shown_is_a_400_for_ever():

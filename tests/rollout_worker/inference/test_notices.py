@@ -125,8 +125,7 @@ class Judge:
         (short, "short returned 1 rewards for 2 completions; return one for each, in their order", line_of(short)),
         (
             words,
-            "words returned ['good', 'good'], which is not a list of numbers: could not convert string to float: "
-            "'good'",
+            "words returned ['good', 'good'], which is not a list of numbers: 'good' is text, and a reward is a number",
             line_of(words),
         ),
         (nan, "nan returned nan; a reward is a finite number, or None for no reward", line_of(nan)),
@@ -193,6 +192,7 @@ async def test_what_the_policy_does_wrong_is_counted_and_not_told(said):
             "the prompt of row 1 cannot be rendered: message 0, of role 'user', has no content",
         ),
         ([row(), row(b=int("1" * 2000))], "prompt", "the prompt of row 1 has 2"),
+        ([row(), row(b="1" * 40_000)], "prompt", "the prompt of row 1 has at least 40"),
     ],
 )
 async def test_a_row_or_prompt_that_cannot_be_used_is_told_with_its_number(rows, kind, text):

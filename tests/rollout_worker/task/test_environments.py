@@ -573,15 +573,19 @@ async def test_a_get_reward_that_fails_is_tried_again_and_then_drops_its_episode
     assert slept == [0.25, 0.25]
 
     class Broken(Judged):
-        def get_reward(self) -> float:
-            return float("nan")
+        given: Any = None
 
-    run = await roll(played(Broken), fake(calling("done")), sleep=sleep)
-    (failure,) = run.queue.failures.values()
-    assert (failure.reason, failure.retryable) == ("reward", True)
-    assert any(
-        kind == "reward" and "it returned nan; a reward is a finite number" in text for kind, text in notices(run)
-    )
+        def get_reward(self) -> Any:
+            return self.given
+
+    for Broken.given, told in (
+        (float("nan"), "it returned nan; a reward is a finite number"),
+        ("1.0", "'1.0' is text, and a reward is a number"),
+    ):
+        run = await roll(played(Broken), fake(calling("done")), sleep=sleep)
+        (failure,) = run.queue.failures.values()
+        assert (failure.reason, failure.retryable) == ("reward", True)
+        assert any(kind == "reward" and told in text for kind, text in notices(run))
 
 
 async def test_an_environment_without_an_opinion_leaves_the_reward_to_the_functions():

@@ -68,6 +68,10 @@ def not_a_number(completions, **kwargs):
     return [math.nan, 0.0]
 
 
+def text_of_a_number(completions, **kwargs):
+    return ["1.0", 0.0]
+
+
 def broken(completions, **kwargs):
     raise KeyError("answer")
 
@@ -83,6 +87,7 @@ async def endless(completions, **kwargs):
         (not_numbers, "not a list of numbers"),
         (no_list, "not a list of numbers"),
         (not_a_number, "returned nan"),
+        (text_of_a_number, "'1.0' is text, and a reward is a number"),
         (broken, "broken: KeyError: 'answer'"),
         (endless, "endless: no answer within 0.5 s"),
     ],

@@ -676,6 +676,8 @@ async def test_i9_a_call_with_much_time_waits_for_its_loop_before_it_goes_to_ano
         await until(lambda: bool(alarms))
         agent = asyncio.create_task(call(code, where, timeout_s=200.0))
         assert await call(code, where) is not first
+        brief = code.call(where, lambda value: value, 1e6, Kind.AGENT, None, 20.0)
+        assert await brief is not first, "an episode's time-out is less than the bound of its call"
         await asyncio.sleep(0.05)
         assert not agent.done()
         await until(lambda: code._loops._loops[0].unanswered >= MAX_PATIENCE)

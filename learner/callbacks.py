@@ -9,6 +9,7 @@ of their own.
 from __future__ import annotations
 
 import os
+import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,9 @@ from protocol.config.load import import_for
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+
+# Entries of `log_history` that are kept, of some 5 KB each; `metrics.jsonl` has every step.
+MAX_LOGGED = 5_000
 
 _OURS = f"{Path(learner.__file__).parent}{os.sep}"
 
@@ -115,7 +119,9 @@ class Callbacks:
         state.global_step, state.epoch = record.step, float(record.counts.epoch)
         state.num_input_tokens_seen = record.num_tokens
         self._call("on_step_end")
-        state.log_history.append({**logs, "step": record.step})
+        # Names are shared by all entries: they would be half of what an entry takes.
+        state.log_history.append({sys.intern(name): value for name, value in logs.items()} | {"step": record.step})
+        del state.log_history[:-MAX_LOGGED]
         self._call("on_log", logs=dict(logs))
         self.evaluated(record.evaluations)
         control = self._control

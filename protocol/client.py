@@ -88,6 +88,9 @@ _AMONG_SEVERAL = wait_random_exponential(multiplier=0.1, max=1.0)
 # Answers of a web server that knows no POST: neither of a queue nor of a proxy before a queue that restarts.
 _NO_QUEUES = (501, 505)
 
+# Answers of a proxy that knows no way to its queue for a while. One of our own queue has a reason.
+_OF_A_PROXY = (403, 404, 408, 425)
+
 # Answers of a queue that is not the active one, or cannot be, and of a proxy before one that is away: another is asked.
 _ASK_ANOTHER = (reasons.STANDS_BY, reasons.STORE_FAILED, reasons.NOT_READY, *map(reasons.http, (502, 503, 504)))
 
@@ -173,7 +176,7 @@ class QueueClient:
         self.timeout_s = timeout_s
         self.retries = 0
         self._said_by = said_by
-        self._absent = False
+        self._absent = self._was_understood = False
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._session: aiohttp.ClientSession | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -203,12 +206,11 @@ class QueueClient:
     async def tickets(self, request: TicketRequest) -> TicketReply:
         """Wait up to `request.wait_s` for tickets; an empty reply means none yet. Raises `RunFinished`, `GaveUp`."""
         try:
-            body = await self.call("POST", access.TICKETS, request, wait_s=request.wait_s)
+            return await self._read(_tickets, TicketReply, "POST", access.TICKETS, request, request.wait_s)
         except QueueRefused as refusal:
             if refusal.reason == reasons.RUN_FINISHED:
                 raise RunFinished(str(refusal)) from None
             raise
-        return self._understood(access.TICKETS, codec.decode_json, body, TicketReply) if body else TicketReply([], None)
 
     async def fail_ticket(self, ticket_id: str, failure: TicketFailure) -> None:
         await self.call("POST", access.TICKET_FAIL_OF.format(id=ticket_id), failure)
@@ -250,8 +252,7 @@ class QueueClient:
 
     async def lease(self, request: LeaseRequest) -> LeaseReply:
         """Wait up to `request.wait_s` for groups. The reply may hold none."""
-        body = await self.call("POST", access.LEASES, request, wait_s=request.wait_s)
-        return self._understood(access.LEASES, codec.decode, body, LeaseReply)
+        return await self._read(codec.decode, LeaseReply, "POST", access.LEASES, request, request.wait_s)
 
     async def ack(self, lease_id: str, ack: LeaseAck) -> RunPosition:
         return await self._ask(RunPosition, "POST", access.LEASE_ACK_OF.format(id=lease_id), ack)
@@ -306,8 +307,7 @@ class QueueClient:
     async def evaluations(self, wait_s: float = 0.0) -> list[Evaluation]:
         """Return all evaluations that the queue knows. While one is open, wait up to `wait_s` for one to end."""
         path = f"{access.EVALUATIONS}?wait_s={wait_s:g}"
-        body = await self.call("GET", path, wait_s=wait_s)
-        return self._understood(path, codec.decode_json, body, list[Evaluation])
+        return await self._read(codec.decode_json, list[Evaluation], "GET", path, wait_s=wait_s)
 
     async def rollouts(self, limit: int, worst: bool = False, evals: bool = False) -> list[RolloutView]:
         """Return at most `limit` recent rollouts, newest first, or lowest reward first if `worst`.
@@ -324,15 +324,35 @@ class QueueClient:
         return await self._ask(RunPosition, "POST", access.POLICY, command)
 
     async def _ask(self, kind: type[T], method: str, path: str, message: msgspec.Struct | None = None) -> T:
-        return self._understood(path, codec.decode_json, await self.call(method, path, message), kind)
+        return await self._read(codec.decode_json, kind, method, path, message)
 
-    def _understood(self, path: str, decode: Callable[[bytes, type[T]], T], body: bytes, kind: type[T]) -> T:
-        try:
-            return decode(body, kind)
-        except codec.DecodeError as error:
-            raise QueueError(
-                f"{self.url}{path} answered with something that is {error}; is it a Slipstream queue of this version?"
-            ) from error
+    async def _read(
+        self,
+        decode: Callable[[bytes, type[T]], T],
+        kind: type[T],
+        method: str,
+        path: str,
+        message: msgspec.Struct | None = None,
+        wait_s: float = 0.0,
+    ) -> T:
+        """Send one request as `call` does, and return the answer as a `kind`.
+
+        An answer that is none is what no queue has said, where an earlier one was: something between cut or padded it.
+        It is asked for again, as one that did not come.
+        """
+
+        def read(body: bytes) -> T:
+            try:
+                answer = decode(body, kind)
+            except codec.DecodeError as error:
+                text = f"{self.url}{path} answered with something that is {error}"
+                if self._was_understood:
+                    raise _Transient(f"{text}; is there a proxy that changes answers?") from error
+                raise QueueError(f"{text}; is it a Slipstream queue of this version?") from error
+            self._was_understood = True
+            return answer
+
+        return await self._try(read, method, path, message, wait_s)
 
     async def call(
         self, method: str, path: str, message: msgspec.Struct | bytes | None = None, wait_s: float = 0.0
@@ -349,6 +369,16 @@ class QueueClient:
             QueueRefused: The queue refused it.
             Unreachable: The queue did not answer.
         """
+        return await self._try(bytes, method, path, message, wait_s)
+
+    async def _try(
+        self,
+        read: Callable[[bytes], T],
+        method: str,
+        path: str,
+        message: msgspec.Struct | bytes | None,
+        wait_s: float,
+    ) -> T:
         data, headers = _body(message)
         headers |= tracing.headers()
         attempts = AsyncRetrying(
@@ -362,9 +392,9 @@ class QueueClient:
                 with attempt:
                     if attempt.retry_state.attempt_number > 1:
                         self.retries += 1
-                    body = await self._once(method, path, data, headers, self.timeout_s + wait_s)
+                    answer = read(await self._once(method, path, data, headers, self.timeout_s + wait_s))
                     self._say_present()
-                    return body
+                    return answer
         except RetryError as error:
             last = error.last_attempt.exception()
             waited = f" for {self.patience_s:.0f} s" if self.patience_s else ""
@@ -439,6 +469,8 @@ class QueueClient:
             problem = _problem(status, body)
             if problem.reason == reasons.GAVE_UP:
                 raise GaveUp(problem.message)
+            if self._was_understood and status in _OF_A_PROXY and problem.reason == reasons.http(status):
+                raise _Transient(f"{asked}: {problem.message}")
             raise QueueRefused(status, problem, retry_after_s, asked)
         return body
 
@@ -463,6 +495,11 @@ def _body(message: msgspec.Struct | bytes | None) -> tuple[bytes | None, dict[st
     if isinstance(message, bytes):
         return message, {"Content-Type": MSGPACK}
     return codec.encode_json(message), {"Content-Type": JSON}
+
+
+def _tickets(body: bytes, kind: type[TicketReply]) -> TicketReply:
+    """Read the answer to a request for tickets, which is empty where there are none yet."""
+    return codec.decode_json(body, kind) if body else kind([], None)
 
 
 def _problem(status: int, body: bytes) -> ErrorBody:

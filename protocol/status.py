@@ -199,6 +199,7 @@ WorkerActivity = Literal[
     "waiting_for_tickets",
     "waiting_for_session",
     "idle",
+    "quiet",
     "silent",
     "refused",
     "left",

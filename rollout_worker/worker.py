@@ -23,6 +23,7 @@ from rollout_worker.episodes.source import SourceContext
 from rollout_worker.heartbeat import Queue
 from rollout_worker.inference.client import InferenceClient
 from rollout_worker.inference.failures import FailureNotices
+from rollout_worker.memory import return_large_blocks
 from rollout_worker.sources import source_of
 from rollout_worker.task.task import Task, load_task
 from rollout_worker.ticket_loop import UserCodeShutOff, Worker
@@ -50,6 +51,7 @@ def run(config: RunConfig, queue_url: str | None = None, worker_id: str | None =
     # A log line that cannot be written must not end the worker: user code may close sys.stderr.
     logging.raiseExceptions = False
     quiet_clients()
+    return_large_blocks()
     task = load_task(config.task)
     _ = task.rows  # a fault of the data set ends the worker here
     check_evaluation(config, task.eval_dataset)

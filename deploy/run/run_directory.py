@@ -177,7 +177,13 @@ def _newest_version(config: RunConfig) -> int:
     """Return the newest version in the learner's metrics: the queue may keep nothing."""
     from learner.report.journal import newest_version
 
-    return newest_version(config.run_dir / "metrics.jsonl")
+    path = config.run_dir / "metrics.jsonl"
+    try:
+        return newest_version(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; move it away, or choose another run.name"
+        ) from None
 
 
 def _steps(config: RunConfig) -> int:

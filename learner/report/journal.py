@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Self, TypeVar, get_type_hints
 
 import msgspec
+
+logger = logging.getLogger(__name__)
 
 # Maximum bytes of a line, far above any that is written.
 _MAX_LINE = 4 * 1024**2
@@ -70,14 +75,23 @@ R = TypeVar("R", bound=Record)
 class Journal(Generic[R]):
     """A file of JSON lines on one time line: opened at step c, it forgets what was written after c.
 
+    A line that cannot be written, as where the disk is full, waits for the next one: no step depends on its report. A
+    file that somebody deleted is written anew.
+
+    Args:
+        warn: Called with a text when lines begin to wait, and when they are written.
+
     Attributes:
         records: One record for each line.
     """
 
-    def __init__(self, path: Path, kind: type[R], step: int) -> None:
+    def __init__(self, path: Path, kind: type[R], step: int, warn: Callable[[str], None] | None = None) -> None:
         kept = [(line, record) for line, record in _read(path, kind) if record.step <= step]
         self.records = [record for _, record in kept]
         self._path = path
+        self._warn = warn or logger.warning
+        self._waiting: list[bytes] = []
+        self._failed = False
         path.parent.mkdir(parents=True, exist_ok=True)
         aside = path.with_suffix(".unfinished")
         # Lines stay as they were: another release may have written metrics that this one does not know.
@@ -87,12 +101,16 @@ class Journal(Generic[R]):
     def append(self, record: R) -> None:
         """Append a line."""
         self.records.append(record)
-        with self._path.open("ab") as file:
-            file.write(_line(record))
+        self._waiting.append(_line(record))
+        self._write()
 
     def amend(self, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
         """Write the newest line again as `change` returns it, for metrics that came too late for it. Without a line it
         does nothing."""
+        if self._waiting:
+            self._waiting[-1] = msgspec.json.encode(change(msgspec.json.decode(self._waiting[-1]))) + b"\n"
+            self._write()
+            return
         with self._path.open("r+b") as file:
             size = file.seek(0, os.SEEK_END)
             start = max(0, size - _MAX_LINE)
@@ -104,6 +122,38 @@ class Journal(Generic[R]):
             file.seek(size - len(lines[-1]))
             file.write(msgspec.json.encode(change(last)) + b"\n")
             file.truncate()
+
+    def _write(self) -> None:
+        """Append the lines that wait, all or none, so that none is cut in the middle of the file."""
+        try:
+            if not self._path.exists():
+                if not self._failed:
+                    self._warn(f"{self._path} was deleted: it is written anew")
+                self._waiting = [_line(record) for record in self.records[: -len(self._waiting)]] + self._waiting
+            append_whole(self._path, b"".join(self._waiting))
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                why = os.strerror(error.errno) if error.errno else str(error)
+                self._warn(f"{self._path} cannot be written: {why}; the run goes on, and the lines wait for room")
+            return
+        if self._failed:
+            self._failed = False
+            self._warn(f"{self._path} is written again, with the {len(self._waiting)} lines that waited")
+        self._waiting.clear()
+
+
+def append_whole(path: Path, data: bytes) -> None:
+    """Append to a file, or leave it as it was. Raises `OSError`."""
+    with path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with suppress(OSError):
+                file.truncate(size)
+            raise
 
 
 class _Versioned(msgspec.Struct):

@@ -28,9 +28,9 @@ class Reports:
         self._progress = progress
         path = config.run_dir / "metrics.jsonl"
         self._tracking = Tracking(config, step, newest_step(path), progress.warn)
-        self._steps = Journal(path, StepRecord, step)
-        self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, step)
-        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step)
+        self._steps = Journal(path, StepRecord, step, progress.warn)
+        self._publications = Journal(config.run_dir / "publications.jsonl", PublicationRecord, step, progress.warn)
+        self._rollouts = RolloutLog(config.run_dir / ROLLOUTS, step, warn=progress.warn)
         self._curve = Curve(config.run_dir / "reward.png")
         self._newest: PublishRecord | None = None
         self._warns_of_sampler = not config.rollout.accept_sampler_mismatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from learner.report.journal import append_whole
 from protocol.rollouts import RolloutView
 
 MAX_BYTES = 64 * 1024**2
@@ -42,10 +43,13 @@ class _Step(msgspec.Struct):
 class RolloutLog:
     """A file of `RolloutView` lines in the order of the steps. Opened at step c, it forgets what was written after c.
 
-    Beyond `max_bytes` it drops its older half.
+    Beyond `max_bytes` it drops its older half. Rollouts that cannot be written are left out, which `warn` is told once.
     """
 
-    def __init__(self, path: Path, step: int, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(
+        self, path: Path, step: int, max_bytes: int = MAX_BYTES, warn: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._warn: Callable[[str], None] | None = warn
         self._path = path
         self._max_bytes = max_bytes
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -56,11 +60,15 @@ class RolloutLog:
     def append(self, views: Sequence[RolloutView]) -> None:
         """Append the rollouts of one step."""
         lines = b"".join(msgspec.json.encode(view) + b"\n" for view in views)
-        with self._path.open("ab") as file:
-            file.write(lines)
-        self._size += len(lines)
-        if self._size > self._max_bytes:
-            self._halve()
+        try:
+            append_whole(self._path, lines)
+            self._size += len(lines)
+            if self._size > self._max_bytes:
+                self._halve()
+        except OSError as error:
+            if self._warn is not None:
+                self._warn(f"{self._path} lacks rollouts, which cannot be written: {error.strerror}")
+                self._warn = None
 
     def _halve(self) -> None:
         aside = self._path.with_suffix(".unfinished")

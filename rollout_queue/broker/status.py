@@ -33,7 +33,7 @@ _AWAITED = {
     ServerState.SYNCING: "its first proof",
     ServerState.STALE: "newer weights",
     ServerState.QUARANTINED: "a proof that holds",
-    ServerState.DOWN: "a restart",
+    ServerState.DOWN: "an answer that the run can use, or a restart",
     ServerState.DRAINING: "the end of its requests",
 }
 

@@ -20,6 +20,7 @@ from protocol.history import Entry, Event, EventKind, Part, Row, RunColumns
 from protocol.status import ServerStatus, Status, WorkerStatus, describe_evaluation
 from rollout_queue.observe.changes import ChangeFinder
 from rollout_queue.observe.notices import CHANGED
+from rollout_queue.observe.workers import QUIET_S
 
 # A status is written so often, seconds; events at once.
 WRITE_S = 5.0
@@ -37,8 +38,6 @@ _PART_BYTES = 4 * 1024**2
 # Bytes of the files that are read again, at least in part, when a queue starts.
 _READ_BYTES = 8 * 1024**2
 
-# A worker that was not heard from for so long has missed two heartbeats, seconds.
-_QUIET_S = 25.0
 _KILLED = "it was killed, hangs, or cannot reach the queue"
 
 # A part that was thinned out so often is deleted when there is still no room.
@@ -311,7 +310,7 @@ def _workers(before: Status | None, after: Status) -> Iterator[_Said]:
 
 
 def _is_quiet(worker: WorkerStatus) -> bool:
-    return worker.does not in ("left", "refused") and worker.seen_s_ago >= _QUIET_S
+    return worker.does not in ("left", "refused") and worker.seen_s_ago >= QUIET_S
 
 
 def _has_gone(was: WorkerStatus, worker: WorkerStatus) -> bool:

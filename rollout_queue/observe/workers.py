@@ -18,6 +18,9 @@ from rollout_queue.ledger.registration import SILENT_S
 from rollout_queue.observe.limits import SlotTimes
 from rollout_queue.observe.waits import SESSION
 
+# Seconds without a word, in which a worker has missed two heartbeats: what it does is no longer known.
+QUIET_S = 25.0
+
 _KEPT_S = 3600.0
 
 _MAX_FAILURES = 64
@@ -147,7 +150,8 @@ class WorkerReports:
             status = copy.copy(heard.status)
             status.seen_s_ago = now - heard.at
             if heard.lives(now):
-                status.does = _activity(status, waits_for(worker_id))
+                quiet = status.seen_s_ago >= QUIET_S
+                status.does = "quiet" if quiet else _activity(status, waits_for(worker_id))
             else:
                 status.does = "left" if heard.left else "refused" if heard.refused is not None else "silent"
                 status.reason = heard.refused

@@ -21,7 +21,7 @@ from tests.nights.faults import BY_NAME, FAULTS, Place, possible, quick
 from tests.nights.link import link
 from tests.nights.night import play
 from tests.nights.schedule import Strike, draw, shrink
-from tests.nights.watch import Watch, told
+from tests.nights.watch import Watch, alike, told
 
 
 @pytest.mark.parametrize("place", ["real", "fake", "simulated"])
@@ -137,6 +137,11 @@ def test_a_turn_is_what_was_sampled_without_a_gap() -> None:
         [(2, 5, 6), (3, 6, 7)],
     ]
     assert all(isinstance(span, VersionSpan) for turn in turns_of(of) for span in turn)
+
+
+def test_lines_are_alike_by_their_figures_and_not_by_their_names() -> None:
+    assert alike("server vllm-0 is stale: 4 versions") == alike("server vllm-0 is stale: 5 versions")
+    assert alike("server vllm-0 is stale: paused") != alike("server vllm-1 is stale: paused")
 
 
 def test_a_status_tells_of_servers_workers_and_causes() -> None:

@@ -20,7 +20,8 @@ ASK_EVERY_S = 0.5
 UNREAD = ("far", "joined")
 # Reports of steps, which tell of no fault.
 _STEP = re.compile(r"^(\S+ )?step +\d+/")
-_NUMBERS = re.compile(r"\d+(\.\d+)?")
+# A figure, which changes as a wait lasts; not the number in a name, such as vllm-0.
+_NUMBERS = re.compile(r"(?<![\w-])\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ class Watch:
             if not self.steps or self.steps[-1][1] != status["step"]:
                 self.steps.append((time.monotonic(), status["step"]))
             # Figures of a wait change as it lasts; a notice stays as it was given.
-            now = {text if text.startswith("notice") else _NUMBERS.sub("0", text): text for text in told(status)}
+            now = {alike(text): text for text in told(status)}
             for name in sorted(now.keys() - before):
                 self.lines.append(Line(time.monotonic(), "status", now[name]))
             before = set(now)
@@ -108,6 +109,11 @@ class Watch:
         return None
 
 
+def alike(text: str) -> str:
+    """Return what two lines of the status have in common that are one line to a reader."""
+    return text if text.startswith("notice") else _NUMBERS.sub("0", text)
+
+
 def told(status: dict[str, Any]) -> Iterator[str]:
     """What a status tells of faults, a line each."""
     for server in status["servers"]:
@@ -115,7 +121,7 @@ def told(status: dict[str, Any]) -> Iterator[str]:
             why = server.get("waits_for") or ""
             yield f"server {server['name']} is {server['state']}: {server.get('reason')} {why}".rstrip()
     for worker in status["workers"]:
-        if worker["does"] in ("silent", "refused", "left", "waiting_for_servers"):
+        if worker["does"] in ("quiet", "silent", "refused", "left", "waiting_for_servers"):
             yield f"worker {worker['worker_id']} is {worker['does']}: {worker.get('reason')}"
     for wait in status["waits"]:
         if wait["since_s"] >= 2:

@@ -149,14 +149,39 @@ def a_group() -> Group:
     return Group("t-1", 7, 0, [Rollout([segment], 1.0, "stop")] * 2, "w", ["vllm-0"], 1.0, 2.0)
 
 
+cut, padded = says(codec.encode_json(POLICY)[:20]), says(codec.encode_json(POLICY) + b"  }")
+
+
 @pytest.mark.parametrize(
-    "failure", [says(status=500), says(status=503), drops, breaks_off], ids=["500", "503", "drop", "break"]
+    "failure",
+    [
+        says(status=500),
+        says(status=503),
+        drops,
+        breaks_off,
+        says(b""),
+        says(b"<html>"),
+        says(b"<html>", 404),
+        cut,
+        padded,
+    ],
+    ids=["500", "503", "drop", "break", "empty", "page", "404", "cut", "padded"],
 )
 async def test_a_failure_that_passes_is_tried_again(failure: Answer) -> None:
-    async with running(failure, failure, says(POLICY)) as queue, QueueClient(queue.url, patience_s=10) as client:
+    answers = says(POLICY), failure, failure, says(POLICY)
+    async with running(*answers) as queue, QueueClient(queue.url, patience_s=10) as client:
+        assert await client.position() == POLICY
         assert await client.position() == POLICY
         assert client.retries >= 1  # aiohttp itself repeats a GET once whose connection was dropped
-        assert len(queue.calls) == 3
+        assert len(queue.calls) == 4
+
+
+async def test_answers_that_something_between_spoils_for_good_end_with_the_patience() -> None:
+    async with running(says(POLICY), cut) as queue, QueueClient(queue.url, patience_s=0.2) as client:
+        await client.position()
+        with pytest.raises(Unreachable, match=r"/v1/policy answered with.*truncated; is there a proxy"):
+            await client.position()
+        assert len(queue.calls) == client.retries + 2
 
 
 async def test_a_repeated_submission_is_byte_for_byte_the_same() -> None:

@@ -351,6 +351,25 @@ def test_i5_a_server_with_log_probs_of_the_wrong_kind_never_serves_whoever_start
         assert "its context is 16 tokens" in str(world.servers()["vllm-0"].reason)
 
 
+@pytest.mark.parametrize(
+    ("routes", "said"),
+    [
+        (["/slipstream/state"], r"HTTP 502.*; it answers GET /health: does a proxy"),
+        (["/slipstream/state", "/health"], r"HTTP 502.*; it does not answer GET /health either: is the proxy"),
+    ],
+)
+def test_a_server_behind_a_proxy_that_passes_some_routes_alone_is_told_from_one_that_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, routes: list[str], said: str
+) -> None:
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.0)
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        world.fakes[1].faults.extend(Fault("status", times=None, route=route, status=502) for route in routes)
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+    assert re.search(f"its engine does not answer: .*{said}", str(world.servers()["vllm-1"].reason))
+
+
 def look_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Questions take 0.4 s where there is no answer, and the next is asked 0.3 s later."""
     monkeypatch.setattr(member, "LOOK_TIMEOUT_S", 0.4)
@@ -391,6 +410,31 @@ def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed
         until(server_in(world, "vllm-1", ServerState.DOWN))
     # The second question ends 0.8 s after the first one began, which the failed publication asked.
     assert world.fakes[1].calls.count("/slipstream/state") <= 2
+
+
+async def test_i7_a_question_that_a_failed_publication_cut_short_counts_as_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server_publication, "LOOK_EVERY_S", 0.01)
+    asked, unanswered = asyncio.Event(), []
+
+    class Silent:
+        async def state(self) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+    async def fail() -> server_publication.Outcome:
+        await asked.wait()
+        raise control.ControlError("the connection was lost")
+
+    attempt = server_publication.PublicationAttempt(
+        Silent(), mock.AsyncMock(), unanswered.append, mock.AsyncMock(), 60.0
+    )  # type: ignore[arg-type]
+    began = time.monotonic()
+    with pytest.raises(control.ControlError):
+        await attempt.run(fail)
+    assert len(unanswered) == 1
+    assert began < unanswered[0] < time.monotonic()
 
 
 def test_a_person_s_pause_stands_and_is_waited_for(world: World) -> None:

@@ -100,7 +100,9 @@ class Member:
         self._silent_since: float | None = None
         self._next_try = 0.0
         self._wake = asyncio.Event()
-        self.attempt = PublicationAttempt(sync.control, self._note_answer, self._note_state, timeout_s)
+        self.attempt = PublicationAttempt(
+            sync.control, self._note_answer, self._note_silent_since, self._note_state, timeout_s
+        )
 
     @property
     def server(self) -> Server:
@@ -181,9 +183,7 @@ class Member:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
                 await self._note_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
             else:
-                await self._note_silence(
-                    str(error) or f"{self.server.url}: no answer within {LOOK_TIMEOUT_S:g} s", began
-                )
+                await self._note_silence(await self._sync.control.explain(error), began)
             return None
         finally:
             self._asks = False

@@ -181,6 +181,7 @@ class PublicationAttempt:
         self,
         control: ServerControl,
         on_answer: Callable[[str | None, float], Awaitable[None]],
+        on_unanswered: Callable[[float], object],
         on_state: Callable[[EngineState], Awaitable[None]],
         timeout_s: float,
     ) -> None:
@@ -189,12 +190,14 @@ class PublicationAttempt:
         Args:
             on_answer: Called after each look with why the engine gave no answer, None where it did, and when it was
                 asked (`time.monotonic`).
+            on_unanswered: Called with when it was asked, where a publication failed before that look had an answer.
             on_state: Called with each of its answers.
             timeout_s: Bound on one publication, in seconds.
         """
         self.given_up = False
         self._control = control
         self._on_answer = on_answer
+        self._on_unanswered = on_unanswered
         self._on_state = on_state
         self._timeout_s = timeout_s
         self._publishing: asyncio.Task[Outcome] | None = None
@@ -242,7 +245,9 @@ class PublicationAttempt:
                 await asyncio.wait([publishing, look], return_when=asyncio.FIRST_COMPLETED)
             finally:
                 look.cancel()
-            if publishing.done() or not look.done():
+            if publishing.done():
+                if not look.done() and (publishing.cancelled() or publishing.exception() is not None):
+                    self._on_unanswered(asked)
                 return
             await self._on_answer(look.result(), asked)
 
@@ -252,7 +257,7 @@ class PublicationAttempt:
             async with asyncio.timeout(LOOK_TIMEOUT_S):
                 state = await self._control.state()
         except (ControlError, TimeoutError) as error:
-            return str(error) or f"{self._control.url}: no answer within {LOOK_TIMEOUT_S:g} s"
+            return await self._control.explain(error)
         if state.alive or state.pause_owner == "publication":
             await self._on_state(state)
             return None

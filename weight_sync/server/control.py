@@ -27,6 +27,9 @@ RESUME_PAUSE_S = 0.5
 # A server that does not answer within this time counts as still starting.
 LOOK_TIMEOUT_S = 5.0
 
+# A server that answers anything answers this in no time.
+HEALTH_TIMEOUT_S = 2.0
+
 # A learner that ends does not wait for a server that hangs.
 GOODBYE_TIMEOUT_S = 2.0
 
@@ -87,12 +90,16 @@ class ControlError(RuntimeError):
     Attributes:
         status: The HTTP status, None without an answer.
         unconnected: Why there was no connection, None where there was one.
+        answered: Whether there was an answer, which was a refusal or made no sense.
     """
 
-    def __init__(self, text: str, status: int | None = None, unconnected: str | None = None) -> None:
+    def __init__(
+        self, text: str, status: int | None = None, unconnected: str | None = None, answered: bool = False
+    ) -> None:
         super().__init__(text)
         self.status = status
         self.unconnected = unconnected
+        self.answered = answered or status is not None
 
 
 class ServerControl(AdapterRoutes):
@@ -188,6 +195,25 @@ class ServerControl(AdapterRoutes):
     async def state(self) -> EngineState:
         """Return the server's status, also when it refuses to generate."""
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
+
+    async def explain(self, failed: ControlError | TimeoutError) -> str:
+        """Say why `state` gave none. Where something else answered, say whether the server answers its health probe,
+        which needs no token: what stands between may pass on some routes alone."""
+        text = str(failed) or f"{self.url}: no answer within {LOOK_TIMEOUT_S:g} s"
+        if not isinstance(failed, ControlError) or not failed.answered or failed.status in (401, 403):
+            return text
+        if await self._is_well():
+            return f"{text}; it answers GET /health: does a proxy before it pass on /slipstream, whole?"
+        return f"{text}; it does not answer GET /health either: is the proxy before it, or its URL, the right one?"
+
+    async def _is_well(self) -> bool:
+        assert self._session is not None
+        timeout = aiohttp.ClientTimeout(total=HEALTH_TIMEOUT_S)
+        try:
+            async with self._session.get(f"{self.url}/health", timeout=timeout) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     async def goodbye(self) -> None:
         """Leave the server to the next run. A server that does not answer finds out by the learner's silence."""
@@ -347,7 +373,8 @@ class ServerControl(AdapterRoutes):
                 why = why.lower()
             raise ControlError(f"{self.url} does not answer ({why})", unconnected=why) from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}") from error
+            spoiled = isinstance(error, ValueError | aiohttp.ContentTypeError | aiohttp.ClientPayloadError)
+            raise ControlError(f"{self.url}{path}: {str(error) or type(error).__name__}", answered=spoiled) from error
 
 
 @dataclass(frozen=True)
@@ -360,4 +387,4 @@ def _fields(kind: Any, reply: Any) -> dict[str, Any]:
     try:
         return {field.name: reply[field.name] for field in fields(kind)}
     except (KeyError, TypeError) as error:
-        raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}") from error
+        raise ControlError(f"the answer {reply!r:.200} is no {kind.__name__}: {error!r}", answered=True) from error

@@ -233,7 +233,7 @@
       (v) => String(v).replaceAll("_", " "),
       {
         class: (w) => `badge does-${w.does}`,
-        help: "What most of its open episodes do; silent: not heard from for a minute; refused: its data would be wrong; left: it has ended",
+        help: "What most of its open episodes do; quiet: no heartbeat for 25 s; silent: not heard from for a minute; refused: its data would be wrong; left: it has ended",
       },
     ),
     column(

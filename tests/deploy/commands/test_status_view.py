@@ -195,7 +195,8 @@ def a_status_of_a_bad_day() -> Status:
         for number, s in ((1, 7300.0), (2, 130.0), (3, 12.0))
     ]
     status.stall = Stall(True, 130.0, "no vLLM server is serving: vllm-1 is down (connection refused); restart it")
-    status.waits.append(Wait("server vllm-1", "a restart: down (connection refused by 127.0.0.1:8101)", 42.0))
+    what = "an answer that the run can use, or a restart: down (connection refused by 127.0.0.1:8101)"
+    status.waits.append(Wait("server vllm-1", what, 42.0))
     return status
 
 

@@ -138,6 +138,16 @@ def test_a_directory_that_cannot_be_written_is_found_before_anything_starts(run_
         run_directory.check_run_directory(config, resume=False)
 
 
+def test_metrics_that_cannot_be_read_are_told_in_one_line(run_file: Path) -> None:
+    config = load(run_file)
+    (config.run_dir / "metrics.jsonl").mkdir(parents=True)
+    with (
+        pytest.raises(ConfigError, match=r"metrics\.jsonl cannot be read: Is a directory; move it away"),
+        run_directory.kept_if_no_step_is_made(config),
+    ):
+        pass
+
+
 def test_the_written_run_file_loads_from_anywhere_and_holds_no_secret(
     run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

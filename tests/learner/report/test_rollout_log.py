@@ -86,3 +86,16 @@ def test_no_rollout_is_chosen_twice_and_no_fewer_than_there_are(
     values = [rewards[place.group][place.rollout] for place in places]
     if count:
         assert values[:1] == [max(value for group in rewards for value in group)] if rewards else values == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_a_full_disk_cuts_no_line_and_ends_no_step(tmp_path: Path) -> None:
+    said: list[str] = []
+    log = RolloutLog(tmp_path / "rollouts.jsonl", 0, warn=said.append)
+    (tmp_path / "rollouts.jsonl").unlink()
+    (tmp_path / "rollouts.jsonl").symlink_to("/dev/full")
+    for step in (1, 2):
+        log.append([view(step)])
+    assert [text.split("jsonl ")[1] for text in said] == [
+        "lacks rollouts, which cannot be written: No space left on device"
+    ]

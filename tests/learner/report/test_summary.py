@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -202,6 +203,38 @@ def test_a_journal_forgets_the_time_line_that_a_resume_gave_up(tmp_path: Path) -
     second.append(step_record(3, reward=0.9))
     assert [record.step for record in second.records] == [1, 2, 3]
     assert Journal(path, StepRecord, 9).records == [typed(record) for record in second.records]
+
+
+def test_a_journal_that_cannot_be_written_goes_on_and_lacks_no_line_when_it_can(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    journal = Journal(path, StepRecord, 0, said.append)
+    journal.append(step_record(1))
+    aside = path.rename(tmp_path / "aside")
+    path.mkdir()
+    for step in (2, 3):
+        journal.append(step_record(step))
+    journal.amend(lambda line: {**line, "eval/reward": 0.5})
+    path.rmdir()
+    aside.rename(path)
+    journal.append(step_record(4))
+    assert [re.sub(r".*jsonl ", "", text) for text in said] == [
+        "cannot be written: Is a directory; the run goes on, and the lines wait for room",
+        "is written again, with the 3 lines that waited",
+    ]
+    assert Journal(path, StepRecord, 9).records == [typed(record) for record in journal.records]
+    assert b"eval/reward" in path.read_bytes().splitlines()[2]
+
+
+def test_a_journal_that_was_deleted_is_written_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    said: list[str] = []
+    journal = Journal(path, StepRecord, 0, said.append)
+    journal.append(step_record(1))
+    path.unlink()
+    journal.append(step_record(2))
+    assert said == [f"{path} was deleted: it is written anew"]
+    assert [record.step for record in Journal(path, StepRecord, 9).records] == [1, 2]
 
 
 def test_a_journal_keeps_figures_that_only_another_release_knows(tmp_path: Path) -> None:

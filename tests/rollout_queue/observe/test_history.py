@@ -238,7 +238,7 @@ def test_a_queue_that_started_again_says_so_and_what_it_tells_anew() -> None:
 def test_a_worker_that_falls_quiet_is_named_once_and_so_is_its_return() -> None:
     heard, quiet, silent = (
         status(workers=[worker("a", seen_s_ago=ago, does=does)])
-        for ago, does in ((3.0, "generating"), (26.0, "generating"), (70.0, "silent"))
+        for ago, does in ((3.0, "generating"), (26.0, "quiet"), (70.0, "silent"))
     )
     text = "worker a is not heard from for 26 s: it was killed, hangs, or cannot reach the queue"
     assert said(heard, quiet) == [("worker", "a", text)]

@@ -20,7 +20,12 @@ def test_a_worker_that_says_no_more_has_no_open_episodes() -> None:
     workers = WorkerReports(8)
     counts = {"episodes_in_flight": 9, "episodes_generating": 7, "waiting_for_servers": 2}
     workers.report(WorkerReport("w0", [], episodes_done=3, **counts), now=10.0)
-    for now, expected, does in ((70.0, counts, "generating"), (70.1, dict.fromkeys(counts, 0), "silent")):
+    for now, expected, does in (
+        (34.9, counts, "generating"),
+        (35.0, counts, "quiet"),
+        (70.0, counts, "quiet"),
+        (70.1, dict.fromkeys(counts, 0), "silent"),
+    ):
         (status,) = statuses(workers, now)
         assert {name: getattr(status, name) for name in counts} == expected
         assert (status.episodes_done, status.seen_s_ago, status.does) == (3, now - 10.0, does)

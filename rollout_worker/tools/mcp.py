@@ -26,7 +26,7 @@ from protocol.config.text import nearest
 from rollout_worker.tools.base import NAME, Content
 from rollout_worker.tools.mcp_connection import McpFailed, McpServer, shown, taken_note_of
 from rollout_worker.user_code import UserCodeError
-from rollout_worker.user_code.values import encodable
+from rollout_worker.user_code.values import bounded, encodable
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -40,6 +40,9 @@ CONNECT_TIMEOUT_S = 60.0
 ENDED_WITHIN_S = 5.0
 
 MAX_TOOLS = 512
+
+# Checking the schema of a tool takes a millisecond a kilobyte, and every prompt would have it.
+MAX_SCHEMA_CHARACTERS = 256 * 1024
 
 # Type of a part that the policy cannot be shown.
 _LEFT_OUT = "left out"
@@ -83,13 +86,16 @@ class McpTool:
         except McpFailed as error:
             raise UserCodeError(str(error), McpFailed.__name__, None) from None
         except Exception as error:  # the library raises many types on an answer that is not MCP
-            raise UserCodeError(f"{type(error).__name__}: {error}"[:500], type(error).__name__, None) from None
+            text = f"the MCP server {self._server.shown}: {_in_a_line(error)}"
+            raise UserCodeError(text, type(error).__name__, None) from None
 
     async def _ask(self, client: Client, arguments: dict[str, Any]) -> Content:
         result = await client.call_tool(self._name, arguments)
         parts = [*map(_part_of, result.content)]
         if result.is_error:
-            raise UserCodeError(_text_of(parts, None), "isError", None)
+            text = _text_of(parts, result.structured_content)
+            text = text or f"the MCP server {self._server.shown} says that the call failed, and not why"
+            raise UserCodeError(text, "isError", None)
         if self.see is not None and any(part["type"] == "image" for part in parts):
             return await asyncio.to_thread(self.see, [part for part in parts if part["type"] != _LEFT_OUT])
         return _text_of(parts, result.structured_content)
@@ -200,6 +206,8 @@ async def _made(
     import mcp as _  # noqa: F401
 
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
+    for transport in ("stdio", "streamable_http", "sse"):  # they log a traceback for each message they cannot read
+        logging.getLogger(f"mcp.client.{transport}").setLevel(logging.CRITICAL)
     servers = [
         McpServer(each.address, folder, connect_timeout_s, errors, uses_sse=each.transport == "sse") for each in given
     ]
@@ -230,10 +238,10 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
                     continue
                 described = {"name": tool.name, "description": tool.description or ""}
                 schemas.append({"type": "function", "function": {**described, "parameters": tool.input_schema}})
-            if len(schemas) > MAX_TOOLS:
-                raise McpFailed(
-                    f"{server.shown}: it has more than {MAX_TOOLS} tools, and a prompt has no room for "
-                    f"them; have it give fewer"
+            if len(schemas) > MAX_TOOLS and not given.include:
+                raise ConfigError(
+                    f"mcp_servers: {server.shown}: it has more than {MAX_TOOLS} tools, and a prompt has no room for "
+                    f"them; have it give fewer, or name those that are needed in include"
                 )
             cursor = page.next_cursor
             if cursor is None:
@@ -249,8 +257,10 @@ async def _listed(server: McpServer, given: McpServerAddress, timeout_s: float) 
         raise ConfigError(
             f"mcp_servers: {server.shown} did not list its tools within {timeout_s:g} s; {remedy}"
         ) from None
+    except ConfigError:
+        raise
     except Exception as error:
-        text = str(error) if isinstance(error, McpFailed) else f"{server.shown}: {type(error).__name__}: {error}"
+        text = str(error) if isinstance(error, McpFailed) else f"{server.shown}: {_in_a_line(error)}"
         raise ConfigError(f"mcp_servers: {text:.500}; {remedy}") from None
     schemas = _chosen(schemas, given, server.shown)
     if not schemas:
@@ -267,11 +277,20 @@ def _chosen(schemas: Sequence[dict[str, Any]], given: McpServerAddress, shown: s
                 close = nearest(name, names)
                 meant = f"did you mean {close}?" if close else f"it has {', '.join(names)}"
                 raise ConfigError(f"mcp_servers: {shown} has no tool {name!r}, which {field} names; {meant:.300}")
-    chosen = [name for name in names if name not in given.exclude and (not given.include or name in given.include)]
-    return [
-        {**schema, "function": {**schema["function"], "name": given.prefix + name}}
+    chosen = [
+        schema
         for schema, name in zip(schemas, names, strict=True)
-        if name in chosen
+        if name not in given.exclude and (not given.include or name in given.include)
+    ]
+    for schema in chosen:
+        if (size := len(json.dumps(schema))) > MAX_SCHEMA_CHARACTERS:
+            raise ConfigError(
+                f"mcp_servers: {shown}: its tool {schema['function']['name']} has a description and schema of {size} "
+                f"characters, and a prompt has no room for more than {MAX_SCHEMA_CHARACTERS}; name it in exclude"
+            )
+    return [
+        {**schema, "function": {**schema["function"], "name": given.prefix + schema["function"]["name"]}}
+        for schema in chosen
     ]
 
 
@@ -285,6 +304,14 @@ def _remedy(server: McpServer) -> str:
     if not urlsplit(server.shown).path.strip("/"):
         return f"its address has no path, which usually is /mcp: write {server.shown.rstrip('/')}/mcp, or start it"
     return "start it, or fix its address"
+
+
+def _in_a_line(error: Exception) -> str:
+    """Return an error of the library as one line, without pydantic's list of all that a message could have been."""
+    if isinstance(error, ValidationError):
+        first = error.errors(include_url=False, include_context=False)[0]
+        return f"its answer is none of MCP: {'.'.join(map(str, first['loc']))}: {first['msg']}"[:500]
+    return " ".join(f"{type(error).__name__}: {error}"[:500].split())
 
 
 def _part_of(part: ContentBlock) -> dict[str, Any]:
@@ -312,4 +339,4 @@ def _text_of(parts: Sequence[Mapping[str, Any]], structured: Any) -> str:
     if not texts and structured is not None:
         texts.append(json.dumps(structured, ensure_ascii=False))
     notes = [f"({part.get('text', 'image')} left out)" for part in parts if part["type"] != "text"]
-    return encodable("\n".join([*texts, *notes]))
+    return bounded("\n".join([*texts, *notes]))

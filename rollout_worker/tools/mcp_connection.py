@@ -14,12 +14,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import re
 import shutil
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 from urllib.parse import urlsplit, urlunsplit
@@ -29,6 +30,7 @@ from protocol.addresses import mcp_command
 from protocol.config import ConfigError
 from rollout_worker.tools.mcp_stderr import StderrTail
 from rollout_worker.user_code.process_guard import guarded_command
+from rollout_worker.user_code.values import without_middle
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
     from mcp.types import JSONRPCMessage
 
+
+_log = logging.getLogger(__name__)
 
 # Bounds the parts of one answer. The library takes seconds for hundreds of thousands.
 MAX_PARTS = 1000
@@ -49,14 +53,20 @@ _ID_LAST = re.compile(r'[\]}]\s*,\s*"id"\s*:\s*(\d{1,15})\s*}\s*$')
 
 
 class Mended:
-    """Wraps a transport and repairs the messages from its server."""
+    """Wraps a transport and repairs the messages from its server.
 
-    def __init__(self, transport: Transport) -> None:
+    Args:
+        transport: The library's transport.
+        unread: Is called with each line that is no message.
+    """
+
+    def __init__(self, transport: Transport, unread: Callable[[str], None]) -> None:
         self._transport = transport
+        self._unread = unread
 
     async def __aenter__(self) -> TransportStreams:
         read, write = await self._transport.__aenter__()
-        return MendedStream(read), write
+        return MendedStream(read, self._unread), write
 
     async def __aexit__(self, *error: Any) -> bool | None:
         return await self._transport.__aexit__(*error)
@@ -65,14 +75,18 @@ class Mended:
 class MendedStream:
     """Yields the repaired messages of a stream. Errors of the transport stay errors."""
 
-    def __init__(self, stream: ReadStream[SessionMessage | Exception]) -> None:
+    def __init__(self, stream: ReadStream[SessionMessage | Exception], unread: Callable[[str], None]) -> None:
         self._stream = stream
+        self._unread = unread
 
     async def receive(self) -> SessionMessage | Exception:
         from mcp.types import JSONRPCNotification
+        from pydantic import ValidationError
 
         while True:
             item = mended(await self._stream.receive())
+            if isinstance(item, ValidationError):
+                self._unread(str(item.errors(include_url=False, include_context=False)[0]["input"]))
             if isinstance(item, Exception) or not isinstance(item.message, JSONRPCNotification):
                 return item
 
@@ -108,8 +122,9 @@ def mended(item: SessionMessage | Exception) -> SessionMessage | Exception:
     from pydantic import ValidationError
 
     if isinstance(item, ValidationError):
-        first = item.errors(include_url=False, include_context=False)[0]
-        message = _read(first["input"], first["msg"]) if isinstance(first["input"], str) else None
+        errors = item.errors(include_url=False, include_context=False)
+        line = errors[0]["input"]
+        message = _read(line, errors[0]["msg"]) if isinstance(line, str) and not errors[0]["loc"] else _refused(errors)
         return item if message is None else SessionMessage(message)
     if isinstance(item, SessionMessage) and isinstance(item.message, JSONRPCResponse):
         _cut(item.message.result)
@@ -117,7 +132,7 @@ def mended(item: SessionMessage | Exception) -> SessionMessage | Exception:
 
 
 def _read(line: str, why: str) -> JSONRPCMessage | None:
-    from mcp.types import INTERNAL_ERROR, ErrorData, JSONRPCError, jsonrpc_message_adapter
+    from mcp.types import jsonrpc_message_adapter
 
     try:
         text = json.dumps(json.loads(line), ensure_ascii=False).encode("utf-8", "replace")
@@ -126,10 +141,23 @@ def _read(line: str, why: str) -> JSONRPCMessage | None:
         pass
     head = line[:_WITHIN].partition('"result"')[0].partition('"error"')[0]
     found = _ID_FIRST.match(head) or _ID_LAST.search(line[-_WITHIN:])
-    if found is None:
-        return None
+    return None if found is None else _unreadable(int(found[1]), why)
+
+
+def _refused(errors: Sequence[Mapping[str, Any]]) -> JSONRPCMessage | None:
+    """Return an error in place of an answer that is JSON but no answer of JSON-RPC; None if it answers no call."""
+    for each in errors:
+        whole = each["input"]
+        if isinstance(whole, dict) and isinstance(id := whole.get("id"), int) and "method" not in whole:
+            return _unreadable(id, "it has neither a result that is an object nor an error with code and message")
+    return None
+
+
+def _unreadable(id: int, why: str) -> JSONRPCMessage:
+    from mcp.types import INTERNAL_ERROR, ErrorData, JSONRPCError
+
     error = ErrorData(code=INTERNAL_ERROR, message=f"its answer cannot be read: {why:.200}")
-    return JSONRPCError(jsonrpc="2.0", id=int(found[1]), error=error)
+    return JSONRPCError(jsonrpc="2.0", id=id, error=error)
 
 
 def _cut(result: dict[str, Any]) -> None:
@@ -149,9 +177,13 @@ _HTTP_CONNECT_S = 30.0
 
 _FOREVER_S = 1e6
 
+_MAX_EVENT_BYTES = 64 * 1024 * 1024
+
 _SHOWN_CHARACTERS = 120
 
 _STDERR_CHARACTERS = 300
+
+_ANSWER_CHARACTERS = 2000
 
 
 class McpFailed(Exception):
@@ -192,7 +224,12 @@ class McpServer:
         self._clock = clock
         self._opening: asyncio.Task[_Connection] | None = None
         self._connection: _Connection | None = None
+        # All whose owner may still run, retired ones too.
+        self._connections: list[_Connection] = []
         self._failure, self._again_at = "", -float("inf")
+        self._unread_is_told = False
+        # Of the last answer over HTTP.
+        self._status: int | None = None
         # Of the newest process.
         self._stderr: StderrTail | None = None
 
@@ -227,7 +264,8 @@ class McpServer:
                     lost = f"the connection to the MCP server {self.shown} was lost: {error}"
                     raise McpFailed(await self._with_stderr(lost)) from None
                 if is_last or error.code in (*of_call, PARSE_ERROR):
-                    raise McpFailed(f"the MCP server {self.shown} answered: {error}") from None
+                    answer = self._with_status(without_middle(str(error), _ANSWER_CHARACTERS))
+                    raise McpFailed(f"the MCP server {self.shown} answered: {answer}") from None
             except McpFailed as error:
                 self._give_up(connection)
                 raise McpFailed(await self._with_stderr(str(error))) from None
@@ -237,8 +275,7 @@ class McpServer:
         if self._opening is not None:
             self._opening.cancel()
             await asyncio.wait([self._opening])
-        if self._connection is not None:
-            await self._connection.close()
+        await asyncio.gather(*(connection.close() for connection in self._connections))
 
     async def _connected(self) -> _Connection:
         if self._connection is not None and self._connection.lives:
@@ -252,13 +289,15 @@ class McpServer:
         return await asyncio.shield(self._opening)
 
     async def _open(self) -> _Connection:
-        connection = _Connection(self._transport, self.shown)
+        connection = _Connection(self._transport, self.shown, self._warn_of_unread)
+        self._status = None
         try:
             await connection.open(self._connect_timeout_s)
             self._connection = connection
+            self._connections = [*(each for each in self._connections if not each.ended), connection]
             return connection
         except McpFailed as error:
-            self._failure = await self._with_stderr(str(error))
+            self._failure = await self._with_stderr(self._with_status(str(error)))
             self._again_at = self._clock() + RETRY_AFTER_S
             raise McpFailed(self._failure) from None
         finally:
@@ -270,6 +309,29 @@ class McpServer:
         """Return an error with what a process wrote last."""
         lines = "" if self._stderr is None else await asyncio.to_thread(self._stderr.last_lines)
         return f"{text}; it wrote last: {lines[-_STDERR_CHARACTERS:]}" if lines else text
+
+    async def _note_status(self, response: Any) -> None:
+        """Keep the status of a refused message, which the library's errors do not say."""
+        if response.request.method == "POST":
+            self._status = response.status_code
+
+    def _with_status(self, text: str) -> str:
+        if self._status is None or self._status < 400:
+            return text
+        remedy = (
+            "; what it asks for can stand in its address, as a key or user:password@" if self._status == 401 else ""
+        )
+        return f"{text} (HTTP status {self._status}{remedy})"
+
+    def _warn_of_unread(self, line: str) -> None:
+        if not self._unread_is_told:
+            self._unread_is_told = True
+            _log.warning(
+                "mcp_servers: %s writes to stdout what is no message of MCP: %a: it is left out; have it write that "
+                "to stderr (not told again)",
+                self.shown,
+                line[:100],
+            )
 
     def _give_up(self, connection: _Connection) -> None:
         connection.retire()
@@ -290,10 +352,13 @@ class McpServer:
 
             # httpx2's own limit of 100 calls at a time would end the connection. The caller bounds the time of a call.
             client = httpx2.AsyncClient(
-                timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S), limits=httpx2.Limits(max_connections=None)
+                timeout=httpx2.Timeout(None, connect=_HTTP_CONNECT_S),
+                limits=httpx2.Limits(max_connections=None),
+                event_hooks={"response": [self._note_status]},
             )
             stack.push_async_callback(client.aclose)
-            return streamable_http_client(self._address, http_client=client)
+            # An image of a megabyte exceeds the library's own limit, which ends the connection.
+            return streamable_http_client(self._address, http_client=client, max_sse_event_size=_MAX_EVENT_BYTES)
         program, *arguments = guarded_command(self.command)
         parameters = StdioServerParameters(
             command=program,
@@ -329,9 +394,15 @@ class _Connection:
         lives: Whether calls may still begin.
     """
 
-    def __init__(self, transport: Callable[[contextlib.AsyncExitStack], Transport], shown: str) -> None:
+    def __init__(
+        self,
+        transport: Callable[[contextlib.AsyncExitStack], Transport],
+        shown: str,
+        unread: Callable[[str], None],
+    ) -> None:
         self._transport = transport
         self._shown = shown
+        self._unread = unread
         self._leave = asyncio.Event()
         self._ready: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._owner: asyncio.Task[None] | None = None
@@ -341,6 +412,10 @@ class _Connection:
     @property
     def lives(self) -> bool:
         return not self._retired and self._owner is not None and not self._owner.done()
+
+    @property
+    def ended(self) -> bool:
+        return self._owner is None or self._owner.done()
 
     async def open(self, timeout_s: float) -> None:
         """Open the connection. If this fails, the owner is cancelled.
@@ -405,7 +480,7 @@ class _Connection:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(Client(Mended(self._transport(stack)), cache=None))
+            client = await stack.enter_async_context(Client(Mended(self._transport(stack), self._unread), cache=None))
             if not self._ready.done():
                 self._ready.set_result(client)
             await self._leave.wait()

@@ -166,7 +166,10 @@ class ToolBox:
             ) from None
         if name in self._tools:
             other = getattr(self._tools[name].tool, "origin", "another")
-            raise ConfigError(f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one")
+            choose = ", or set prefix or exclude for the MCP server" if isinstance(tool, McpTool) else ""
+            raise ConfigError(
+                f"tools: two tools are named {name!r}, one from {other}, one from {origin}; rename one{choose}"
+            )
         if isinstance(tool, FunctionTool | GuardedTool):
             tool.read = self._read
         elif isinstance(tool, McpTool) and self._sees:

@@ -43,11 +43,14 @@ def openenv_environment(
     library("openenv.core", _PACKAGE, _USER)
     if not str(url).startswith(("http://", "https://", "ws://", "wss://")):
         raise ConfigError(f"{_USER}({url!r}): give the server's address, such as http://127.0.0.1:8000")
-    return partial(OpenEnvEnvironment, url, action, observe, tuple(columns), timeout_s, max_mb)
+    made = OpenEnvEnvironment if "seed" in columns else UnseededOpenEnvEnvironment
+    return partial(made, url, action, observe, tuple(columns), timeout_s, max_mb)
 
 
 class OpenEnvEnvironment:
     """Plays one session of an OpenEnv server. Made by `openenv_environment`, whose arguments these are."""
+
+    begins_by: str | None = "seed"
 
     def __init__(
         self,
@@ -128,3 +131,9 @@ class OpenEnvEnvironment:
                 )
             observation = observation[self._observe]
         return written(observation, self._url)
+
+
+class UnseededOpenEnvEnvironment(OpenEnvEnvironment):
+    """Plays one session whose beginning no seed decides."""
+
+    begins_by = None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -51,8 +54,9 @@ def textarena_environment(
         near = sorted(name for name in known if name.lower().startswith(id[:4].lower()) and name.endswith("-v0"))
         raise ConfigError(f"{named}: there is no such game; {f'there are {near[:8]}' if near else 'see its list'}")
     try:
-        game = arena.make(raw, **options)
-        _reset(game, players, 0)
+        with _nltk_silent():
+            game = arena.make(raw, **options)
+            _reset(game, players, 0)
     except Exception as error:  # whatever a game may raise
         if isinstance(error, LookupError) and (lacks := _NLTK.search(str(error))) is not None:
             raise ConfigError(
@@ -114,6 +118,22 @@ class TextArenaEnvironment(TurnEnvironment):
     def _outcome(self) -> Step:
         rewards, _ = self._game.close()
         return Step("", (rewards or {}).get(0, 0.0), is_over=True)
+
+
+@contextlib.contextmanager
+def _nltk_silent() -> Iterator[None]:
+    """Keep back the lines that nltk prints about data that it cannot fetch, because an error here says it in one."""
+    try:
+        nltk: Any = importlib.import_module("nltk")
+    except ImportError:
+        yield
+        return
+    download = nltk.download
+    nltk.download = partial(download, print_error_to=io.StringIO())
+    try:
+        yield
+    finally:
+        nltk.download = download
 
 
 def _reset(game: Any, players: int, seed: int | None) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import subprocess
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from protocol.config import ConfigError
+from rollout_worker.task.environment_instance import interface_of
+from slipstream.environments import openenv_environment
 from slipstream.sandboxes.remote import RemoteSandbox
 
 
@@ -30,13 +34,22 @@ def test_an_opponent_that_cannot_be_called_is_refused() -> None:
         textarena_environment("TicTacToe-v0", players=2, opponent="random")  # type: ignore[arg-type]
 
 
-def test_a_word_list_that_is_missing_is_one_line() -> None:
+def test_a_word_list_that_is_missing_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """As nltk says it, which Wordle asks for its words."""
+    nltk = pytest.importorskip("nltk")
+
+    def download(name: str, print_error_to: Any = None) -> None:
+        print("[nltk_data] Error loading words", file=print_error_to or sys.stderr)
+
+    monkeypatch.setattr(nltk, "download", download)
     arena = pytest.importorskip("textarena")
     from slipstream.environments import textarena_environment
 
     class Words(arena.Env):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
+            nltk.download("words")
             raise LookupError("*\n  Resource 'words' not found.\n  >>> import nltk\n  >>> nltk.download('words')\n*")
 
         def reset(self, num_players: int, seed: int | None = None) -> None: ...
@@ -48,6 +61,16 @@ def test_a_word_list_that_is_missing_is_one_line() -> None:
         textarena_environment("Words-v0")
     assert "python -m nltk.downloader words" in str(refused.value)
     assert "\n" not in str(refused.value)
+    assert capsys.readouterr().err == ""
+    assert nltk.download is download
+
+
+def test_an_openenv_environment_says_which_column_begins_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = SimpleNamespace(GenericEnvClient=lambda *_, **__: None)
+    monkeypatch.setattr("slipstream.environments.openenv.library", lambda *_: client)
+    for columns, begins_by in ((("seed", "episode_id"), "seed"), (("level",), None)):
+        made = openenv_environment("http://127.0.0.1:8000", columns=columns)()
+        assert interface_of(made).begins_by == begins_by
 
 
 class HereSandbox(RemoteSandbox):

@@ -92,6 +92,8 @@ def paged() -> Server[Any]:
         return types.ListToolsResult(tools=tools, next_cursor=str(page + 1) if page < 2 else None)
 
     async def called(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        if (params.arguments or {}).get("fail"):
+            return types.CallToolResult(content=[], is_error=True)
         return types.CallToolResult(content=[], structured_content={"called": params.name})
 
     return Server("paged", on_list_tools=listed, on_call_tool=called)

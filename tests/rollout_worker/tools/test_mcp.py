@@ -112,6 +112,7 @@ async def test_a_server_s_tools_are_called_over_either_transport(transport, monk
         assert (await one(box, "add", a=10**30, b=0)).content == str(10**30)
         if transport == "stdio":
             assert (await one(box, "secret")).content == "None seen"
+        assert len((await one(box, "upper", text="ß" * 600_000)).content) > 1_000_000, "more than httpx2's own limit"
         results = await box.run([ToolCall("add", {"a": number, "b": 0}) for number in range(200)])
         assert [result.content for result in results] == [str(number) for number in range(200)]
 
@@ -130,6 +131,8 @@ async def test_all_pages_of_the_list_and_structured_content():
     async with box_of(f"{STDIO} low") as box:
         assert [schema["function"]["name"] for schema in box.schemas] == ["tool_0", "tool_1", "tool_2"]
         assert (await one(box, "tool_2")).content == '{"called": "tool_2"}'
+        failed = await one(box, "tool_2", fail=True)
+        assert (failed.reason, "low says that the call failed, and not why" in failed.content) == ("raised", True)
         broken = await one(box, "tool_1")
         assert (broken.reason, "promised" in broken.content) == (reasons.TOOL_RAISED, True)
         assert (await one(box, "tool_0")).content == '{"called": "tool_0"}'
@@ -148,10 +151,15 @@ async def test_a_tool_whose_name_models_cannot_write_is_left_out_with_a_warning(
     assert "has a tool that is named 'tool_0', which models cannot write: it is left out" in caplog.text
 
 
-async def test_a_server_with_very_many_tools_is_refused_saying_so(monkeypatch):
+async def test_a_server_with_very_many_tools_or_a_huge_one_is_refused_saying_so(monkeypatch, caplog):
     monkeypatch.setattr(mcp, "MAX_TOOLS", 2)
-    with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* have it give fewer"):
+    with pytest.raises(ConfigError, match=r"it has more than 2 tools, .* or name those that are needed in include$"):
         async with box_of(f"{STDIO} low"):
+            pass
+    assert not caplog.records, "its process is waited for"
+    monkeypatch.setattr(mcp, "MAX_SCHEMA_CHARACTERS", 200)
+    with pytest.raises(ConfigError, match=r"its tool add has a description and schema of \d+ .*; name it in exclude"):
+        async with box_of({"address": STDIO, "include": ["add"]}):
             pass
 
 
@@ -171,7 +179,8 @@ async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():
         assert (await one(box, "add", a=2, b=3)).content == "5"
 
 
-async def test_some_tools_of_a_server_under_names_of_the_task():
+async def test_some_tools_of_a_server_under_names_of_the_task(monkeypatch):
+    monkeypatch.setattr(mcp, "MAX_TOOLS", 2)  # of those that are used
     some = {"address": STDIO, "prefix": "math_", "include": ["add", "upper", "fail"], "exclude": ["fail"]}
     async with box_of(some) as box:
         assert [schema["function"]["name"] for schema in box.schemas] == ["math_add", "math_upper"]
@@ -342,6 +351,20 @@ async def test_a_server_that_gives_no_tools_is_refused_with_a_remedy(address, me
     assert ("stderr" in str(caught.value)) <= (not address.startswith("http"))
     for child in psutil.Process().children(recursive=True):
         assert "process_guard" not in " ".join(child.cmdline())
+
+
+async def test_a_server_that_refuses_over_http_is_named_with_its_status():
+    async def refuse(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ConfigError, match=r"HTTP status 401; .* can stand in its address, as a key"):
+            async with mcp_tools([f"http://127.0.0.1:{port}/mcp"], HERE):
+                pass
 
 
 @pytest.mark.parametrize("address", ["", "http://", "ws://host/mcp", "server 'unclosed", 3])

@@ -39,6 +39,9 @@ def test_half_characters_are_replaced_so_that_the_call_is_answered() -> None:
         '{"jsonrpc": "2.0", "id": 7, "result": {"structuredContent": ' + '{"a":' * 900 + "1" + "}" * 902,
         '{"jsonrpc": "2.0", "result": {"id": 3, "a": ' + "[" * 90_000 + "]" * 90_000 + '}, "id": 7}',
         '{"jsonrpc": "2.0", "id": 7, "result": {"id": 3, "content": [}}',
+        '{"jsonrpc": "2.0", "id": 7, "result": null}',
+        '{"jsonrpc": "2.0", "id": 7, "result": ["text"]}',
+        '{"jsonrpc": "2.0", "id": 7, "error": "boom"}',
     ],
 )
 def test_an_answer_that_cannot_be_read_fails_its_call_at_once(line: str) -> None:
@@ -49,7 +52,10 @@ def test_an_answer_that_cannot_be_read_fails_its_call_at_once(line: str) -> None
     assert item.message.error.message.startswith("its answer cannot be read: ")
 
 
-@pytest.mark.parametrize("line", ["garbage", "{}", '{"jsonrpc": "2.0", "result": {"id": 3, "a": [}}'])
+@pytest.mark.parametrize(
+    "line",
+    ["garbage", "{}", '{"jsonrpc": "2.0", "id": 7, "method": 3}', '{"jsonrpc": "2.0", "result": {"id": 3, "a": [}}'],
+)
 def test_what_answers_no_call_stays_an_error(line: str) -> None:
     assert isinstance(mended(come(line)), ValidationError)
 
@@ -62,13 +68,15 @@ def test_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
     assert (len(parts), note["text"]) == (MAX_PARTS, "(5 more parts left out)")
 
 
-async def test_notifications_go_no_further() -> None:
+async def test_notifications_go_no_further_and_lines_that_are_no_message_are_named() -> None:
+    unread: list[str] = []
     send, receive = anyio.create_memory_object_stream[Any](10)
     notice = come('{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}')
-    for item in (notice, notice, come(answer({})), notice, ValueError("of the transport")):
+    for item in (notice, come("Loading ..."), come(answer({})), notice, ValueError("of the transport")):
         await send.send(item)
     await send.aclose()
-    async with MendedStream(receive) as stream:
-        response, error = [item async for item in stream]
+    async with MendedStream(receive, unread.append) as stream:
+        line, response, error = [item async for item in stream]
+    assert (unread, type(line)) == (["Loading ..."], ValidationError)
     assert isinstance(response, SessionMessage)
     assert isinstance(error, ValueError)

@@ -18,14 +18,14 @@ from typing import Any
 
 import aiohttp
 
-from deploy.run.processes import Child, Children, ProcessKind, Program, describe_end
+from deploy.run.processes import MAX_LOG_BYTES, Child, Children, ProcessKind, Program, describe_end
 from deploy.run.terminal import Terminal
 from learner.ranks.liveness import RANK_LOST
 from protocol import access, reasons
 from protocol.addresses import split_urls
 from protocol.config import RunConfig
 
-# Exit code for a wrong setting: a restarted process would end in the same way.
+# Exit code for a wrong setting: a process that is started for the first time, or a worker, would end so again.
 WRONG_SETTING = 2
 
 # Exit code of a learner from which another one has taken the run.
@@ -127,7 +127,8 @@ class RestartPolicy:
             return Elsewhere()
         if role == "learner" and (not lost or code in (WRONG_SETTING, *STOPPED)):
             return Over(code, remedy="" if code in (WRONG_SETTING, *STOPPED) else self._to_go_on())
-        if code == WRONG_SETTING:
+        # The settings of a queue or a server that was up are right: something has changed, such as who has its port.
+        if code == WRONG_SETTING and (role == "worker" or name not in self._was_up):
             return Over(code, "(a wrong setting)")
         if role == "vllm" and name not in self._was_up:
             return Over(code, "before it ever answered")
@@ -148,6 +149,10 @@ HEALTH_EVERY_S = 0.25
 GIVE_UP_POLL_S = 1.0
 
 LAST_LINES = 20
+
+LOGS_EVERY_S = 10.0
+
+LEARNER_EVERY_S = 5.0
 
 # With less room a process may not even say why it ends.
 FULL_BELOW_BYTES = 256 * 1024
@@ -190,13 +195,48 @@ class ProcessKeeper:
                     for each in programs
                     if each not in ranks
                 ]
+                watches = [tasks.create_task(self._bound_logs()), tasks.create_task(self._watch_learner(http))]
                 await next(task for role, task in kept if role == "learner")
+                for watch in watches:
+                    watch.cancel()
                 self._terminal.say("stopping the others")
                 for _, task in kept:
                     task.cancel()
         except ExceptionGroup as errors:
             failures, _ = errors.split(RunFailed)
             raise (failures or errors).exceptions[0] from None
+
+    async def _bound_logs(self) -> None:
+        """Keep logs short. Tells the first time for each process, since something prints much there."""
+        told: set[str] = set()
+        while True:
+            await asyncio.sleep(LOGS_EVERY_S)
+            for child in self._children.living:
+                if child.bound_log() and child.name not in told:
+                    told.add(child.name)
+                    self._terminal.complain(
+                        f"{child.log} grew beyond {MAX_LOG_BYTES // 1024**2} MiB: its middle was dropped, and is from "
+                        f"now on; what prints so much there?"
+                    )
+
+    async def _watch_learner(self, http: aiohttp.ClientSession) -> None:
+        """Tell that the queue no longer hears from the learner: a process that is stopped, or hangs, says nothing on
+        this terminal itself. It renews its lease three times in the time after which that is told."""
+        patience_s, silent = self._config.queue.lease_timeout_s, False
+        while True:
+            await asyncio.sleep(LEARNER_EVERY_S)
+            position = await self._ask_queue(access.POLICY, http)
+            seen_s_ago = (position.get("learner") or {}).get("seen_s_ago")
+            if seen_s_ago is None or position.get("finished"):
+                continue
+            if seen_s_ago > patience_s and not silent:
+                self._terminal.complain(
+                    f"the queue has not heard from the learner for {seen_s_ago:.0f} s: is its process stopped, does it "
+                    f"hang, or is it cut off from the queue?"
+                )
+            elif seen_s_ago <= patience_s and silent:
+                self._terminal.say("the learner is heard from again")
+            silent = seen_s_ago > patience_s
 
     async def _keep(self, program: Program, http: aiohttp.ClientSession, ranks: Sequence[Program] = ()) -> None:
         """Run one program, restarts included; a learner with its further `ranks`, which end and start with it."""

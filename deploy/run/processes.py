@@ -159,6 +159,11 @@ POLL_S = 0.05
 # A process that SIGKILL does not end within this time hangs in the kernel.
 KILLED_WITHIN_S = 5.0
 
+MAX_LOG_BYTES = 256 * 1024**2
+
+# What is kept of a longer one: its first lines, and the newest.
+LOG_HEAD_BYTES, LOG_KEPT_BYTES = 64 * 1024, 16 * 1024**2
+
 TAIL_BYTES = 64 * 1024
 
 MAX_LINE = 400
@@ -216,6 +221,29 @@ class Child:
             text = log.read().decode(errors="replace")
             return [_CONTROL.sub("", line)[:MAX_LINE] for line in text.splitlines()]
         return []
+
+    def bound_log(self) -> bool:
+        """Drop the middle of a log beyond `MAX_LOG_BYTES`: a tool that prints fills a disk in a night.
+
+        The process goes on writing to the same file, at its end. What it writes in this moment may be lost.
+
+        Returns:
+            Whether something was dropped.
+        """
+        try:
+            if self.log.stat().st_size <= MAX_LOG_BYTES:
+                return False
+            with self.log.open("rb") as log:
+                first = log.read(LOG_HEAD_BYTES)
+                dropped = log.seek(-LOG_KEPT_BYTES, os.SEEK_END) - len(first)
+                newest = log.read()
+            os.truncate(self.log, 0)
+            with self.log.open("ab") as log:
+                log.write(b"%b\n[%d bytes of this log were dropped here]\n%b" % (first, dropped, newest))
+        except OSError:
+            return False
+        self._log_start = 0
+        return True
 
     def first_error(self) -> str | None:
         """Return the first error in the last lines of its log; of a vLLM server, its engine's, wherever it stands."""

@@ -49,6 +49,8 @@ _SMALL_BYTES, _HELD_BYTES = 32 << 10, 128 << 20
 _MIN_HELD, _MAX_HELD = 4, 64
 # Bytes of a body that waits to be read; a connection may hold a few times as many.
 _BUFFER_BYTES = 16 << 10
+# Characters of an error that the worker may tell.
+_SHOWN_CHARACTERS = 300
 # Seconds for the first request of a connection, for a body, and between two requests.
 _HEADER_S, _BODY_S, _IDLE_S = 30.0, 60.0, 60.0
 _LINGER_S, _CLOSE_S = 1.0, 1.0
@@ -195,6 +197,8 @@ class AgentServer:
         is_anthropic = _VERSION in request.headers or request.path.endswith((MESSAGES, COUNT))
 
         def failed(error: ApiError) -> web.Response:
+            if (opened := request.get(OPENED)) is not None:
+                opened.session.refused = f"{error.status}: {str(error)[:_SHOWN_CHARACTERS]}"
             return _error_response(error, error_body(error) if is_anthropic else error.body)
 
         try:

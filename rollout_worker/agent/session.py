@@ -157,6 +157,7 @@ class Session:
     Attributes:
         turns: Number of answers so far.
         failure: Why the last request could not be sampled; None after an answer.
+        refused: Status and text of the last error that a request got; None before one.
         responses: The episode's responses.
         pace: How fast requests are handled.
     """
@@ -172,6 +173,7 @@ class Session:
     ) -> None:
         self.turns = 0
         self.failure: EpisodeFailed | None = None
+        self.refused: str | None = None
         self.temperature = temperature
         self.responses = ResponsesApi()
         self.pace = Pace(shared.episodes.notices)

@@ -212,9 +212,11 @@ class AgentSource:
         if played.failure is not None:
             raise played.failure
         whose = ENDPOINT if self.roles is None else "endpoints['role']"
+        refused = next((each.refused for each in played.sessions.values() if each.refused is not None), None)
+        remedy = f"give {whose}.base_url, {whose}.api_key and {whose}.model to its client, and await its requests"
         detail = (
-            f"{self.agent.name} returned without an answer of the policy, so there is nothing to train on; give "
-            f"{whose}.base_url, {whose}.api_key and {whose}.model to its client, and await its requests"
+            f"{self.agent.name} returned without an answer of the policy, so there is nothing to train on; "
+            f"{remedy if refused is None else f'its last request was answered {refused}'}"
         )
         raise EpisodeFailed(reasons.NO_TURN, detail, retryable=True)
 

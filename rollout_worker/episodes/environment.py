@@ -222,6 +222,10 @@ class _Play:
             answers = await self.instance.call("respond", read, self.limits.tool_timeout_s, conversation)
         if answers is None:
             return None
+        if len(answers) > (most := self.episodes.limits.max_model_len):  # each takes a token at least
+            what = f"respond returned {len(answers)} messages, and vllm.max_model_len is {most}; return fewer"
+            text = f"environment {self.kind.interface.cls}: {what}"
+            raise EpisodeFailed(reasons.ENVIRONMENT, text, True, reasons.ENVIRONMENT, "respond messages")
         return [{**message, "content": await self._for_policy(message["content"])} for message in answers]
 
     async def reward(self) -> float | None:

@@ -25,7 +25,7 @@ from rollout_worker.chat.parsers.base import MalformedCall, Message, ParsedTurn
 from rollout_worker.chat.parsers.custom import plain_turn
 from rollout_worker.episodes.capacity import Capacity, LoopYield
 from rollout_worker.episodes.episode import Episode, EpisodeSetup, Opening, whole_conversation
-from rollout_worker.episodes.limits import Deadline, EpisodeLimits
+from rollout_worker.episodes.limits import Deadline, EpisodeLimits, size_fault
 from rollout_worker.episodes.tool_results import describe_defused, for_policy
 from rollout_worker.inference.experts import known_until
 from rollout_worker.inference.failures import EpisodeFailed, FailureNotices
@@ -179,6 +179,8 @@ class EpisodeRunner:
                     return ended
                 answers = given
             if len(episode.images) + len(images_of(answers)) > self.limits.max_images:
+                return "context"
+            if size_fault(answers, self.limits.max_model_len):
                 return "context"
             suffix = await chat.suffix_ids(prompt_ids, turn.token_ids, answers)
             if suffix is not None:

@@ -17,7 +17,7 @@ def broken(self: RestartPolicy, name: str) -> None:
 if __name__ == "__main__":
     processes.SLIPSTREAM = (os.environ["STAND_IN"],)
     process_keeper.FIRST_PAUSE_S = float(os.environ.get("FIRST_PAUSE_S", "0.1"))
-    process_keeper.HEALTH_EVERY_S = processes.POLL_S = 0.05
+    process_keeper.HEALTH_EVERY_S = process_keeper.LEARNER_EVERY_S = processes.POLL_S = 0.05
     if "BROKEN" in os.environ:
         setattr(RestartPolicy, "up", broken)  # noqa: B010
     cli.main()

@@ -190,6 +190,33 @@ def test_a_learner_from_which_another_one_takes_the_run_ends_alone(stage: Stage)
     until(lambda: not stage.alive())
 
 
+# A queue that has not heard from the learner for long until the file `back` is there; `asked` says that it told so.
+QUIET = ANSWERING.replace("import socket, sys", "import os, socket, sys").replace(
+    '    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\n\\r\\n")\n',
+    """    back = os.path.exists("back")
+    body = b'{"finished": false, "learner": {"seen_s_ago": %d}}' % (0 if back else 999)
+    connection.sendall(b"HTTP/1.1 200 OK\\r\\nContent-Length: %d\\r\\n\\r\\n%b" % (len(body), body))
+    back and open("asked", "w").close()
+""",
+)
+
+
+def test_a_learner_that_is_stopped_is_told_by_its_launcher(stage: Stage) -> None:
+    """It has the terminal, and cannot say so itself."""
+    stage.play(queue=f"sleep 300 & {sys.executable} -I -S quiet.py {stage.ports['queue']}")
+    (stage.folder / "quiet.py").write_text(QUIET, encoding="utf-8")
+    stage.play(learner="until [ -e asked ]; do sleep 0.05; done; sleep 0.2")
+    process = stage.start("--deploy.restart", "1")
+    assert process.stderr is not None
+    assert "the queue has not heard from the learner for 999 s: is its process stopped" in process.stderr.readline()
+    (stage.folder / "back").touch()
+    out, err = process.communicate(timeout=LIMIT_S)
+    assert process.wait() == 0, err
+    assert "the learner is heard from again" in out
+    assert "has not heard" not in err
+    until(lambda: not stage.alive())
+
+
 def test_a_worker_of_a_run_that_is_given_up_is_not_started_again(stage: Stage) -> None:
     """The learner says why, and that once."""
     given_up = ANSWERING.replace(

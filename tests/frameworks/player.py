@@ -5,9 +5,9 @@ with what the snippet's `agent` returned, or with the error that it raised.
 """
 
 import asyncio
+import importlib.util
 import inspect
 import json
-import runpy
 import sys
 import traceback
 from types import SimpleNamespace
@@ -25,10 +25,13 @@ async def play(agent, endpoint, columns):
 
 async def main():
     answers, sys.stdout = sys.stdout, sys.stderr  # frameworks print
-    agent = runpy.run_path(sys.argv[1])["agent"]
+    # As Slipstream imports a task file: griptape looks for the file of a class.
+    spec = importlib.util.spec_from_file_location("snippet", sys.argv[1])
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     while line := await asyncio.to_thread(sys.stdin.readline):
         try:
-            answer = {"returned": await play(agent, *json.loads(line))}
+            answer = {"returned": await play(module.agent, *json.loads(line))}
         except Exception:
             answer = {"error": traceback.format_exc()[-3000:]}
         print(json.dumps(answer), file=answers, flush=True)

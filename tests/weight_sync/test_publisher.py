@@ -561,7 +561,8 @@ def test_what_is_published_is_what_the_weights_were_when_they_were_handed_over(w
         publishing.publish(1, [("w", tensor)], probe())
         tensor.fill_(9.0)
         held.release()
-        publishing.wait()
+        publishing.wait()  # for one of them
+        until(lambda: len(seen) == 2)
     assert seen == [1.0, 1.0]
 
 

@@ -114,8 +114,13 @@ class Use:
     place: str
 
 
-def uses(file: Path) -> Iterator[Use]:
-    """Yields the imports from vLLM in one of our files, and the calls and attributes of what they import."""
+@cache
+def uses(file: Path) -> tuple[Use, ...]:
+    """Returns the imports from vLLM in one of our files, and the calls and attributes of what they import."""
+    return tuple(_uses(file))
+
+
+def _uses(file: Path) -> Iterator[Use]:
     tree = ast.parse(file.read_text(encoding="utf-8"))
     known: dict[str, tuple[str, str]] = {}
     for node in ast.walk(tree):
@@ -153,6 +158,7 @@ def _targets(node: ast.Assign | ast.AnnAssign) -> list[str]:
     return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
+@cache
 def _set_on_self(function: Function) -> set[str]:
     return {
         target.attr

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from deploy.run import processes
 from deploy.run.processes import Child, Children, Program, describe_end
 from tests.deploy.stage import until
 
@@ -50,6 +51,29 @@ async def test_a_second_life_does_not_tell_of_the_first_and_a_long_log_is_not_re
     assert again.tail()[-1] == "the end"
     assert len(again.tail()) < 20_000
     assert again.log.read_text().startswith("ERROR of the first\nERROR long ago\n1\n")
+
+
+async def test_of_a_log_that_grows_too_long_the_first_and_the_newest_lines_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "MAX_LOG_BYTES", 40_000)
+    monkeypatch.setattr(processes, "LOG_HEAD_BYTES", 100)
+    monkeypatch.setattr(processes, "LOG_KEPT_BYTES", 1000)
+    script = f"echo first; seq 10000; touch '{tmp_path}/whole'; until [ -f '{tmp_path}/on' ]; do sleep 0.01; done; echo"
+    with Children(grace_s=5) as children:
+        child = children.start(Program("it", "worker", ["bash", "-c", f"{script} ERROR the end"]), tmp_path)
+        until((tmp_path / "whole").exists)
+        assert child.bound_log()
+        (tmp_path / "on").touch()
+        until(lambda: child.poll() is not None)
+        await children.end([child])
+        text = child.log.read_text()
+        assert not child.bound_log()
+    assert text.startswith("first\n1\n2\n")
+    assert "bytes of this log were dropped here]\n" in text
+    assert text.endswith("\n10000\nERROR the end\n")
+    assert len(text) < 1300
+    assert child.first_error() == "ERROR the end"
 
 
 ENGINE = "(EngineCore pid=9) ERROR 11-22 16:00:00 [core.py:1512] "

@@ -80,8 +80,10 @@ def test_a_long_start_is_not_being_up() -> None:
         ("vllm", 0, None, Over(1, "before it ever answered")),
         ("vllm", 137, None, Over(137, "before it ever answered")),
         ("queue", 137, None, Again(1, 1)),
-        ("queue", 2, 0.0, Over(2, "(a wrong setting)")),
-        ("vllm", 2, 0.0, Over(2, "(a wrong setting)")),
+        ("queue", 2, None, Over(2, "(a wrong setting)")),
+        ("vllm", 2, None, Over(2, "(a wrong setting)")),
+        ("queue", 2, 0.0, Again(1, 1)),
+        ("vllm", 2, 0.0, Again(1, 1)),
         ("worker", 2, 10 * STEADY_AFTER_S, Over(2, "(a wrong setting)")),
     ],
 )

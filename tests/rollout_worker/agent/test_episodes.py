@@ -155,6 +155,22 @@ async def test_one_that_never_asks_is_a_failed_episode_with_the_reason():
     failure = run.queue.failures["t0"]
     assert (failure.reason, failure.retryable) == ("no_turn", True)
     assert "agent returned without an answer of the policy" in failure.detail
+    assert "give endpoint.base_url" in failure.detail
+
+
+async def test_one_that_goes_over_its_refusals_is_told_the_last_one():
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            await client.ask(model="gpt")
+            await client.ask(temperature="warm")
+        return 1.0
+
+    run = await roll(agent_task(agent), fake())
+    failure = run.queue.failures["t0"]
+    assert failure.reason == "no_turn"
+    assert "so there is nothing to train on; its last request was answered 400: temperature: warm is not 1" in (
+        failure.detail
+    )
     assert idle(run.worker)
 
 

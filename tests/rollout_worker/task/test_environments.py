@@ -313,8 +313,34 @@ async def test_an_answer_cannot_speak_as_another_and_is_cut():
     assert any(kind == "environment" and "special tokens" in said for kind, said in notices(run))
 
 
+async def test_i9_answers_far_beyond_the_context_end_the_episode_and_are_not_rendered(monkeypatch):
+    """20,000 messages held the worker's loop for seconds."""
+
+    class Talkative(Guessing):
+        def respond(self, messages: list[dict[str, Any]]) -> Any:
+            return [{"role": "user", "content": "x" * 30}] * 1000
+
+    render = TemplateFormat.suffix_ids
+
+    async def rendered(chat, prompt_ids, turn_ids, messages):
+        assert len(messages) < 1000, "they were rendered"
+        return await render(chat, prompt_ids, turn_ids, messages)
+
+    monkeypatch.setattr(TemplateFormat, "suffix_ids", rendered)
+    run = await roll(played(Talkative), fake(calling("1")))
+    assert run.queue.failures == {}
+    assert {(rollout.turns, rollout.finish_reason) for rollout in run.rollouts} == {(1, "context")}
+
+
 @pytest.mark.parametrize(
-    "answer", [3, [{"role": "assistant", "content": "x"}], [{"role": "user", "content": [{"type": "image"}]}]]
+    "answer",
+    [
+        3,
+        [{"role": "assistant", "content": "x"}],
+        [{"role": "user", "content": [{"type": "image"}]}],
+        [{"role": "user", "content": "x"}] * 2000,
+    ],
+    ids=lambda answer: f"{answer!r:.50}",
 )
 async def test_i9_what_is_no_answer_fails_the_episode_and_is_told_once(answer):
     class Odd(Guessing):
@@ -326,6 +352,9 @@ async def test_i9_what_is_no_answer_fails_the_episode_and_is_told_once(answer):
     assert (failure.reason, failure.retryable) == ("environment", True)
     ((kind, text),) = notices(run)
     assert kind == "environment"
+    if isinstance(answer, list) and len(answer) > 1:
+        assert "Odd: respond returned 2000 messages, and vllm.max_model_len is 1024; return fewer" in text
+        return
     assert "Odd: respond fails: " in text
     assert "test_environments.py:" in text
 

@@ -14,7 +14,7 @@ from protocol.config import load
 from rollout_queue.store.sqlite import SqliteStore
 from rollout_queue.store.sqlite_file import FILE_NAME
 from tests.deploy.conftest import run_directory, save_checkpoint, save_ledger
-from tests.deploy.stage import WAITS_FOR_CHILDREN, Stage, until
+from tests.deploy.stage import STAYS, WAITS_FOR_CHILDREN, Stage, until
 
 TOKEN = "hunter2"
 NAMES = {"queue": "queue", "vllm": "vllm-0", "worker": "worker-0", "learner": "learner"}
@@ -53,6 +53,16 @@ def test_where_a_log_holds_no_error_its_last_lines_are_told(stage: Stage) -> Non
     *_, before_last, last = result.stderr.splitlines()
     assert f"the last lines of {stage.logs}/queue.log:\n11\n12\n" in result.stderr
     assert (before_last, last) == ("29", "30")
+
+
+def test_a_log_without_end_is_kept_short_and_told_once(stage: Stage) -> None:
+    stage.play(worker=f"sleep 0.5; seq 100000; {STAYS}")
+    log = stage.logs / "worker-0.log"
+    stage.play(learner=f"until grep -q 'bytes of this log were dropped' '{log}'; do sleep 0.05; done; sleep 0.3")
+    result = stage.run()
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("worker-0.log grew beyond ") == 1
+    assert log.stat().st_size <= 100_000
 
 
 def test_resume_is_advised_where_the_learner_left_a_checkpoint(stage: Stage, run_file: Path) -> None:

@@ -86,6 +86,8 @@ FAULTS = (
         weight=1,
         apart_s=AGAIN_AFTER_S + 90,
     ),
+    Fault("port of the queue taken", "queue", r"queue ended with code 2\b", 20, (5, 8), weight=1),
+    Fault("metrics that cannot be written", "learner", r"metrics\.jsonl cannot be written", 20, (5, 8), weight=1),
     Fault("stop terminal", "run", "", 20, (3, 6), weight=1),
     Fault("end worker", "worker", r"{target} ended with code 143", weight=1),
     Fault("full disk", "run", r"(?i)(no space left|disk is full|cannot be written|ENOSPC)", 30, (8, 12), weight=1),

@@ -89,6 +89,10 @@ class Injuries:
             return self._half_open()
         if name.endswith("out of files"):
             return self._out_of_files(target)
+        if name == "port of the queue taken":
+            return self._port_taken(target)
+        if name == "metrics that cannot be written":
+            return self._metrics_moved()
         if name == "edited task":
             return self._edited(target)
         if name == "full disk":
@@ -160,6 +164,31 @@ class Injuries:
         def undo() -> None:
             with suppress(psutil.Error):
                 process.rlimit(resource.RLIMIT_NOFILE, before)
+
+        return undo
+
+    def _port_taken(self, target: str) -> Callable[[], None]:
+        """Kill the queue, and listen at its port before it is there again."""
+        self._signal(target, signal.SIGKILL)
+        until = time.monotonic() + ENDS_WITHIN_S
+        while True:
+            try:
+                return socket.create_server(("127.0.0.1", self._fleet.queue_port)).close
+            except OSError:
+                if time.monotonic() > until:
+                    raise NotThere("the queue's port") from None
+                time.sleep(0.01)
+
+    def _metrics_moved(self) -> Callable[[], None]:
+        """Put a folder in the place of the metrics."""
+        file = self._fleet.run_dir / "metrics.jsonl"
+        aside = file.with_suffix(".aside")
+        file.rename(aside)
+        file.mkdir()
+
+        def undo() -> None:
+            file.rmdir()
+            aside.rename(file)
 
         return undo
 

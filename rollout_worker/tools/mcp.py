@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -70,6 +71,7 @@ class McpTool:
         self._name = name
 
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> Content:
+        began = time.monotonic()
         call = asyncio.ensure_future(self._thread.run(self._server.use(lambda client: self._ask(client, arguments))))
         try:
             await asyncio.wait({call}, timeout=timeout_s)
@@ -78,7 +80,9 @@ class McpTool:
                 call.cancel()
                 call.add_done_callback(taken_note_of)
         if not call.done():
-            raise UserCodeError(f"no answer within {timeout_s:g} s", reasons.TIMEOUT, None)
+            self._thread.soon(self._server.doubt, began)
+            text = f"the MCP server {self._server.shown} gave no answer within {timeout_s:g} s"
+            raise UserCodeError(text, reasons.TIMEOUT, None)
         try:
             content: Content = call.result()
             return content
@@ -186,6 +190,9 @@ class _LoopThread:
 
     async def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+    def soon(self, function: Callable[..., object], *given: object) -> None:
+        self._loop.call_soon_threadsafe(function, *given)
 
     def end(self) -> None:
         """Stop the loop and wait for its thread, at most `ENDED_WITHIN_S` seconds in case it is stuck."""

@@ -58,15 +58,17 @@ class Mended:
     Args:
         transport: The library's transport.
         unread: Is called with each line that is no message.
+        heard: Is called with the monotonic time of each message.
     """
 
-    def __init__(self, transport: Transport, unread: Callable[[str], None]) -> None:
+    def __init__(self, transport: Transport, unread: Callable[[str], None], heard: Callable[[float], None]) -> None:
         self._transport = transport
         self._unread = unread
+        self._heard = heard
 
     async def __aenter__(self) -> TransportStreams:
         read, write = await self._transport.__aenter__()
-        return MendedStream(read, self._unread), write
+        return MendedStream(read, self._unread, self._heard), write
 
     async def __aexit__(self, *error: Any) -> bool | None:
         return await self._transport.__aexit__(*error)
@@ -75,9 +77,15 @@ class Mended:
 class MendedStream:
     """Yields the repaired messages of a stream. Errors of the transport stay errors."""
 
-    def __init__(self, stream: ReadStream[SessionMessage | Exception], unread: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        stream: ReadStream[SessionMessage | Exception],
+        unread: Callable[[str], None],
+        heard: Callable[[float], None],
+    ) -> None:
         self._stream = stream
         self._unread = unread
+        self._heard = heard
 
     async def receive(self) -> SessionMessage | Exception:
         from mcp.types import JSONRPCNotification
@@ -85,6 +93,7 @@ class MendedStream:
 
         while True:
             item = mended(await self._stream.receive())
+            self._heard(time.monotonic())
             if isinstance(item, ValidationError):
                 self._unread(str(item.errors(include_url=False, include_context=False)[0]["input"]))
             if isinstance(item, Exception) or not isinstance(item.message, JSONRPCNotification):
@@ -173,6 +182,9 @@ RETRY_AFTER_S = 1.0
 # Bounds the end of a server, with the time before and after its processes get signals.
 _CLOSED_WITHIN_S = 10.0
 
+# A server that was silent for a whole call and does not answer a ping within this time is given up.
+PING_WITHIN_S = 5.0
+
 _HTTP_CONNECT_S = 30.0
 
 _FOREVER_S = 1e6
@@ -228,6 +240,8 @@ class McpServer:
         self._connections: list[_Connection] = []
         self._failure, self._again_at = "", -float("inf")
         self._unread_is_told = False
+        self._hanging_is_told = False
+        self._pinging: set[asyncio.Task[None]] = set()
         # Of the last answer over HTTP.
         self._status: int | None = None
         # Of the newest process.
@@ -271,10 +285,45 @@ class McpServer:
                 raise McpFailed(await self._with_stderr(str(error))) from None
         raise AssertionError("the last try has an end")
 
+    def doubt(self, since: float) -> None:
+        """Begin to ping the server unless it was heard from. If it does not answer, its connection is given up.
+
+        Args:
+            since: Monotonic time at which a call began that was not answered in time.
+        """
+        connection = self._connection
+        if connection is None or not connection.lives or connection.heard_at > since or self._pinging:
+            return
+        ping = asyncio.create_task(self._ping(connection))
+        self._pinging.add(ping)
+        ping.add_done_callback(self._pinging.discard)
+        ping.add_done_callback(taken_note_of)
+
+    async def _ping(self, connection: _Connection) -> None:
+        began = time.monotonic()
+        # An error is an answer too: newer servers know no ping. A lost connection is found out by the next call.
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(PING_WITHIN_S):
+                await connection.run(lambda client: client.session.send_ping())
+        if not connection.lives or connection.heard_at > began:
+            return
+        self._give_up(connection)
+        if not self._hanging_is_told:
+            self._hanging_is_told = True
+            _log.warning(
+                "mcp_servers: %s hangs: it answered neither a call in time nor a ping within %g s; the next call %s "
+                "(not told again)",
+                self.shown,
+                PING_WITHIN_S,
+                "starts its command line again" if self.command else "connects to it anew",
+            )
+
     async def close(self) -> None:
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
+        waiting = [*self._pinging] if self._opening is None else [*self._pinging, self._opening]
+        for each in waiting:
+            each.cancel()
+        if waiting:
+            await asyncio.wait(waiting)
         await asyncio.gather(*(connection.close() for connection in self._connections))
 
     async def _connected(self) -> _Connection:
@@ -392,7 +441,10 @@ class _Connection:
 
     Attributes:
         lives: Whether calls may still begin.
+        heard_at: Monotonic time of the server's last message.
     """
+
+    heard_at = -float("inf")
 
     def __init__(
         self,
@@ -480,10 +532,15 @@ class _Connection:
         from mcp import Client
 
         async with contextlib.AsyncExitStack() as stack:
-            client = await stack.enter_async_context(Client(Mended(self._transport(stack), self._unread), cache=None))
+            client = await stack.enter_async_context(
+                Client(Mended(self._transport(stack), self._unread, self._hear), cache=None)
+            )
             if not self._ready.done():
                 self._ready.set_result(client)
             await self._leave.wait()
+
+    def _hear(self, at: float) -> None:
+        self.heard_at = at
 
     def _end(self) -> str:
         """Return in words why the owner ended."""

@@ -10,6 +10,7 @@ import asyncio
 import io
 import os
 import sys
+import time
 from typing import Any
 
 import mcp.types as types
@@ -55,6 +56,13 @@ def pid() -> str:
 async def wait(seconds: float) -> str:
     """Wait."""
     await asyncio.sleep(seconds)
+    return "done"
+
+
+@server.tool()
+async def hang() -> str:
+    """Answer nothing any more."""
+    time.sleep(600)  # noqa: ASYNC251
     return "done"
 
 

@@ -170,7 +170,27 @@ async def test_a_slow_call_times_out_and_the_others_go_on():
     async with box_of(STDIO, timeout_s=0.5) as box:
         slow, quick = await box.run([ToolCall("wait", {"seconds": 60}), ToolCall("add", {"a": 1, "b": 2})])
         assert (slow.reason, quick.content) == (reasons.TIMEOUT, "3")
+        assert f"the MCP server {STDIO[:50]}" in slow.content
         assert (await one(box, "add", a=2, b=3)).content == "5"
+
+
+async def test_a_silent_server_is_started_again_if_it_hangs_and_not_if_it_is_at_work(monkeypatch, caplog):
+    pings = []
+    ping = mcp_connection.McpServer._ping
+    monkeypatch.setattr(mcp_connection.McpServer, "_ping", lambda *given: pings.append(1) or ping(*given))
+    monkeypatch.setattr(mcp_connection, "PING_WITHIN_S", 0.5)
+    async with mcp_tools([STDIO], HERE) as tools:
+        box, hasty = ToolBox(tools), ToolBox(tools, 0.3)
+        first = (await one(box, "pid")).content
+        assert (await one(hasty, "wait", seconds=60)).reason == reasons.TIMEOUT
+        assert (await one(box, "pid")).content == first
+        hung = await hasty.run([ToolCall("hang", {})] * 3)
+        assert {result.reason for result in hung} == {reasons.TIMEOUT}
+        await until(lambda: "hangs: it answered neither a call in time nor a ping" in caplog.text)
+        assert (await one(box, "pid")).content != first
+        assert len(pings) == 2
+    assert caplog.text.count("hangs") == 1
+    assert ended(json.loads(first)[0])
 
 
 async def test_a_server_that_dies_fails_its_calls_once_and_is_connected_again():

@@ -70,13 +70,15 @@ def test_an_answer_of_very_many_parts_is_cut_with_a_note() -> None:
 
 async def test_notifications_go_no_further_and_lines_that_are_no_message_are_named() -> None:
     unread: list[str] = []
+    heard: list[float] = []
     send, receive = anyio.create_memory_object_stream[Any](10)
     notice = come('{"jsonrpc": "2.0", "method": "notifications/message", "params": {}}')
     for item in (notice, come("Loading ..."), come(answer({})), notice, ValueError("of the transport")):
         await send.send(item)
     await send.aclose()
-    async with MendedStream(receive, unread.append) as stream:
+    async with MendedStream(receive, unread.append, heard.append) as stream:
         line, response, error = [item async for item in stream]
     assert (unread, type(line)) == (["Loading ..."], ValidationError)
+    assert len(heard) == 5, "a notice says that the server lives"
     assert isinstance(response, SessionMessage)
     assert isinstance(error, ValueError)

@@ -32,6 +32,7 @@ from rollout_queue.store.postgres_database import (
     has_schema,
     one_line,
     try_lock,
+    unlock,
 )
 from rollout_queue.store.sql import TABLES, UNREADABLE, Query, Row, SqlStore, Write, insert, writes
 
@@ -136,9 +137,7 @@ class PostgresStore(SqlStore):
 
     def close(self) -> None:
         if self._db is not None:
-            with suppress(psycopg.Error):
-                if not self._db.closed:
-                    self._db.execute(b"SELECT pg_advisory_unlock_all()")
+            unlock(self._db)
             self._db.close()
 
     def _acquire(self, db: Connection) -> str | None:

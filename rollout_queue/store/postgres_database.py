@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import re
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
@@ -251,6 +252,13 @@ def try_lock(db: Connection, schema: str) -> bool:
     """Try to take the lock of a schema's active queue, which is the connection's until it ends."""
     ((taken,),) = db.execute(b"SELECT pg_try_advisory_lock(hashtextextended(%s, 0))", (schema,))
     return bool(taken)
+
+
+def unlock(db: Connection) -> None:
+    """Give the lock back now: a connection that was closed keeps it until PostgreSQL sees that."""
+    with suppress(psycopg.Error):
+        if not db.closed:
+            db.execute(b"SELECT pg_advisory_unlock_all()")
 
 
 # Backend of the connection that holds the lock of a schema. A lock of one number of 64 bits shows in two halves.

@@ -27,6 +27,7 @@ from rollout_queue.store.postgres_database import (
     one_line,
     schema_of,
     try_lock,
+    unlock,
 )
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ class PostgresReader:
                 raise ConfigError(f"{self._database.name} is in use by another queue: stop that one")
             taken = schema_of(f"{self._database.run}_{folder.name}")
             db.execute(f'ALTER SCHEMA "{self._database.schema}" RENAME TO "{taken}"'.encode())
+            unlock(db)
 
     def _read(self, of: Callable[[sql.Query], T]) -> T | None:
         """Call `of` with what runs its statements; return None if there is no schema."""

@@ -28,9 +28,10 @@
       return node;
     }
 
-    /** Puts a text of at most `width` units; a longer one is cut, and whole on hover. */
-    text(key, x, y, text, className, width = 190, anchor = "start") {
-      const cut = fit(text, className, width);
+    /** Puts a text of at most `width` units; in place of a longer one `shorter`, or what fits, and the whole on hover. */
+    text(key, x, y, text, className, width = 190, anchor = "start", shorter = text) {
+      const whole = fit(text, className, width);
+      const cut = whole === text ? text : fit(shorter, className, width);
       const node = this.put(key, "text", { x, y, class: className, "text-anchor": anchor }, cut);
       if (cut !== text) node.append(svg("title", { text: visible(text) }));
     }

@@ -99,6 +99,7 @@
       },
       learner: {
         big: `step ${count(status.step)} of ${count(status.total_steps)}`,
+        shorter: `step ${count(status.step)}`,
         parts: [["done", status.step, "--series-3"]],
         total: Math.max(status.total_steps, 1),
         lines: [
@@ -126,7 +127,7 @@
     drawing.put(key("box"), "rect", { x, y, width: w, height: h, rx: 10, class: `node ${mood}` });
     drawing.text(key("name"), x + 14, y + 24, NAMES[name], "name", w - 24);
     drawing.text(key("role"), x + 14, y + 40, ROLES[name], "small dim", w - 20);
-    drawing.text(key("big"), x + 14, y + 68, content.big, "big", w - 20);
+    drawing.text(key("big"), x + 14, y + 68, content.big, "big", w - 20, "start", content.shorter);
     const inner = w - 28;
     if (content.squares) {
       const size = Math.min(14, inner / Math.max(1, Math.ceil(content.squares.length / 2)) - 2);
@@ -265,8 +266,8 @@
     drawArrow(drawing, "weights", path, [], { x: 0, y: 0 }, publishing ? 3 : speedOf(rates.steps, 1));
     const label = plan ? plan.weights : `new weights: version ${count(status.version)}`;
     if (wide) {
-      drawing.put("weights.label", "rect", { x: 455, y: 257, width: 200, height: 26, rx: 13, class: "pill" });
-      drawing.text("weights.text", 555, 274, label, "rate", 190, "middle");
+      drawing.put("weights.label", "rect", { x: 435, y: 257, width: 240, height: 26, rx: 13, class: "pill" });
+      drawing.text("weights.text", 555, 274, label, "rate", 230, "middle");
     } else {
       drawing.put(
         "weights.text",
@@ -295,7 +296,7 @@
         y + 18,
         age ? String(version) : `version ${version}`,
         "small dim",
-        70,
+        100,
         "middle",
       );
     }

@@ -9,6 +9,7 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from deploy.servers import cpu_build, devices, kv_cache, probes, server_args
 from deploy.servers import joining as joining_of
@@ -20,6 +21,7 @@ from deploy.servers.tokens import check_secret
 from protocol import access
 from protocol.client import QueueClient, QueueError
 from protocol.config import ConfigError, ImagesSection, ModelSection, RunConfig, adapter_checks
+from protocol.config.sections import LOOPBACK
 from protocol.config.sections.sampling import MAX_TOP_K, mask_logprobs
 from protocol.config.sections.servers import has_flag
 from protocol.messages import Server
@@ -199,18 +201,35 @@ async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_F
 
 
 def run(config: RunConfig, index: int) -> None:
-    """Replace this process by the server, so that signals and exit code are vLLM's."""
-    if index >= (launched := config.vllm.launched):
+    """Replace this process by a server of the run file, so that signals and exit code are vLLM's.
+
+    One that the run file names by its URL (`vllm.servers`) starts on this machine, at the URL's port.
+    """
+    if index >= (known := len(config.vllm.urls)):
         raise ConfigError(
-            f"--index {index}: the run file launches {launched} servers (vllm.servers, vllm.count), counted from 0"
+            f"--index {index}: the run file has {known} servers (vllm.servers, vllm.count), counted from 0"
         )
     probes.require_modules("slipstream vllm", probes.VLLM_MODULES)
-    check_secret(config)
-    server_args.check_server_args(config)
-    server_args.check_router_replay(config, on_cpu())
+    here = _at_its_url(config, index)
+    check_secret(here)
+    server_args.check_server_args(here)
+    server_args.check_router_replay(here, on_cpu())
     asyncio.run(announce(config, index))
-    line, env = _settled(config, index)
+    line, env = _settled(here, 0, "server", index) if config.vllm.servers else _settled(config, index)
     os.execve(line[0], line, env)
+
+
+def _at_its_url(config: RunConfig, index: int) -> RunConfig:
+    """Return a run file that launches one server where `vllm.servers` expects this one."""
+    if not config.vllm.servers:
+        return config
+    url = urlsplit(config.vllm.servers[index])
+    port = url.port or {"http": 80, "https": 443}[url.scheme]
+    host = config.vllm.host
+    if url.hostname and host in LOOPBACK and url.hostname not in LOOPBACK:
+        host = url.hostname
+    vllm = config.vllm.model_copy(update={"servers": [], "count": 1, "host": host, "port": port})
+    return config.model_copy(update={"vllm": vllm})
 
 
 def join(config: RunConfig, queue_url: str, name: str | None, advertise: str | None) -> int:

@@ -78,6 +78,7 @@ args = ["--max-num-batched-tokens", "1024", "--kv-cache-memory-bytes", "64M", "-
 """
 
 
+@pytest.mark.wide
 def test_what_server_and_learner_see_is_the_same_while_the_tower_trains(tmp_path: Path) -> None:
     """At staleness 0 every token was sampled by the weights that train on it. Were an image embedded by the weights
     before, or other pixels, the log-probs would be far apart: at this rate a step moves them a lot."""

@@ -119,6 +119,7 @@ for name, request in ended.items():
 """
 
 
+@pytest.mark.wide
 def test_experts_are_recorded_of_every_token_by_the_weights_that_computed_it(tmp_path: Path) -> None:
     """Where new weights come in the middle of a prompt, and where keys and values come from the prefix cache."""
     env = {**os.environ, **ENVIRONMENT, **SECOND_RUNNER, **IN_PROCESS}

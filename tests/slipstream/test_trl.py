@@ -1111,7 +1111,11 @@ def test_a_script_without_that_start_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "head", ["def main():", "if __name__ == '__main__':"], ids=["in a function", "a global of the script alone"]
+    "head",
+    [
+        pytest.param("def main():", id="in a function"),
+        pytest.param("if __name__ == '__main__':", id="a global of the script alone", marks=pytest.mark.wide),
+    ],
 )
 def test_a_trainer_that_an_import_does_not_make_trains(head: str, script: Script) -> None:
     """With the real supervisor, and the real check of the task; the rest is a stand-in."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from unittest.mock import AsyncMock
 
 import pytest
 from aiohttp import web
@@ -163,13 +164,33 @@ async def test_a_server_starts_without_a_queue_too(run_file: Path, unused_tcp_po
 
 
 @pytest.mark.parametrize(
-    ("overrides", "index"), [(["--vllm.count", "2"], 2), (["--vllm.servers", '["http://a:1"]'], 0)]
+    ("overrides", "index"), [(["--vllm.count", "2"], 2), (["--vllm.servers", '["http://a:1"]'], 1)]
 )
-def test_a_server_that_the_run_file_does_not_launch_is_refused(
-    run_file: Path, overrides: list[str], index: int
-) -> None:
+def test_a_server_that_the_run_file_does_not_have_is_refused(run_file: Path, overrides: list[str], index: int) -> None:
     with pytest.raises(ConfigError, match=f"--index {index}"):
         vllm_server.run(config(run_file, *overrides), index)
+
+
+@pytest.mark.parametrize(
+    ("url", "host", "port"),
+    [
+        ("http://127.0.0.1:9100", "127.0.0.1", "9100"),
+        ("http://10.0.0.9:9100", "10.0.0.9", "9100"),
+        ("http://a", "a", "80"),
+    ],
+)
+def test_a_server_that_the_run_file_names_starts_where_that_expects_it(
+    run_file: Path, cpu: bool, monkeypatch: pytest.MonkeyPatch, url: str, host: str, port: str
+) -> None:
+    monkeypatch.setenv("SLIPSTREAM_TOKEN", "0123456789abcdef0123456789abcdef")
+    monkeypatch.setattr(vllm_server.probes, "require_modules", lambda *_: None)
+    monkeypatch.setattr(vllm_server, "announce", AsyncMock())
+    started: list[list[str]] = []
+    monkeypatch.setattr(vllm_server.os, "execve", lambda path, line, env: started.append(line))
+    servers = f'["http://127.0.0.1:1", "{url}"]'
+    vllm_server.run(config(run_file, "--vllm.servers", servers), 1)
+    (line,) = started
+    assert (value_of(line, "--host"), value_of(line, "--port"), value_of(line, "--seed")) == (host, port, "1")
 
 
 def test_a_server_of_adapters_takes_their_rank_and_those_in_flight(run_file: Path, cpu: bool) -> None:

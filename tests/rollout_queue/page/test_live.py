@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from tests.rollout_queue.page.page_data import made_up_steps, make_page, make_status
 from tests.rollout_queue.page.page_server import PageServer, serving
 
@@ -112,6 +114,7 @@ def test_a_resumed_run_replaces_the_steps_that_it_makes_again(browser: Browser, 
     assert browser.run("slipstream.page.source.page.steps.reward")[-2:] == [served.page["steps"]["reward"][29], 0.125]
 
 
+@pytest.mark.wide
 def test_a_tab_left_open_holds_its_memory(browser: Browser) -> None:
     page = make_page()
     with serving(page) as served:

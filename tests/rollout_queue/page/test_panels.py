@@ -320,7 +320,7 @@ CONTRAST = """((a, b) => {
    getComputedStyle(document.querySelector('.panel')).backgroundColor)"""
 
 
-@pytest.mark.parametrize("size", [(390, 844), (1280, 800)])
+@pytest.mark.parametrize("size", [(390, 844), pytest.param((1280, 800), marks=pytest.mark.wide)])
 def test_nothing_overflows_on_a_phone_or_a_laptop_in_either_theme(browser: Browser, size: tuple[int, int]) -> None:
     page = make_page()
     status, long = page["status"], "a_name_without_a_break_" * 9

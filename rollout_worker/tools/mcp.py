@@ -216,6 +216,8 @@ async def _made(
     logging.getLogger("httpx2").setLevel(logging.WARNING)  # it logs each request
     for transport in ("stdio", "streamable_http", "sse"):  # they log a traceback for each message they cannot read
         logging.getLogger(f"mcp.client.{transport}").setLevel(logging.CRITICAL)
+    # It logs each call that is cancelled at a server that reads nothing any more.
+    logging.getLogger("mcp.shared.jsonrpc_dispatcher").setLevel(logging.ERROR)
     servers = [
         McpServer(each.address, folder, connect_timeout_s, errors, uses_sse=each.transport == "sse") for each in given
     ]

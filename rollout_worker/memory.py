@@ -15,7 +15,8 @@ def return_large_blocks() -> bool:
     glibc maps such blocks only until it has freed a larger one. After that they come from the arena of their thread,
     which keeps them: with 64 threads of tools that return 5 MB now and then, 200 MB.
 
-    Returns: Whether the process has glibc's allocator.
+    Returns:
+        Whether the process has glibc's allocator.
     """
     try:
         return bool(ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES))

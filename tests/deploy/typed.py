@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-import threading
 from types import TracebackType
 from typing import Self
 
-from tests.kit.copies import Copy
+from tests.kit.copies import PipedCopy
 from tests.kit.original import Request
 
 SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.worker_cpus", "1")
@@ -15,23 +14,14 @@ SMALL = ("--cluster.head_cpus", "2", "--cluster.server_cpus", "2", "--cluster.wo
 MODULES = ("deploy.cli", "deploy.checks.preflight", "deploy.commands.cluster")
 
 
-class Typed(Copy):
+class Typed(PipedCopy):
     """A command whose output and errors are one stream.
 
     It is stopped where the test that waits for it fails: its run would not end by itself.
     """
 
     def __init__(self, *words: str) -> None:
-        here, there = os.pipe()
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        try:
-            super().__init__(
-                MODULES, Request("deploy.cli", words, dict(os.environ), os.getcwd()), (nothing, there, there)
-            )
-        finally:
-            os.close(nothing)
-            os.close(there)
-        self.stdout = os.fdopen(here, encoding="utf-8", errors="replace")
+        super().__init__(MODULES, Request("deploy.cli", words, dict(os.environ), os.getcwd()), is_merged=True)
 
     def __enter__(self) -> Self:
         return self
@@ -42,16 +32,7 @@ class Typed(Copy):
         if kind is not None and self.poll() is None:
             self.terminate()
         self.wait()
-        self.stdout.close()
-
-    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Return the rest of what it says, once it has ended. Errors are part of it, so the second text is empty."""
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.append(self.stdout.read()))
-        reader.start()
-        self.wait(timeout)
-        reader.join(timeout)
-        return "".join(said), ""
+        self.stderr.close()
 
 
 def output(*words: str) -> tuple[int, str]:
@@ -64,6 +45,6 @@ def output(*words: str) -> tuple[int, str]:
 def read_until(process: Typed, text: str) -> str:
     lines = []
     while not lines or text not in lines[-1]:
-        lines.append(process.stdout.readline())
+        lines.append(process.stderr.readline())
         assert lines[-1], "".join(lines)
     return "".join(lines)

@@ -97,34 +97,42 @@ class Copy:
 class PipedCopy(Copy):
     """Is a copy whose output is read by this process.
 
+    Args:
+        stdout: Descriptor of its stdout; None for a pipe.
+        is_merged: Whether its stderr goes where its stdout goes, to a pipe.
+
     Attributes:
         stdout: Stream of its stdout; None if that goes elsewhere.
-        stderr: Stream of its stderr.
+        stderr: Stream of its stderr, which may be that of its stdout.
     """
 
-    def __init__(self, needs: Sequence[str], request: Request, stdout: int | None = None) -> None:
-        errors, their_errors = os.pipe()
+    def __init__(
+        self, needs: Sequence[str], request: Request, stdout: int | None = None, is_merged: bool = False
+    ) -> None:
         output, their_output = os.pipe() if stdout is None else (None, os.dup(stdout))
+        errors, their_errors = (None, os.dup(their_output)) if is_merged else os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         try:
             super().__init__(needs, request, (nothing, their_output, their_errors))
         finally:
             for file in (nothing, their_output, their_errors):
                 os.close(file)
-        self.stdout = None if output is None else os.fdopen(output, encoding="utf-8")
-        self.stderr = os.fdopen(errors, encoding="utf-8")
+        streams = [None if end is None else os.fdopen(end, encoding="utf-8") for end in (output, errors)]
+        self.stdout, stderr = streams[0], streams[1] or streams[0]
+        assert stderr is not None
+        self.stderr: IO[str] = stderr
 
-    def communicate(self, timeout: float) -> tuple[str, str]:
-        """Return the rest of its output, once it has ended."""
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """Return the rest of its output, once it has ended. Where both are one stream, all of it is the first text."""
         read: dict[IO[str], str] = {}
-        streams = [stream for stream in (self.stdout, self.stderr) if stream is not None]
+        streams = {stream for stream in (self.stdout, self.stderr) if stream is not None}
         readers = [threading.Thread(target=lambda of: read.update({of: of.read()}), args=(of,)) for of in streams]
         for reader in readers:
             reader.start()
         self.wait(timeout)
         for reader in readers:
             reader.join(timeout)
-        return read.get(self.stdout, "") if self.stdout else "", read[self.stderr]
+        return read.pop(self.stdout, "") if self.stdout else "", read.pop(self.stderr, "")
 
 
 def start_function(

@@ -48,7 +48,7 @@ def test_a_run_is_applied_followed_and_deleted_but_for_its_volume(cluster: Stand
     lines: list[str] = []
     # `communicate` loses what `readline` has read ahead.
     while not {"done\n", "small: 1 learner running, 1 server pending\n"} <= {*lines}:
-        lines.append(process.stdout.readline())
+        lines.append(process.stderr.readline())
         assert lines[-1], lines
     assert {each["kind"] for each in cluster.objects.values()} >= {"Secret", "Deployment", "NetworkPolicy", "Service"}
     cluster.status = DONE

@@ -22,6 +22,7 @@ from learner.training import optimiser
 from protocol import checkpoints as places
 from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
 from protocol.config.sections.base import toml_value
+from protocol.cpu import bfloat16_unit
 from protocol.messages import BeginSession, LearnerProcess, RunPosition
 
 # Set by a program that starts a learner: the command that the person typed.
@@ -33,10 +34,10 @@ SILENT_S = 45.0
 
 
 def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
-    """On a GPU, set `model.dtype` as the checkpoint's unless the run file sets it, as servers do that are started by
-    themselves. A learner that `slipstream` starts has it already."""
+    """Set `model.dtype` as the checkpoint's unless the run file sets it or this machine would compute in it slowly, as
+    servers do that are started by themselves. A learner that `slipstream` starts has it already."""
     model = config.model
-    if not on_gpu or "dtype" in model.model_fields_set:
+    if "dtype" in model.model_fields_set or not (on_gpu or bfloat16_unit()):
         return config
     try:
         architecture = AutoConfig.from_pretrained(
@@ -47,7 +48,7 @@ def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     parts = (architecture, architecture.get_text_config())
     named = [str(getattr(part, "dtype", None)).removeprefix("torch.") for part in parts]
     known = get_args(ModelSection.model_fields["dtype"].annotation)
-    dtype = next((name for name in named if name in known), model.dtype)
+    dtype = next((name for name in named if name in known and (on_gpu or name == "bfloat16")), model.dtype)
     return config.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
 
 

@@ -24,7 +24,7 @@ from typing import Literal, Protocol, Self
 from deploy.run.first_error import error_of_engine, first_error, follows_engine
 from deploy.servers.device_plan import DevicePlan
 from deploy.servers.devices import Placement, environment_of, nccl_environment, place_devices
-from deploy.servers.vllm_server import on_cpu
+from deploy.servers.vllm_server import KEPT_PAGES, on_cpu
 from protocol import access
 from protocol.config import RunConfig
 from protocol.config.load import SAME_TERMINAL
@@ -93,6 +93,7 @@ def run_programs(config: RunConfig, run_file: Path, resume: bool, devices: Devic
             is_server = role == "vllm"
             cores = placement.servers if is_server else placement.others
             threads = {"OMP_NUM_THREADS": str(placement.server_threads if is_server else len(cores))}
+            threads |= KEPT_PAGES if role == "learner" else {}
         command = [*SLIPSTREAM, role, str(run_file), *arguments]
         return Program(name, role, command, environment_of_role(config, role) | threads, cores, health, terminal)
 

@@ -21,6 +21,7 @@ from deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, mod
 from deploy.servers.probes import Gpu
 from protocol.config import RunConfig
 from protocol.config.sections.base import toml_value
+from protocol.cpu import bfloat16_unit
 from weight_sync.transports.registry import choice
 
 # Environment variables that pass a process that the supervisor starts its share of a GPU's memory, 0 for no bound, and
@@ -60,7 +61,8 @@ def settle(
 ) -> tuple[DevicePlan | None, RunConfig]:
     """Plan for this machine, describe the plan with `say`, and return it with the settled run file.
 
-    On a GPU, `model.dtype` is the checkpoint's, if the run file does not set it.
+    On a GPU, and on a CPU that multiplies in bfloat16, `model.dtype` is the checkpoint's if the run file does not set
+    it.
 
     Args:
         config: The run file.
@@ -79,7 +81,7 @@ def settle(
     planned = _planned(found, config, part)
     for line in planned.lines() if planned is not None else ():
         say(line)
-    _say_chosen({**chosen, **(planned.chosen if planned is not None else {})}, say)
+    _say_chosen({**chosen, **(planned.chosen if planned is not None else {})}, found, say)
     return planned, settled(config, planned, cpu)
 
 
@@ -97,23 +99,28 @@ def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     config, chosen = _of_checkpoint(found, config)
     planned = _planned(found, config, "learner") if not config.vllm.launched else None
     chosen |= planned.chosen if planned is not None else {}
-    _say_chosen(chosen, say)
+    _say_chosen(chosen, found, say)
     return with_settings(config, chosen)
 
 
 def _of_checkpoint(found: list[Gpu], config: RunConfig) -> tuple[RunConfig, dict[tuple[str, str], Any]]:
-    """Set `model.dtype` as the checkpoint's on a GPU, unless the run file sets it. Returns what was set as well."""
-    if found:
-        fetch_architecture(config.model)
-    dtype = checkpoint_dtype(config.model) if found and "dtype" not in config.model.model_fields_set else None
-    chosen: dict[tuple[str, str], Any] = {("model", "dtype"): dtype} if dtype else {}
+    """Set `model.dtype` as the checkpoint's, unless the run file sets it or this machine would compute in it slowly.
+    Returns what was set as well."""
+    if "dtype" in config.model.model_fields_set or not (found or bfloat16_unit()):
+        return config, {}
+    fetch_architecture(config.model)
+    dtype = checkpoint_dtype(config.model)
+    if dtype is None or not (found or dtype == "bfloat16"):
+        return config, {}
+    chosen: dict[tuple[str, str], Any] = {("model", "dtype"): dtype}
     return with_settings(config, chosen), chosen
 
 
-def _say_chosen(chosen: Mapping[tuple[str, str], Any], say: Callable[[str], None]) -> None:
+def _say_chosen(chosen: Mapping[tuple[str, str], Any], found: list[Gpu], say: Callable[[str], None]) -> None:
     if chosen:
         values = (f"{section}.{key} = {toml_value(value)}" for (section, key), value in chosen.items())
-        say(f"chosen for this checkpoint and these GPUs, as the run file leaves it open: {', '.join(values)}")
+        machine = "these GPUs" if found else f"this CPU, which multiplies in bfloat16 ({bfloat16_unit()})"
+        say(f"chosen for this checkpoint and {machine}, as the run file leaves it open: {', '.join(values)}")
 
 
 def environment_of(seat: Seat) -> dict[str, str]:

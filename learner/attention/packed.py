@@ -105,7 +105,8 @@ def varlen_sdpa(
     if window is not None and row_layout.longest > window:
         out = paths.along_paths(q, k, v, row_layout.paths, scaling, window)
     elif q.device.type == "cpu":
-        out = cpu.trie_attention(q, k, v, row_layout.trie, scaling)
+        fast = cpu.fastest_type(q.dtype, row_layout.longest)
+        out = cpu.trie_attention(q.to(fast), k.to(fast), v.to(fast), row_layout.trie, scaling).to(q.dtype)
     elif flash.flash_supports(q):
         out = flash.flash_trie(q, k, v, row_layout.flash_row, scaling)
     else:

@@ -69,7 +69,7 @@ class ServerSync:
         """Prepare to publish to one server.
 
         Args:
-            tolerance: What nine in ten differences of a proven version stay below, in nats.
+            tolerance: What the median difference of a proven version stays below, in nats.
             dtype: Type that the server computes in.
             rounds_more: Whether the server is quantised.
         """

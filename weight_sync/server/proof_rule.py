@@ -3,15 +3,15 @@
 To be near v is not enough: one step at a customary learning rate moves log-probs by less than any tolerance that allows
 for rounding, so a swap that was left out would pass. Each of these is a fault:
 
-1. Far from v: more than one log-prob in ten differs by more than the tolerance, one by more than `FURTHEST` times as
-   much, or one is not finite.
+1. Far from v: half of the log-probs differ by more than the tolerance, one in ten by more than 4 times as much, one by
+   more than 40 times as much, or one is not finite.
 2. Not moved: every log-prob is, bit for bit, the one from before the swap, though the weights that were sent differ.
 3. Nearer to what the server held before than to v, where the two can be told apart.
 4. Unusual: `UNUSUAL` times as far from v as this server is from the learner otherwise.
 
-In 16 bits the largest difference of a probe has a heavy tail: on an H200 its median over 61 publications of right
-weights was 0.12 nats, its maximum 0.45. The difference that nine in ten stay below has none. "Far" in 3 and 4 is the
-median over the probe: a router that sends one token elsewhere moves the largest difference, and not the median.
+In 16 bits the differences of a probe have a heavy tail, from sequence to sequence too. Two correct computations of a
+model of 135 M in bfloat16 (transformers in pure bfloat16, and under autocast) differed over 96 probes by at most 0.13
+nats in the median of a probe, 0.41 in its ninth decile, and 4.4 in its maximum. "Far" in 3 and 4 is therefore the median.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float32]
 
-# Quantile of the differences that the tolerance bounds, and how many times the tolerance bounds all of them.
-MOST = 0.9
-FURTHEST = 4.0
+# Quantiles of a probe's differences, and how many times the tolerance bounds each.
+BOUNDS = ((0.5, 1.0), (0.9, 4.0), (1.0, 40.0))
 
 # v and the weights before it can be told apart where they differ by this many times the server's usual difference.
 APART = 4.0
@@ -129,7 +128,7 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
     """Judge whether `evidence` shows that the server computes with version v.
 
     Args:
-        tolerance: What nine in ten differences of a proven version stay below, in nats.
+        tolerance: What the median difference of a proven version stays below, in nats.
         baseline: The server's usual difference from the learner.
     """
     learner, served, before = evidence.learner, evidence.served, evidence.before
@@ -137,7 +136,8 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
         wrong = "its log-probs of the probe differ by inf from the learner's: some are missing or not finite"
         return Judgement(float("inf"), float("inf"), None, False, wrong)
     off = np.abs(served - learner)
-    largest, most, difference = float(off.max()), float(np.quantile(off, MOST)), float(np.median(off))
+    largest, difference = float(off.max()), float(np.median(off))
+    far = [(share, float(np.quantile(off, share)), times * tolerance) for share, times in BOUNDS]
     moved: float | None = None
     must_move = apart = same = False
     still = 0.0  # Distance of the server's log-probs from those before the swap.
@@ -148,16 +148,10 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
         still = float(np.median(np.abs(served - before)))
         same = np.array_equal(served, before)
     fault = None
-    if most > tolerance:
-        fault = (
-            f"its log-probs of the probe differ by {most:.2g} from the learner's, more than {tolerance:g}, not "
-            f"counting the tenth that differs most"
-        )
-    elif largest > FURTHEST * tolerance:
-        fault = (
-            f"a log-prob of the probe differs by {largest:.2g} from the learner's, more than {FURTHEST:g} times the "
-            f"tolerance of {tolerance:g}"
-        )
+    if beyond := [(share, most, bound) for share, most, bound in far if most > bound]:
+        share, most, bound = beyond[0]
+        which = "a log-prob of the probe differs" if share == 1 else f"{1 - share:.0%} of the probe's log-probs differ"
+        fault = f"{which} by {most:.2g} or more from the learner's, and {bound:g} is allowed"
     elif must_move and same:
         fault = "its log-probs are exactly those from before the swap, though other weights were sent"
     elif apart and difference >= still:

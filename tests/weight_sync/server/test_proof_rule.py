@@ -73,33 +73,27 @@ def test_weights_of_before_that_round_otherwise_are_found_where_v_is_apart(seed:
 
 
 @pytest.mark.parametrize(
-    ("count", "by", "fault"),
-    [
-        (6, 0.5, None),  # a heavy tail, as 16 bits have it
-        (8, 0.5, "its log-probs of the probe differ by 0.5 from the learner's, more than 0.4"),
-        (1, 1.5, None),
-        (1, 1.7, "a log-prob of the probe differs by 1.7 from the learner's, more than 4 times the tolerance of 0.4"),
-    ],
+    ("count", "by", "allowed"),
+    [(31, 1.5, True), (32, 0.45, False), (6, 15.0, True), (8, 1.7, False), (1, 15.9, True), (1, 16.1, False)],
 )
-def test_a_tenth_of_the_log_probs_may_be_beyond_the_tolerance_and_none_beyond_four_times_as_much(
-    count: int, by: float, fault: str | None
-) -> None:
+def test_bounds_of_the_median_the_ninth_decile_and_the_maximum(count: int, by: float, allowed: bool) -> None:
+    """The tolerance is 0.4: half of 63 may be beyond it, a tenth beyond 1.6, none beyond 16."""
     learner = np.full(PROBES, -1.0, dtype=np.float32)
     served = learner.copy()
     served[5 : 5 + count] -= by
     judgement = judge(Evidence(learner, served), 0.4, Baseline("bfloat16", 0.4))
-    assert judgement.max_abs_diff == pytest.approx(by)
-    assert (judgement.fault or "").split(", not counting")[0] == (fault or "")
+    assert (judgement.fault is None) is allowed
 
 
 @given(seed=SEEDS)
-def test_the_tails_of_bfloat16_as_measured_on_an_h200_are_no_fault(seed: int) -> None:
-    """Differences with the median (0.025) and the tail (0.12 to 0.45 the largest of 63) of 61 publications there."""
+def test_the_tails_of_bfloat16_as_measured_are_no_fault(seed: int) -> None:
+    """Differences as of 61 publications on an H200 (median 0.025, at most 0.45) and of 135 M on a CPU (at most 4.4)."""
     rng = np.random.default_rng(seed)
     usual = Baseline("bfloat16", 0.5)
     for _ in range(200):
         learner = floats(rng, 3.0)
         served = learner + (0.03 * rng.standard_t(4, PROBES)).clip(-0.45, 0.45).astype(np.float32)
+        served[3] += 4.4
         judgement = judge(Evidence(learner, served), 0.5, usual)
         assert judgement.fault is None
         usual.learn(judgement.difference)

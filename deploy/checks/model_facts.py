@@ -98,7 +98,7 @@ def _chat(config: RunConfig) -> str:
         build_chat_format(config, [_TOOL])
     except ConfigError as error:
         return f"{found}; without tools: {error}"
-    return f"{found}; with and without tools"
+    return f"{found}; with and without tools" + (" in the prompt" if config.chat.tools == "prompt" else "")
 
 
 def _serving(config: RunConfig, architecture: Any) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from rollout_worker.chat.parsers.base import ToolCall
 from rollout_worker.chat.template import TemplateFormat
 from rollout_worker.tools.toolbox import ToolBox
 from tests.kit import WORKER, config
+from tests.kit.agent import MULTIPLY, agent_task, client_of, results_of
+from tests.kit.agent import USER as AGENT_USER
+from tests.kit.fake_vllm.policies import multiplying, scripted
 from tests.kit.fake_vllm.tokenizer import build_tokenizer, save_model_folder
 from tests.kit.template_cases import TEMPLATES
-from tests.kit.worker import END_OF_TURN, TOKENIZER, multiply
+from tests.kit.worker import END_OF_TURN, TOKENIZER, fake, multiply, roll, task
 
 SCHEMAS = ToolBox([multiply]).schemas
 USER = {"role": "user", "content": "Multiply 2 by 3."}
@@ -135,3 +139,27 @@ def test_the_template_to_copy_has_tools(folder):
     chat = build(folder, template=str(file))
     assert asyncio.run(check_tool_format(chat, SCHEMAS)).parallel_calls
     assert chat.tokenizer.chat_template == file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("template", [CHATML, NO_SYSTEM], ids=["system", "no system"])
+async def test_episodes_with_tools_are_played_in_one_segment(template):
+    run_config = config(WORKER, chat={"tools": "prompt"})
+
+    def reply(text, index):
+        results = re.findall(r"<tool_response>\n(.*)\n</tool_response>", text)
+        return results[-1] if results else multiplying(text, index)
+
+    run = await roll(task(), fake(scripted(TOKENIZER, reply)), config=run_config, tokenizer=build_tokenizer(template))
+    assert [(rollout.reward, rollout.turns, len(rollout.segments)) for rollout in run.rollouts] == [(1.0, 2, 1)] * 2
+
+
+async def test_an_agent_calls_tools_over_the_endpoint():
+    async def agent(endpoint):
+        async with client_of(endpoint) as client:
+            reply = await client.ask(tools=[MULTIPLY])
+            last = await client.ask([AGENT_USER, reply.message, *results_of(reply.message)], tools=[MULTIPLY])
+        return float(last.message["content"] == "408")
+
+    run_config = config(WORKER, chat={"tools": "prompt"})
+    run = await roll(agent_task(agent), fake(), config=run_config, tokenizer=build_tokenizer(CHATML))
+    assert [(rollout.reward, len(rollout.segments)) for rollout in run.rollouts] == [(1.0, 1)] * 2

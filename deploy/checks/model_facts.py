@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deploy.checks import model_check
+from deploy.checks import cache_check, model_check
 from deploy.servers import cpu_build, server_args
 from deploy.servers.vllm_server import on_cpu
 from protocol.config import ConfigError, LearnerSection, RunConfig
@@ -98,7 +98,7 @@ def _chat(config: RunConfig) -> str:
         build_chat_format(config, [_TOOL])
     except ConfigError as error:
         return f"{found}; without tools: {error}"
-    return f"{found}; with and without tools"
+    return f"{found}; with and without tools" + (" in the prompt" if config.chat.tools == "prompt" else "")
 
 
 def _serving(config: RunConfig, architecture: Any) -> str:
@@ -111,8 +111,12 @@ def _serving(config: RunConfig, architecture: Any) -> str:
     if on_cpu():
         cpu_build.check_served(config, facts)
     if not _known_to_vllm().isdisjoint(names):
-        tried = "; its CPU build served tiny models of it" if cpu_build.is_served(facts) else "; not tried on a CPU"
-        return f"knows {', '.join(names)}{tried if on_cpu() else ''}"
+        if not on_cpu():
+            return f"knows {', '.join(names)}"
+        tried = "its CPU build served tiny models of it" if cpu_build.is_served(facts) else "not tried on a CPU"
+        return "; ".join(
+            part for part in (f"knows {', '.join(names)}", tried, cache_check.describe_cache(config)) if part
+        )
     return f"has no code of its own for {', '.join(names)}: it tries transformers' (vllm.args), which may fail"
 
 

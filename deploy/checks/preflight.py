@@ -1,4 +1,4 @@
-"""Checks a run before its first process starts: packages, run directory, ports, servers, space, task, model, learner.
+"""Checks a run before its first process starts: packages, run directory, ports, space, task, model, learner, servers.
 
 A fault that would stop the run is raised as a `ConfigError`, one message with its remedy; others are returned as
 findings. Nothing is printed here. Torch is imported late, so that a mistake in the task is reported at once: for the
@@ -71,7 +71,8 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     is_over = resume and knows_end and run_directory.finished(config) is not None
     findings: list[Finding] = []
     if knows_end and not is_over:
-        findings += _check_addresses(config) + check_space(config)
+        _check_ports(config)
+        findings += check_space(config)
     server_args.check_server_args(config)
     server_args.check_router_replay(config, on_cpu())
     check_learner(config)
@@ -98,7 +99,9 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     counted = run_directory.with_steps_for_epochs(config, rows)
     if not knows_end:
         is_over = run_directory.finished(counted) is not None
-        findings += [] if is_over else _check_addresses(config) + check_space(config)
+        if not is_over:
+            _check_ports(config)
+            findings += check_space(config)
     if task.agent is not None and not is_over:
         run_file = config.run_file.absolute()
         check_port(config.worker.agent_host, config.worker.agent_port, "worker.agent_port", run_file)
@@ -115,6 +118,8 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
         cpu_build.check_served(config, architecture_of(config.model) or {})
         kv_cache.check_cache_fits(config)
     findings += task_check.check_task(config, task)
+    if config.vllm.servers and not is_over:  # last, since they answer in seconds, or not at all
+        findings += find_untried_versions(check_servers(config))
     return RunCheck(rows, findings)
 
 
@@ -173,14 +178,11 @@ def check_adapter(config: RunConfig, resume: bool) -> None:
         resuming.check_adapter(config, resume)
 
 
-def _check_addresses(config: RunConfig) -> list[Finding]:
-    """Check that ports are free and that `vllm.servers` can be used. A run that is over needs neither."""
+def _check_ports(config: RunConfig) -> None:
+    """Check that the ports of all listeners are free. A run that is over needs none."""
     run_file = config.run_file.absolute()
-    findings: list[Finding] = []
     check_port(config.queue.host, config.queue.port, "queue.port", run_file)
-    if config.vllm.servers:
-        findings = find_untried_versions(check_servers(config))
-    else:
+    if not config.vllm.servers:
         for index in range(config.vllm.count):
             check_port(config.vllm.host, config.vllm.port + index, "vllm.port", run_file)
     sync = config.weight_sync
@@ -188,7 +190,6 @@ def _check_addresses(config: RunConfig) -> list[Finding]:
     if sync.adapter_only is not True:
         for port in (sync.transport == "http" and config.http_ports) or [0]:
             check_port(sync.host, port, "weight_sync.http_port", run_file, "weight_sync.host")
-    return findings
 
 
 def check_servers(config: RunConfig) -> dict[str, ServerFacts]:

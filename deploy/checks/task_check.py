@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from deploy.checks.cache_check import find_oversized_cache
 from protocol.config import ConfigError, Finding, RunConfig
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.tokenizer import load_tokenizer
@@ -58,8 +59,9 @@ def check_task(config: RunConfig, task: Task) -> list[Finding]:
     asyncio.run(check_reward_servers(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
     findings += failures
+    has_tools = bool(task.tools or task.mcp_servers)
     for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
-        findings += check_prompts(config, sample, of_prompts, rows.unusable)
+        findings += check_prompts(config, sample, of_prompts, rows.unusable, has_tools)
     return findings
 
 
@@ -146,15 +148,17 @@ async def _check_by_kind(
 
 
 def check_prompts(
-    config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str]
+    config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str], has_tools: bool
 ) -> list[Finding]:
     """Render up to `MAX_RENDERED` prompts of a data set and compare their lengths with the model's context.
 
     Args:
         unusable: Rows to leave out: the reason for each, by number.
+        has_tools: Whether tools may make an episode longer than its prompt and one turn.
 
     Returns:
-        The source's own warnings, rows whose prompts cannot be rendered, and prompts that leave too little room.
+        The source's own warnings, rows whose prompts cannot be rendered, prompts that leave too little room, and a
+        context that is far longer than prompt and turn.
 
     Raises:
         ConfigError: The first prompt cannot be rendered, `chat.system_prompt` does not apply to it, or no prompt fits.
@@ -188,6 +192,8 @@ def check_prompts(
             f"{sample.lost}; row {number}: {why:.200}"
         )
         findings.append(Finding("warning", text, "fix that row, or the template"))
+    if not (has_tools or sample.suffix):
+        findings += find_oversized_cache(config, max(lengths))
     return findings + _check_lengths(config, sample, lengths, "that were tried")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def status(
     from deploy.commands.status import of_run, show
     from deploy.commands.status import watch as watch_status
 
-    config = load(run_file, context.args)
+    config = _running(load(run_file, context.args), context.args)
     client = _client(config, queue, patience_s=0.0)
     meant = config.run.name if queue is None else None
 
@@ -115,6 +116,7 @@ def rollouts(
             )
         print_followed(config.run_dir, as_json, lambda: find_ended(config, time.time()) is not None)
         return
+    config = _running(config, context.args)
     wanted = Wanted(limit, step, "worst" if worst else "best" if best else "newest", evals, role)
     client = _client(config, queue, patience_s=0.0)
     ended = find_ended(config, time.time()) if queue is None else None
@@ -170,7 +172,7 @@ def show(
     except Unreachable:
         if run_file is None or queue is not None:
             raise
-        found = _servers_at_end(load(run_file, []), as_json)
+        found = _servers_at_end(_running(load(run_file, [])), as_json)
     if not as_json:
         print_servers(found)
         return
@@ -242,11 +244,31 @@ class _Registry:
 def _registry(run_file: str | None, queue: str | None) -> _Registry:
     """Raise `ConfigError` if neither names a queue."""
     if run_file is not None:
-        config = load(run_file, [])
+        config = _running(load(run_file, []))
         return _Registry(queue or config.queue.address, config.token_for("learner"))
     if queue is None:
         raise ConfigError("which run? Give its run file, or the queue's URL with --queue http://host:8200")
     return _Registry(queue, access.token_for(access.given_token(), "learner"))
+
+
+def _running(config: RunConfig, given: Sequence[str] = ()) -> RunConfig:
+    """Return the config with the queue's address of the run in its directory, if a launcher runs it.
+
+    The run may have been started with another `--queue.port` than its file has.
+
+    Args:
+        given: Arguments of this command. An address among them is kept.
+    """
+    from deploy.commands.ended import launcher_runs
+
+    if any(word.startswith("--queue.") for word in given) or not launcher_runs(config.run_dir):
+        return config
+    try:
+        queue = load(config.run_file).queue
+    except ConfigError:  # it is starting, and has not written the file yet
+        return config
+    address = {"host": queue.host, "port": queue.port, "url": queue.url}
+    return config.model_copy(update={"queue": config.queue.model_copy(update=address)})
 
 
 def _client(config: RunConfig, queue: str | None, patience_s: float) -> QueueClient:

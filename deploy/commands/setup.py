@@ -9,7 +9,8 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from deploy.commands.arguments import print_json
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
-from protocol.config import ConfigError, Finding, ModelSection, RunConfig, RunSection
+from protocol.config import ConfigError, Finding, ModelSection, RunConfig, RunSection, load
 from protocol.config.fingerprint import DISTRIBUTION, release
 from protocol.config.sections.base import toml_value
 from rollout_queue import store
@@ -229,6 +230,9 @@ TEMPLATES = Path(__file__).parent / "templates"
 # Named .txt, so that no tool runs or checks them as part of the package.
 FILES = {"run.toml": "run.toml.txt", "task.py": "task.py.txt", "data.jsonl": "data.jsonl"}
 
+# Stands behind `chat.tools` in the run file.
+_WHY = "                # described in the system message: the model's template knows no tools\n"
+
 MAX_MODEL_LEN = 4096
 
 MAX_TURN_TOKENS = 512
@@ -239,20 +243,35 @@ def write_task_files(folder: Path, model: str) -> None:
     if taken := [str(folder / name) for name in FILES if (folder / name).exists()]:
         raise ConfigError(f"{', '.join(taken)}: already there, and nothing is overwritten; give another folder")
     settings = {"name": _run_name(folder), **_model_settings(model)}
+    run_file = folder / "run.toml"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name, template in FILES.items():
             text = (TEMPLATES / template).read_text(encoding="utf-8")
-            if name == "run.toml":
-                text = text.format_map({key: toml_value(value) for key, value in settings.items()})
-            with (folder / name).open("x", encoding="utf-8") as file:
-                file.write(text)
+            (folder / name).write_text(_filled(text, settings) if name == "run.toml" else text, encoding="utf-8")
+        if Path(str(settings["path"])).is_dir():
+            _fit_to_model(run_file, settings)
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}; give another folder") from None
-    run_file = folder / "run.toml"
     print(f"wrote {', '.join(str(folder / name) for name in FILES)}; next:")
     print(f"  slipstream up {run_file}          # vLLM, queue, workers and learner on this machine")
     print(f"  slipstream rollouts {run_file}    # meanwhile or later: read what the policy says")
+
+
+def _filled(template: str, settings: Mapping[str, object]) -> str:
+    tools = "" if settings.get("tools", "template") == "template" else f"tools = {toml_value(settings['tools'])}{_WHY}"
+    return template.format_map({**{key: toml_value(value) for key, value in settings.items()}, "tools": tools})
+
+
+def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
+    """Write the run file again, with limits that suit the model's prompts and a way to show it the tools."""
+    from deploy.checks import first_limits
+    from rollout_worker.task.task import load_task
+
+    config = load(run_file)
+    if (found := first_limits.choose(config, load_task(config.task))) is not None:
+        template = (TEMPLATES / FILES["run.toml"]).read_text(encoding="utf-8")
+        run_file.write_text(_filled(template, {**settings, **asdict(found)}), encoding="utf-8")
 
 
 def _run_name(folder: Path) -> str:

@@ -61,6 +61,9 @@ parser of tool calls.
   `renderer_options`.
 - Any other model with a chat template: set nothing. The parser is found by letting the template write a call and
   each notation read it.
+- The template knows no tools: `tools = "prompt"` describes them in the system message, in the notation `hermes`, with
+  results in users' messages; where the template has no system message, the first user's message begins with them. Or
+  give a template with tools: [chatml_with_tools.jinja](chatml_with_tools.jinja) is one to copy for models of ChatML.
 - The template is in a file: `template = "file.jinja"`; `chat_template_kwargs` sets its variables.
 - You know the notation: `parser = "hermes"`, or another of {parsers}. `response_template` is the tokenizer's own,
   which `auto` tries first.

@@ -33,5 +33,7 @@ def main(recipe: Recipe, description: str, build: Callable[[Recipe, int], Sequen
     unfinished = arguments.out.with_name(arguments.out.name + f".tmp{os.getpid()}")
     for part in parts:
         part.save_pretrained(unfinished)
+    # safetensors makes its file readable for its owner alone.
+    (unfinished / "model.safetensors").chmod((unfinished / "config.json").stat().st_mode)
     os.replace(unfinished, arguments.out)
     print(f"{arguments.out}: built with seed {arguments.seed}")

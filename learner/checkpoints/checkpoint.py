@@ -152,6 +152,8 @@ def save(
         copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(unfinished / PARTS), "random": _random_state()}, unfinished / "trainer.pt")
         (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
+        for weights in unfinished.rglob("*.safetensors"):  # the library makes them readable for their owner alone
+            shutil.copymode(unfinished / places.STATE, weights)
         _flush(unfinished)
         if final.exists():  # from a time line that a resume gave up
             _discard(final)

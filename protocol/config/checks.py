@@ -216,7 +216,9 @@ def check_chat(chat: ChatSection) -> None:
 
 def template_settings(chat: ChatSection) -> dict[str, Any]:
     """Return the given settings that only a template reads."""
-    return _given({"chat.template": chat.template, "chat.parser": None if chat.parser == "auto" else chat.parser})
+    settings = {"chat.parser": (chat.parser, "auto"), "chat.tools": (chat.tools, "template")}
+    changed = {name: value for name, (value, default) in settings.items() if value != default}
+    return _given({"chat.template": chat.template, **changed})
 
 
 def _renderer_settings(chat: ChatSection) -> dict[str, Any]:

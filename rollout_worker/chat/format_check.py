@@ -299,7 +299,8 @@ async def _schemas_shown(chat: ChatFormat, schemas: Sequence[dict[str, Any]], pr
         if missing is not None:
             problems.append(
                 f"the prompt does not show the tool {function['name']!r}: {missing!r} of its schema is missing, so "
-                f"that the policy cannot know how to call it; {_REMEDY}"
+                f'that the policy cannot know how to call it; set chat.tools = "prompt", which describes the tools in '
+                f"the system message, {_REMEDY}"
             )
             return False
     return True

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from rollout_worker.chat.base import PromptError, checked, text_of
 from rollout_worker.chat.parser_choice import choose_parser
 from rollout_worker.chat.parsers import Before, Parser, Scan
 from rollout_worker.chat.parsers.base import Message, ParsedTurn, ToolCall
+from rollout_worker.chat.prompt_tools import NOTATION, PromptTools
 from rollout_worker.chat.template_analysis import Rendering, call_id
 from rollout_worker.chat.tokenizer import Codec, load_tokenizer, stop_ids
 from rollout_worker.vision.messages import expanded, images_of, placeholder_text
@@ -90,6 +92,8 @@ _NO_TEMPLATE = (
     "the tokenizer (tokenizer.chat_template), or use a model that is made for chat"
 )
 
+_IN_PROMPT = 'set chat.tools = "prompt", which describes them in the system message, '
+
 # A prompt may have written the start of a turn. The search looks at this many ids at its end first, to save decoding.
 _TAIL_IDS = 32
 
@@ -102,6 +106,7 @@ class TemplateFormat:
         stop_token_ids: Ids that end a turn.
         tools: JSON schemas of the tools.
         origin: The setting that the template is from, for error messages.
+        in_prompt: Describe the tools in the system message (`chat.tools = "prompt"`).
         parser: `chat.parser`.
         variables: `chat.chat_template_kwargs`.
         images: Opens images; None for text alone.
@@ -117,6 +122,7 @@ class TemplateFormat:
         tools: Sequence[dict[str, Any]],
         origin: str,
         *,
+        in_prompt: bool = False,
         parser: str = "auto",
         variables: dict[str, Any] | None = None,
         images: ImageProcessor | None = None,
@@ -139,6 +145,10 @@ class TemplateFormat:
             return
         _check_syntax(self._rendering, origin)
         self._rendering = template_analysis.taking_text(self._rendering)
+        if tools and in_prompt:
+            way = PromptTools.of(partial(template_analysis.rendered, self._rendering.but(tools=None)))
+            self._rendering = self._rendering.but(tools_as_text=way)
+            parser = NOTATION if parser == "auto" else parser
         try:
             if tools:
                 self._rendering = template_analysis.checked_rendering(self._rendering, self._stop_texts)
@@ -149,8 +159,9 @@ class TemplateFormat:
                 self._choose_parser(parser)
         except template_analysis.Unfit as unfit:
             raise ConfigError(
-                f"the chat template of {origin} cannot be used with tools: {unfit}; name one that can with "
-                f"chat.template = file.jinja, a renderer with chat.renderer, or give a task without tools"
+                f"the chat template of {origin} cannot be used with tools: {unfit}; "
+                f"{'' if in_prompt else _IN_PROMPT}name one that can with chat.template = file.jinja, a renderer with "
+                f"chat.renderer, or give a task without tools"
             ) from None
         self._following = self._rendering
         if tools and self._same_without_tools():
@@ -183,6 +194,7 @@ class TemplateFormat:
             stop_ids(config.model, tokenizer),
             tools,
             origin,
+            in_prompt=config.chat.tools == "prompt",
             parser=config.chat.parser,
             variables=config.chat.chat_template_kwargs,
             images=processor_of(config),

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,6 +36,8 @@ class Rendering:
             are always joined first.
         arguments_as_text: Give a call's arguments as JSON text.
         reasoning_field: Field from which the template reads reasoning. None if it reads none.
+        tools_as_text: Rewrites a conversation and the tools as messages without either, for a template that knows no
+            tools. None for templates that get the tools.
     """
 
     tokenizer: Any
@@ -44,6 +46,7 @@ class Rendering:
     content_as_parts: bool = False
     arguments_as_text: bool = False
     reasoning_field: str | None = None
+    tools_as_text: Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], list[Message]] | None = None
 
     def __call__(
         self, messages: Sequence[Message], generation_prompt: bool = True, continue_final_message: bool = False
@@ -64,7 +67,7 @@ class Rendering:
         """
         return self.tokenizer.apply_chat_template(  # type: ignore[no-any-return]
             self._as_wanted(messages),
-            tools=self.tools,
+            tools=None if self.tools_as_text is not None else self.tools,
             tokenize=False,
             add_generation_prompt=generation_prompt and not continue_final_message,
             continue_final_message=continue_final_message,
@@ -89,13 +92,18 @@ class Rendering:
                     message = {**message, "tool_call_id": open_ids.pop(0) if open_ids else call_id(number)}
                 elif answers in open_ids:
                     open_ids.remove(answers)
-            if isinstance(parts := message.get("content"), list | tuple):
-                shows = any(part.get("type") == "image" for part in parts)
-                message = {**message, "content": _without_pixels(parts) if shows else text_of(parts)}
-            if self.content_as_parts and isinstance(text := message.get("content"), str):
-                message = {**message, "content": [{"type": "text", "text": text}]}
             wanted.append(message)
-        return wanted
+        if self.tools_as_text is not None:
+            wanted = self.tools_as_text(wanted, self.tools)
+        return [self._content(message) for message in wanted]
+
+    def _content(self, message: Message) -> Message:
+        if isinstance(parts := message.get("content"), list | tuple):
+            shows = any(part.get("type") == "image" for part in parts)
+            message = {**message, "content": _without_pixels(parts) if shows else text_of(parts)}
+        if self.content_as_parts and isinstance(text := message.get("content"), str):
+            message = {**message, "content": [{"type": "text", "text": text}]}
+        return message
 
     def _assistant(self, message: Message, number: int) -> Message:
         reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name)), None)
@@ -219,7 +227,7 @@ def _from_stop(text: str, at: int, stops: Sequence[str]) -> Following | None:
 def taking_text(rendering: Rendering) -> Rendering:
     """Return the rendering with text in the form that the template accepts: as it is, or as a part."""
     parts = rendering.but(content_as_parts=True)
-    shown = (_ASKED in _rendered(each, [USER]) for each in (rendering, parts))
+    shown = (_ASKED in rendered(each, [USER]) for each in (rendering, parts))
     return parts if list(shown) == [False, True] else rendering
 
 
@@ -292,21 +300,21 @@ def reasoning_of(rendering: Rendering, with_calls: bool) -> Reasoning:
     for name in REASONING_FIELDS:
         turn = {"role": "assistant", "content": _SAID, name: _THOUGHT}
         tried = rendering.but(reasoning_field=name)
-        text = _rendered(tried, [USER, turn], generation_prompt=False)
+        text = rendered(tried, [USER, turn], generation_prompt=False)
         if _THOUGHT not in text and with_calls:  # some templates write it only beside calls
-            text = _rendered(tried, _cycle(name))
+            text = rendered(tried, _cycle(name))
         if _THOUGHT not in text:
             continue
         thought = _thought(text)
-        in_cycle = _THOUGHT in _rendered(tried, _cycle(name))
-        across = _THOUGHT in _rendered(tried, [USER, turn, USER])
+        in_cycle = _THOUGHT in rendered(tried, _cycle(name))
+        across = _THOUGHT in rendered(tried, [USER, turn, USER])
         return Reasoning(name, thought, in_cycle, across)
     return Reasoning(None, Thought(separate=opened), in_cycle=False, across=False)
 
 
 def opened_by_prompt(rendering: Rendering) -> bool:
     """Return whether the template opens a thought where it asks the policy to speak."""
-    return _rendered(rendering, [USER]).rstrip().endswith(OPENS_THOUGHT)
+    return rendered(rendering, [USER]).rstrip().endswith(OPENS_THOUGHT)
 
 
 def _cycle(name: str) -> list[Message]:
@@ -331,14 +339,14 @@ def places_to_speak(rendering: Rendering, opening: str) -> list[str]:
     answer: Message = {"role": "tool", "name": "tool", "content": _ANSWERED}
     ends = []
     for messages, word in (([USER], _ASKED), ([USER, _turns_before([answer])[0][0], answer], _ANSWERED)):
-        text = _rendered(rendering, messages)
+        text = rendered(rendering, messages)
         end = text[text.rfind(word) + len(word) :].partition(opening)[0] if word in text else ""
         if end.strip() and end not in ends:
             ends.append(end)
     return ends
 
 
-def _rendered(rendering: Rendering, messages: Sequence[Message], generation_prompt: bool = True) -> str:
+def rendered(rendering: Rendering, messages: Sequence[Message], generation_prompt: bool = True) -> str:
     """Render the text. It is empty if the template refuses the messages."""
     try:
         return rendering(messages, generation_prompt)

@@ -39,6 +39,16 @@ def test_the_run_file_loads_and_its_model_can_talk_to_the_tools(folder: Path, ta
     build_chat_format(config, ToolBox(task.tools).schemas)
 
 
+def test_a_model_whose_template_knows_no_tools_gets_them_in_the_prompt(tmp_path: Path, model_folder: Path) -> None:
+    """With limits for its prompts and turns in place of the model's whole context."""
+    plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
+    (model_folder / "chat_template.jinja").write_text(plain, encoding="utf-8")
+    setup.write_task_files(tmp_path / "shop", str(model_folder))
+    config = load(tmp_path / "shop" / "run.toml")
+    assert (config.chat.tools, config.rollout.max_turn_tokens) == ("prompt", 128)
+    build_chat_format(config, ToolBox(load_task(config.task).tools).schemas)
+
+
 async def test_a_sync_and_an_async_tool_answer(task: Task) -> None:
     order = [ToolCall("price", {"item": "pen"}), ToolCall("price", {"item": "car"})]
     order += [ToolCall("total", {"quantities": [3, 2], "prices": [120, 250]})]

@@ -183,6 +183,12 @@ class ChatSection(Section):
         "and then each notation on a rendered call; or the name of one (docs/models.md); or path/to/file.py:function",
         why="the check at start finds the notation, or refuses",
     )
+    tools: Literal["template", "prompt"] = setting(
+        "template",
+        description="what shows the tools to the policy: template: the chat template or the renderer; prompt: the "
+        "system message, with calls as <tool_call>{...}</tool_call> and results in users' messages",
+        why="models that know tools were trained with their template's notation; prompt is for templates without tools",
+    )
     system_prompt: str | None = setting(
         None,
         description="a system message before conversations that have none",

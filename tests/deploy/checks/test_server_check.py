@@ -16,8 +16,10 @@ from aiohttp.test_utils import TestServer
 
 from deploy.checks import preflight
 from protocol.config import ConfigError, load
+from tests.deploy.conftest import TASK
 from tests.kit.config import config
 from tests.kit.fake_vllm import FakeEngine, FakeVllm, serving
+from tests.kit.ports import free_port
 from weight_sync.fleet.eligibility import Wanted, judge
 from weight_sync.server.answers import ServerFacts
 
@@ -147,3 +149,14 @@ def test_what_a_server_will_be_is_read_off_its_command_line() -> None:
     (fault,) = judge(ServerFacts.of_command([*ours, "--logprobs_mode=raw_logprobs"]), Wanted.of(config()))
     assert "raw_logprobs" in fault.what
     assert judge(ServerFacts.of_command([*ours, "--dtype", "auto"]), Wanted.of(config())) == []
+
+
+def test_a_mistake_in_the_task_is_told_before_servers_are_looked_for(run_file: Path) -> None:
+    """Both are wrong here, and the task costs no second round."""
+    (run_file.parent / "task.py").write_text(TASK.replace('{"prompt"', '{"promt"'), encoding="utf-8")
+    nowhere = ["--vllm.servers", f'["http://127.0.0.1:{free_port()}"]']
+    with pytest.raises(ConfigError, match="promt"):
+        preflight.check_run(load(run_file, nowhere), resume=False)
+    (run_file.parent / "task.py").write_text(TASK, encoding="utf-8")
+    with pytest.raises(ConfigError, match="no vLLM server answers"):
+        preflight.check_run(load(run_file, nowhere), resume=False)

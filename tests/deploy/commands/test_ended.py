@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from deploy import cli
 from deploy.commands.ended import EndedRun, find, render_ended
+from deploy.run.run_directory import write_resolved
 from protocol import checkpoints, history
 from protocol.config import RunConfig, load
 from protocol.messages import ServerState
@@ -22,6 +23,7 @@ from protocol.status import Cause, Status
 from rollout_queue.observe.history import History
 from rollout_queue.store.base import hold_lock_file
 from tests.deploy.commands.test_report import rollout
+from tests.kit.ports import free_port
 from tests.kit.status import server, status
 
 NOW, HOUR = 1_000_000.0, 3600.0
@@ -206,6 +208,21 @@ def test_a_launcher_without_a_queue_is_starting_or_ending(config: RunConfig, run
     with hold_lock_file(config.run_dir / "launcher.lock"):
         found = CliRunner().invoke(cli.app, ["status", str(run_file)])
     assert "run small is starting or ending: its launcher runs, and no queue answers at" in str(found.exception)
+
+
+def test_a_running_run_is_asked_at_the_port_that_it_was_started_with(config: RunConfig, run_file: Path) -> None:
+    """Its file has another: the port came on the command line."""
+    started, given = free_port(), free_port()
+    write_resolved(load(run_file, ["--queue.port", str(started)]))
+
+    def asked(*arguments: str) -> str:
+        return str(CliRunner().invoke(cli.app, [*arguments]).exception)
+
+    with hold_lock_file(config.run_dir / "launcher.lock"):
+        assert f"http://127.0.0.1:{started}" in asked("status", str(run_file))
+        assert f"http://127.0.0.1:{started}" in asked("servers", "list", str(run_file))
+        assert f"http://127.0.0.1:{given}" in asked("status", str(run_file), "--queue.port", str(given))
+    assert f"http://127.0.0.1:{config.queue.port}" in asked("status", str(run_file))
 
 
 def test_servers_of_a_run_that_left_nothing_of_them_are_refused_in_one_line(config: RunConfig, run_file: Path) -> None:

@@ -163,6 +163,7 @@ def test_a_checkpoint_s_model_folder_can_be_served(
     )
     names = {path.name for path in saved.model_path.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer_config.json"} <= names
+    assert len({path.stat().st_mode for path in saved.model_path.iterdir()}) == 1, "another user may serve it too"
 
 
 def test_i8_nothing_in_it_needs_unpickling(

@@ -118,7 +118,7 @@ async def _under_signals(
                 waits = number == signal.SIGINT and learners()
                 terminal.complain(
                     f"{SIGNALS[number]}, stopping; "
-                    + ("the learner writes a checkpoint first, Ctrl-C again gives it up" if waits else killed)
+                    + ("the learner saves its steps first, Ctrl-C again gives that up" if waits else killed)
                 )
             case "limit":
                 limited.set()

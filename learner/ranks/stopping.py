@@ -246,7 +246,7 @@ class Stop:
     def _end(self, how: str) -> NoReturn:
         name = signal.Signals(self._code - 128).name
         what = self.unfinished or self._waits_for()
-        end_now(self._code, f"learner: {name} came, and the learner {how}: {what}; it ends now")
+        end_now(self._code, f"learner: {name} came, and the learner {how}: {what}; it ends now", on_terminal=True)
 
     def _say(self, text: str) -> None:
         with suppress(OSError):
@@ -262,13 +262,19 @@ class Stop:
             self._hook(unraisable)
 
 
-def end_now(code: int, text: str) -> NoReturn:
-    """End the process on the spot, from any thread. A terminal that is held is not waited for."""
+def end_now(code: int, text: str, on_terminal: bool = False) -> NoReturn:
+    """End the process on the spot, from any thread, and write `text` to the log. A terminal that is held is not waited
+    for.
+
+    Args:
+        on_terminal: Whether the text goes to the terminal too, as nobody else shows it there.
+    """
 
     def say() -> None:
         _show_cursor()
-        with suppress(OSError):
-            print(text, file=sys.stderr, flush=True)
+        for stream in (sys.stderr, sys.stdout) if on_terminal and log_is_apart() else (sys.stderr,):
+            with suppress(OSError, ValueError):
+                print(text, file=stream, flush=True)
 
     words = threading.Thread(target=say, daemon=True)
     words.start()
@@ -280,3 +286,11 @@ def _show_cursor() -> None:
     with suppress(OSError, ValueError):  # a stdout that is closed, or is not a file
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
+
+
+def log_is_apart() -> bool:
+    """Return whether stderr, where the log goes, is another file than stdout, where the terminal is."""
+    try:
+        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return True

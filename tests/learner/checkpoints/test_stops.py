@@ -223,7 +223,7 @@ def test_a_second_ctrl_c_names_the_checkpoint_that_is_not_complete(
     flush = checkpoint._flush
     settings = config_for(model_path, tmp_path, checkpoint_every=2)
 
-    def end(code: int, text: str) -> None:
+    def end(code: int, text: str, on_terminal: bool) -> None:
         ended.append((code, text, list(places.complete(settings.run_dir))))
         given_up.set()
 

@@ -179,10 +179,11 @@ def test_a_main_thread_that_hears_no_signal_is_ended(
             process.send_signal(number)
             time.sleep(1.0)  # of two that wait at once, the system delivers the lower number first
         try:
-            _, printed = process.communicate(timeout=ENDS_WITHIN_S)
+            shown, printed = process.communicate(timeout=ENDS_WITHIN_S)
         finally:
             process.kill()
     assert process.returncode == 128 + signals[0]
+    assert shown == printed.splitlines(True)[-1], "on the terminal too, where the log is not"
     assert printed.splitlines() == [f"learner: {line}".format("it waits for rank 1") for line in said]
 
 

@@ -189,12 +189,18 @@ async def _keep_history(broker: Broker) -> None:
             await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
     finally:
         try:
-            broker.history.add(last_status(broker), broker.clock.wall(), is_last=True)
+            broker.history.add(_last_status(broker), broker.clock.wall(), is_last=True)
         except Exception:
             logger.exception("the run's history lacks its end")
 
 
-def last_status(broker: Broker) -> Status:
+def tell_end(broker: Broker) -> None:
+    """Send open pages the last status: one that says that the run has finished would come too late else."""
+    if broker.ready:
+        broker.viewers.tell("status", _last_status(broker))
+
+
+def _last_status(broker: Broker) -> Status:
     """Return the status with which a queue ends: who still waits, and for what, ends with it."""
     return msgspec.structs.replace(status.assemble(broker), waits=[], stall=Stall(False, 0.0, None), limit=None)
 

@@ -5,8 +5,8 @@
 #
 # Every process logs to <run directory>/logs; the learner's steps go to the terminal. The run ends when the learner has
 # made its last step. A vLLM server, a worker or the queue that dies is started again, up to deploy.restart times in a
-# row; if it dies once more, or the learner dies, the run ends with a code that is not 0. Ctrl-C stops everything: what
-# has not ended within deploy.grace_s seconds is killed.
+# row; if it dies once more, or the learner dies, the run ends with a code that is not 0. Ctrl-C stops everything
+# once the learner has written a checkpoint; a second one ends it at once.
 set -euo pipefail
 
 usage() { sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2; }

@@ -122,7 +122,7 @@ def begin_session(
             client,
             progress,
             stop,
-            begin.step if checkpoint else None,
+            checkpoint,
             evaluator,
             notices.checkpoint,
             saved,

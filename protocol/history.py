@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from statistics import fmean
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -36,9 +37,33 @@ _HEAD = 64
 # Points of a column: of a longer run every second one is left out, as often as needed.
 MAX_POINTS = 2000
 
+# Steps at each end of a run whose mean is shown.
+MAX_END = 10
+
 EventKind = Literal["run", "learner", "server", "worker", "evaluation", "notice", "change"]
 
 Row = dict[str, float | None]
+
+
+class Ends(NamedTuple):
+    """Mean of a figure over the first `over` steps of a run, and over its last."""
+
+    first: float
+    last: float
+    over: int
+
+    def __str__(self) -> str:
+        of = "step" if self.over == 1 else f"{self.over} steps"
+        return f"{self.first:.3f} over its first {of}, {self.last:.3f} over its last"
+
+
+def ends_of(values: Sequence[float]) -> Ends | None:
+    """Return both means: over at most 10 values, and at most half of them, so that none counts in both. None without
+    values."""
+    if not values:
+        return None
+    over = max(1, min(MAX_END, len(values) // 2))
+    return Ends(fmean(values[:over]), fmean(values[-over:]), over)
 
 
 class Event(msgspec.Struct, frozen=True):

@@ -20,6 +20,7 @@ from rollout_queue.api.app import create_app
 from rollout_queue.api.connection import bounded_by
 from rollout_queue.api.connection_pool import MIN_DESCRIPTORS, ConnectionPool, Shares, fit, raise_descriptors
 from rollout_queue.broker.broker import Broker
+from rollout_queue.broker.lifecycle import tell_end
 from rollout_queue.store.base import StoreError, Superseded
 
 _IDLE_CONNECTION_S = 75  # longer than the client keeps one, so that none breaks in use
@@ -134,6 +135,7 @@ class _Server(uvicorn.Server):
 
     def stop(self) -> None:
         self.should_exit = True
+        tell_end(self._broker)
         self._broker.close_waits()
 
     @contextlib.contextmanager

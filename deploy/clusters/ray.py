@@ -107,6 +107,11 @@ class Host:
         child = self._running.get(key)
         return child is not None and child.signal(0)
 
+    async def interrupt(self, key: str) -> None:
+        """Send the program Ctrl-C, and wait for as long as it needs to end."""
+        if key in self._running:
+            await self._children.interrupt([self._running[key]])
+
     async def end(self, key: str, grace_s: float) -> None:
         """End the program and all that it started, as `Children.end`."""
         child = self._running.pop(key, None)
@@ -416,6 +421,11 @@ class RayChildren(Children):
         self.living.append(child)
         return child
 
+    async def interrupt(self, children: Collection[Child]) -> None:
+        elsewhere = [child for child in children if isinstance(child, _Elsewhere)]
+        await super().interrupt([child for child in children if child not in elsewhere])
+        await asyncio.gather(*(child.interrupt() for child in elsewhere))
+
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
         elsewhere = [child for child in children if isinstance(child, _Elsewhere)]
         await super().end([child for child in children if child not in elsewhere], grace_s)
@@ -473,6 +483,11 @@ class _Elsewhere(Child):
 
     def signal(self, number: int) -> bool:
         raise RunFailed(f"{self.name} is on another machine: end it by RayChildren.end")
+
+    async def interrupt(self) -> None:
+        """Send it Ctrl-C, and wait for as long as it needs to end."""
+        with contextlib.suppress(*_gone(_ray())):
+            await _answer(self._host.interrupt.remote(self._key), None)
 
     async def end(self, grace_s: float) -> None:
         """End it and all that it started, and wait until that is so."""

@@ -334,7 +334,7 @@ class _Job:
         print(f"submitted job {self._number}, log in {self._log}", flush=True)
         while (state := self._look()).startswith(WAITS_OR_RUNS):
             if (signalled := stops.wait(FOLLOW_EVERY_S)) is not None:
-                self._stop(signalled)
+                self._stop(signalled, stops)
         if state == FORGOTTEN and not open_for_reading(self._config).run_state().finished:
             raise RunFailed(f"SLURM has forgotten job {self._number}, which ended a while ago; its log: {self._log}")
         if not state.startswith(("COMPLETED", FORGOTTEN)):
@@ -376,20 +376,25 @@ class _Job:
             sys.stdout.write(new.decode(errors="replace"))
             sys.stdout.flush()
 
-    def _stop(self, number: signal.Signals) -> None:
+    def _stop(self, number: signal.Signals, stops: Stops) -> None:
         """Stop the job as Ctrl-C would stop the run, and cancel what is left of it."""
-        print(f"stopping job {self._number}", file=sys.stderr, flush=True)
+        patient = number == signal.SIGINT
+        waits = "; the learner writes a checkpoint first, Ctrl-C again cancels the job" if patient else ""
+        print(f"stopping job {self._number}{waits}", file=sys.stderr, flush=True)
         # SIGTERM is what SLURM itself sends at the time limit, after which the job is queued again.
         interrupt = ("scancel", "--batch", "--signal=INT", self._number)
-        self._end_by(interrupt, ("RUNNING",), self._config.deploy.grace_s + MARGIN_S)
+        self._end_by(interrupt, ("RUNNING",), math.inf if patient else self._config.deploy.grace_s + MARGIN_S, stops)
         if self._end_by(("scancel", self._number), WAITS_OR_RUNS, MARGIN_S):
             print(f"job {self._number} has not ended: scancel {self._number}", file=sys.stderr, flush=True)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
-    def _end_by(self, command: Sequence[str], states: tuple[str, ...], seconds: float) -> bool:
-        """Run `command` while the job is in one of `states`, repeatedly. Returns whether it still is at the end."""
+    def _end_by(
+        self, command: Sequence[str], states: tuple[str, ...], seconds: float, stops: Stops | None = None
+    ) -> bool:
+        """Run `command` while the job is in one of `states`, repeatedly. Returns whether it still is at the end, which
+        a signal brings about where `stops` is given."""
         deadline, again = time.monotonic() + seconds, 0.0
         while self._look().startswith(states):
             if time.monotonic() > deadline:
@@ -398,7 +403,10 @@ class _Job:
                 with contextlib.suppress(RunFailed):
                     ask(*command)
                 again = time.monotonic() + AGAIN_S
-            time.sleep(0.5)
+            if stops is None:
+                time.sleep(0.5)
+            elif stops.wait(0.5) is not None:
+                return True
         return False
 
 

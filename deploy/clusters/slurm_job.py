@@ -17,7 +17,7 @@ from typing import TypeVar
 from tenacity import Retrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from deploy.clusters.roles import Part, Parts, Resources, node_of, on_nodes, programs
-from deploy.clusters.slurm import FOLLOW_EVERY_S, QUEUE_URL, TOKENS, ask, folder_of, job_fields, without_token
+from deploy.clusters.slurm import AGAIN_S, FOLLOW_EVERY_S, QUEUE_URL, TOKENS, ask, folder_of, job_fields, without_token
 from deploy.run import run_directory
 from deploy.run.process_keeper import RunFailed
 from deploy.run.processes import Child, Children, Program
@@ -134,6 +134,9 @@ def _address(node: str) -> str:
 
 class SlurmSteps(Children):
     """Starts queue and learner here, servers, workers and ranks on other nodes as steps."""
+
+    # `slurm.submit_and_follow` sends SIGINT until the job ends, since a batch script that has only begun misses it.
+    one_press_s = 10 * AGAIN_S
 
     def __init__(self, grace_s: float, job: SlurmJob) -> None:
         super().__init__(grace_s)

@@ -36,6 +36,7 @@ class Summary(msgspec.Struct):
     steps: int = 0
     reward_first10: float | None = None
     reward_last10: float | None = None
+    reward_over: int = 10
     ended_at: float | None = None
     nothing_learnt: str | None = None
     diagnosis: list[Cause] = []
@@ -69,13 +70,12 @@ class EndedRun(msgspec.Struct):
         if self.end == "given_up":
             return f"ended {when}: given up, since its first groups all failed"
         if self.end == "finished":
-            rewards = [(self.summary or {}).get(name) for name in ("reward_first10", "reward_last10")]
-            shown = (
-                ""
-                if None in rewards
-                else f", reward {rewards[0]:.3f} at its first steps and {rewards[1]:.3f} at its last"
-            )
-            return f"ended {when}: {self.step} of {self.total_steps} steps made{shown}"
+            ends = ""
+            if self.summary is not None:
+                of = msgspec.convert(self.summary, Summary)
+                if of.reward_first10 is not None and of.reward_last10 is not None:
+                    ends = f", reward {history.Ends(of.reward_first10, of.reward_last10, of.reward_over)}"
+            return f"ended {when}: {self.step} of {self.total_steps} steps made{ends}"
         kept = "no checkpoint" if self.checkpoint_step is None else f"a checkpoint of step {self.checkpoint_step}"
         after = f"after step {self.step} of {self.total_steps}, with {kept}" if self.step else "before its first step"
         return f"stopped {when} {after}; " + ("go on with --resume" if self.step else "start it again")

@@ -21,7 +21,7 @@ from deploy.commands.report import read_run, run_dir_of
 from learner.report.rollouts import printable
 from protocol import history, reasons
 from protocol.config import ConfigError
-from protocol.history import Entry, PageData
+from protocol.history import Entry, PageData, ends_of
 from protocol.messages import ServerState
 from protocol.status import Status, WorkerStatus
 
@@ -319,31 +319,24 @@ def _head(data: PageData, began: float, ended: float) -> Iterator[str]:
     rewards = [value for value in data.steps.get("reward", []) if value is not None]
     evaluated = [of.reward for of in data.evaluations if of.reward is not None]
     parts = []
-    if rewards:
-        first, last = _ends_of(rewards)
-        parts.append(f"reward {first:.3f} at its first steps, {last:.3f} at its last")
+    if ends := ends_of(rewards):
+        parts.append(f"reward {ends}")
     if evaluated:
         parts.append(f"evaluations {evaluated[0]:.3f} to {evaluated[-1]:.3f}, best {max(evaluated):.3f}")
     if parts:
         yield "; ".join(parts)
     if len(by_name := _reward_functions(data)) > 1:
-        yield "; ".join(f"{printable(name)} {first:.3f} to {last:.3f}" for name, (first, last) in by_name.items())
+        yield "; ".join(f"{printable(name)} {of.first:.3f} to {of.last:.3f}" for name, of in by_name.items())
 
 
-def _reward_functions(data: PageData) -> dict[str, tuple[float, float]]:
+def _reward_functions(data: PageData) -> dict[str, history.Ends]:
     """Return the mean of each reward function, or role, at the first steps and at the last."""
     found = {}
     for column, values in data.steps.items():
         known = [value for value in values if value is not None]
-        if known and (named := _OF_REWARD.fullmatch(column)):
-            found[named[1]] = _ends_of(known)
+        if (ends := ends_of(known)) and (named := _OF_REWARD.fullmatch(column)):
+            found[named[1]] = ends
     return found
-
-
-def _ends_of(values: Sequence[float]) -> tuple[float, float]:
-    """Return the means of the first ten values and of the last ten."""
-    first, last = values[:10], values[-10:]
-    return sum(first) / len(first), sum(last) / len(last)
 
 
 def _costs(data: PageData, lost_s: float, wall_s: float) -> Iterator[str]:

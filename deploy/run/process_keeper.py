@@ -32,7 +32,7 @@ WRONG_SETTING = 2
 TAKEN_OVER = 76
 
 # Exit codes of a process that was stopped on purpose.
-STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM))
+STOPPED = tuple(128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
 
 # The count of restarts in a row begins again once a process has been up this long.
 STEADY_AFTER_S = 60.0

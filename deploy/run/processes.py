@@ -267,6 +267,9 @@ class Children:
         grace_s: Seconds from SIGTERM to SIGKILL.
     """
 
+    # Two SIGINT within this time are one Ctrl-C. Longer than the learner's: it must not take for one what were two.
+    one_press_s = 1.0
+
     def __init__(self, grace_s: float) -> None:
         self.living: list[Child] = []
         self.grace_s = grace_s
@@ -316,6 +319,13 @@ class Children:
         for child in self.living:
             child.poll()
         self.guard.replace_if_ended()
+
+    async def interrupt(self, children: Collection[Child]) -> None:
+        """Send the children Ctrl-C, and wait for as long as they need to end. What they started may be left."""
+        for child in children:
+            child.signal(signal.SIGINT)
+        while [child for child in children if child.poll() is None]:  # noqa: ASYNC110, one elsewhere has no SIGCHLD
+            await asyncio.sleep(POLL_S)
 
     async def end(self, children: Collection[Child], grace_s: float | None = None) -> None:
         """End the children and all processes that they started, even those of a child that has ended itself."""

@@ -2,7 +2,8 @@
 
 Nothing is left running, however the run ends. Each child has a process group of its own, which gets SIGTERM and, after
 `deploy.grace_s`, SIGKILL; a guard process does it if the supervisor is killed. The learner is ended first, so that the
-queue still takes its last report.
+queue still takes its last report. After Ctrl-C it gets SIGINT and all the time that it needs for its checkpoint; a
+second Ctrl-C gives that up, and SIGTERM sets the limit of `deploy.grace_s`.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import signal
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from typing import Any
 from deploy.run import run_directory
 from deploy.run.engine import Engine, ThisMachine
 from deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
-from deploy.run.processes import Children, describe_end, preflight_program
+from deploy.run.processes import Child, Children, describe_end, preflight_program
 from deploy.run.run_directory import (
     check_unused,
     clear,
@@ -31,10 +33,14 @@ from deploy.run.run_directory import (
     write_resolved,
 )
 from deploy.run.terminal import Terminal
+from learner.ranks.stopping import Requests
 from protocol import access, checkpoints
 from protocol.config import ConfigError, RunConfig
 
 SIGNALS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
+
+# For a process to close its files after a second Ctrl-C.
+GIVEN_UP_GRACE_S = 1.0
 
 
 def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = None) -> None:
@@ -98,12 +104,36 @@ async def _under_signals(
 ) -> signal.Signals | None:
     """Return the signal that ended the work, None if it ended by itself."""
     signalled: asyncio.Future[signal.Signals] = asyncio.get_running_loop().create_future()
+    limited, given_up = asyncio.Event(), asyncio.Event()
+    requests = Requests(children.one_press_s)
+
+    def learners() -> list[Child]:
+        return [child for child in children.living if child.program.role == "learner"]
 
     def note(number: signal.Signals) -> None:
-        # A second signal changes nothing: every process gets its time to end.
-        if not signalled.done():
-            signalled.set_result(number)
-            terminal.complain(f"{SIGNALS[number]}, stopping; what has not ended in {children.grace_s:g} s is killed")
+        killed = f"what has not ended in {children.grace_s:g} s is killed"
+        match requests.take(number, time.monotonic()):
+            case "stop":
+                signalled.set_result(number)
+                waits = number == signal.SIGINT and learners()
+                terminal.complain(
+                    f"{SIGNALS[number]}, stopping; "
+                    + ("the learner saves its steps first, Ctrl-C again gives that up" if waits else killed)
+                )
+            case "limit":
+                limited.set()
+                terminal.complain(f"{SIGNALS[number]}; {killed}")
+            case "give up":
+                given_up.set()
+                terminal.complain("interrupted again, ending at once; a checkpoint that is not complete is given up")
+            case None:
+                pass
+
+    async def end() -> None:
+        if signalled.done() and signalled.result() == signal.SIGINT:
+            await _first_of(children.interrupt(learners()), limited.wait())
+        await children.end(learners())
+        await children.end(list(children.living))
 
     with Terminal() as terminal, _handlers(note, children.reap, terminal.resize), children:
         working = asyncio.create_task(work(children, terminal))
@@ -115,12 +145,27 @@ async def _under_signals(
             working.cancel()
             telling.cancel()
             await asyncio.wait({working, telling})
-            await children.end([child for child in children.living if child.program.role == "learner"])
-            await children.end(list(children.living))
+            await _first_of(end(), given_up.wait())
+            # The second one that the learner gets: it says what it leaves.
+            await _first_of(children.interrupt(learners()), asyncio.sleep(GIVEN_UP_GRACE_S))
+            await children.end(list(children.living), GIVEN_UP_GRACE_S)
         if signalled.done() and (working.cancelled() or working.exception()):
             return signalled.result()
         await working
         return None
+
+
+async def _first_of(*works: Coroutine[Any, Any, Any]) -> None:
+    """Wait until one of them is done, and cancel the others."""
+    tasks = {asyncio.create_task(work) for work in works}
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
 
 
 @contextlib.contextmanager

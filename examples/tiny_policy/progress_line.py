@@ -20,6 +20,7 @@ class ProgressLine:
         self._progress = Progress(*columns)
         self._bar = self._progress.add_task("clean demonstrations", total=100)
         self._began = self._last = time.monotonic()
+        self._reached = 0.0
 
     def __enter__(self) -> Self:
         if self._progress.console.is_terminal:
@@ -32,12 +33,13 @@ class ProgressLine:
         self._progress.stop()
 
     def update(self, percent: float, text: str) -> None:
-        """Show the progress.
+        """Show the progress, which never goes back: a success rate may.
 
         Args:
             percent: Finished part, 0 to 100.
             text: Name of the current work.
         """
+        self._reached = percent = min(100.0, max(self._reached, percent))
         if self._progress.console.is_terminal:
             self._progress.update(self._bar, completed=percent, description=text)
             return

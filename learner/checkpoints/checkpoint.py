@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,12 +68,16 @@ class CheckpointInfo(msgspec.Struct):
         version: Policy version that they had made.
         settings: The run's settings by name, as text; None in checkpoints of earlier releases.
         run: Id of the run, which the queue's store has too; "" in those of earlier releases.
+        written_bytes: Size of its files without state.json; 0 in those of earlier releases.
+        written_s: Seconds until they were on the disk.
     """
 
     step: int
     version: int
     settings: dict[str, str] | None = None
     run: str = ""
+    written_bytes: int = 0
+    written_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +145,7 @@ def save(
     Raises:
         CheckpointError: It cannot be written; the disk space that it took is free again.
     """
+    began = time.monotonic()
     home = places.folder(run_dir)
     final = home / places.name_of(info.step)
     unfinished = home / f"{_UNFINISHED}{final.name}"
@@ -151,10 +157,14 @@ def save(
             trainer.policy.adapter.save(unfinished / places.ADAPTER)
         copy_sources(sources, unfinished / places.MODEL)
         torch.save({**trainer.state(unfinished / PARTS), "random": _random_state()}, unfinished / "trainer.pt")
-        (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
         for weights in unfinished.rglob("*.safetensors"):  # the library makes them readable for their owner alone
-            shutil.copymode(unfinished / places.STATE, weights)
+            shutil.copymode(unfinished / "trainer.pt", weights)
         _flush(unfinished)
+        size = sum(path.stat().st_size for path in unfinished.rglob("*") if path.is_file())
+        info = msgspec.structs.replace(info, written_bytes=size, written_s=time.monotonic() - began)
+        (unfinished / places.STATE).write_bytes(msgspec.json.encode(info))
+        _flush_one(unfinished / places.STATE)
+        _flush_one(unfinished)
         if final.exists():  # from a time line that a resume gave up
             _discard(final)
         unfinished.rename(final)

@@ -7,8 +7,6 @@ then. If the log is another file than the terminal, every step and every line th
 from __future__ import annotations
 
 import logging
-import os
-import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
@@ -23,6 +21,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from learner.ranks.stopping import log_is_apart
 from learner.report import rollouts
 from learner.report.records import StepRecord
 from learner.report.rollouts import printable
@@ -82,7 +81,7 @@ class TerminalProgress:
         self._total_steps = total_steps
         self._groups_per_step = groups_per_step
         self._clock = clock
-        self._log = _log_is_apart() if log is None else log
+        self._log = log_is_apart() if log is None else log
         self._show_sampler_kl = show_sampler_kl
         self._phase: _Phase | None = None
         self._newest: StepRecord | None = None
@@ -282,11 +281,3 @@ def _evaluated(evaluation: Evaluation | None) -> list[str]:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-def _log_is_apart() -> bool:
-    """Say whether stderr, where the log goes, is another file than stdout."""
-    try:
-        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except (OSError, ValueError):
-        return True

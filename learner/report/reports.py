@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 
@@ -12,11 +13,15 @@ from learner.report.records import EvaluationRecord, PublicationRecord, StepReco
 from learner.report.rollouts import RolloutLog
 from learner.report.summary import Curve, sparkline
 from learner.report.tracking import CLOSE_S, Tracking
+from protocol import checkpoints, history
 from protocol.config import RunConfig
 from protocol.rollouts import FILE_NAME as ROLLOUTS
 from protocol.rollouts import RolloutView
 from protocol.status import Status
 from weight_sync.fleet.publications import PublishRecord
+
+# Characters of the reward curve on the terminal.
+MAX_SPARKLINE = 60
 
 
 class Reports:
@@ -103,10 +108,17 @@ class Reports:
         """
         if not self._steps.records:
             return
-        self._progress.say(f"reward {sparkline(self.rewards, min(60, self._progress.console.width - 7))}")
+        width = self._progress.console.width - len("reward  0.000 to 0.000")
+        self._progress.say(f"reward {sparkline(self.rewards, min(MAX_SPARKLINE, width))}")
+        self._progress.say(f"reward {history.ends_of(self.rewards)}")
         lost = sorted(status.drops.items(), key=lambda drop: -drop[1])
         self._progress.say(f"groups: {status.ledger.trained} trained{''.join(f', {n} {why}' for why, n in lost)}")
-        self._progress.say(f"metrics in {self._config.run_dir / 'summary.json'}, the curve in reward.png beside it")
+        run_dir = self._config.run_dir
+        if kept := checkpoints.complete(run_dir):
+            self._progress.say(
+                f"model: {kept[max(kept)] / checkpoints.MODEL} (loads in transformers and vLLM)", whole=True
+            )
+        self._progress.say(f"report: slipstream report {shlex.quote(str(run_dir))}", whole=True)
         if (text := summary.nothing_learnt(self._steps.records, status.diagnosis)) is not None:
             self._progress.warn(text)
 

@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 
 from learner.report.records import EvaluationRecord, PublicationRecord, StepRecord
+from protocol.history import ends_of
 from protocol.status import Cause, Status
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ class Summary(msgspec.Struct):
 
     Attributes:
         wall_s: Seconds of the steps, without the start; rates are per second of it.
+        reward_first10: Mean over the first `reward_over` steps; `reward_last10` over the last. They have no step in
+            common, unless there is only one.
+        reward_over: At most 10, and at most half of the steps.
         eval_reward_first: Of the evaluations that have a reward, by step; `_last` and `_best` likewise.
         sync_skipped: Versions that a newer one overtook before a server had taken them.
         sync_sent_bytes: To all servers.
@@ -47,6 +51,7 @@ class Summary(msgspec.Struct):
     step_s_mean: float | None
     reward_first10: float | None
     reward_last10: float | None
+    reward_over: int
     evaluations: int
     eval_reward_first: float | None
     eval_reward_last: float | None
@@ -102,12 +107,14 @@ def summarise(
     pauses_ms = [publication.pause_s * 1e3 for publication in published]
     wall_s = sum(of.step_s for of in times)
     trained = sum(of.tokens_trained for of in counts)
+    ends = ends_of(rewards)
     return Summary(
         steps=len(steps),
         wall_s=wall_s,
         step_s_mean=_ratio(wall_s, len(steps)),
-        reward_first10=_mean(rewards[:10]),
-        reward_last10=_mean(rewards[-10:]),
+        reward_first10=ends.first if ends else None,
+        reward_last10=ends.last if ends else None,
+        reward_over=ends.over if ends else 0,
         evaluations=len(evaluations),
         eval_reward_first=evaluated[0] if evaluated else None,
         eval_reward_last=evaluated[-1] if evaluated else None,
@@ -278,10 +285,12 @@ def smoothed(values: Sequence[float]) -> list[float]:
 
 
 def sparkline(values: Sequence[float], width: int = 60) -> str:
-    """Draw `values` as bars between their least and greatest; neighbours are averaged to fit `width`."""
+    """Draw `values` as bars between their least and greatest, and name these two; neighbours are averaged to fit
+    `width`."""
     if not values:
         return ""
-    columns = [float(part.mean()) for part in np.array_split(np.array(values), min(width, len(values)))]
+    columns = [float(part.mean()) for part in np.array_split(np.array(values), min(max(1, width), len(values)))]
     low, high = min(columns), max(columns)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((value - low) * scale)] for value in columns)
+    bars = "".join(BARS[round((value - low) * scale)] for value in columns)
+    return f"{bars} {low:.3f} to {high:.3f}"

@@ -419,6 +419,13 @@ class Trainer:
         with self._by_all("state"):
             return state_files.written(state, parts, self.team) if self.team.sharded else state
 
+    def saved_bytes(self) -> int:
+        """Return about how many bytes a checkpoint of the model and of `state` has."""
+        remembered = [value for of in self.optimiser.state.values() for value in of.values()]
+        kept = (self.reference.state() if self.reference is not None else None) or {}
+        found = [*self._policy.parameters(), *remembered, *kept.values()]
+        return sum(of.numel() * of.element_size() for of in found if isinstance(of, torch.Tensor))
+
     def restore(self, state: dict[str, Any], parts: Path | None = None) -> None:
         """Load what `state` returned, prepared by `optimiser.resumed`.
 

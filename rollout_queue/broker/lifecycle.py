@@ -14,7 +14,7 @@ from protocol.addresses import normal_url
 from protocol.config import ConfigError
 from protocol.history import Row, reported_row
 from protocol.messages import Server, ServerState
-from protocol.status import Stall
+from protocol.status import Stall, Status
 from protocol.versions import new_run_id
 from rollout_queue.broker import status
 from rollout_queue.broker.broker import Broker
@@ -189,11 +189,20 @@ async def _keep_history(broker: Broker) -> None:
             await asyncio.sleep(max(_LOOK_S, _SPARING * spent))
     finally:
         try:
-            # Who still waits, and for what, ends with the queue.
-            last = msgspec.structs.replace(status.assemble(broker), waits=[], stall=Stall(False, 0.0, None), limit=None)
-            broker.history.add(last, broker.clock.wall(), is_last=True)
+            broker.history.add(_last_status(broker), broker.clock.wall(), is_last=True)
         except Exception:
             logger.exception("the run's history lacks its end")
+
+
+def tell_end(broker: Broker) -> None:
+    """Send open pages the last status: one that says that the run has finished would come too late else."""
+    if broker.ready:
+        broker.viewers.tell("status", _last_status(broker))
+
+
+def _last_status(broker: Broker) -> Status:
+    """Return the status with which a queue ends: who still waits, and for what, ends with it."""
+    return msgspec.structs.replace(status.assemble(broker), waits=[], stall=Stall(False, 0.0, None), limit=None)
 
 
 async def _tell_pages(broker: Broker, shown: int) -> int:

@@ -244,7 +244,7 @@ def _checkpoints(config: _Config, sections: Sections, epoch: int | None) -> None
             )
         sections["learner"]["keep_best"] = True
     if strategy == "no":
-        sections["learner"]["checkpoint_every"] = 0
+        sections["learner"] |= {"checkpoint_every": 0, "checkpoint_minutes": 0}
     elif strategy in (None, "steps"):
         if every is not None:
             sections["learner"]["checkpoint_every"] = _in_steps(config, _count_of(config, "save_steps", every))

@@ -59,16 +59,57 @@ def test_a_signal_stops_the_check_and_a_pause_too(stage: Stage, act: str) -> Non
     until(lambda: not stage.alive())
 
 
-def test_three_ctrl_c_during_the_check_print_one_line(stage: Stage) -> None:
+@pytest.mark.parametrize("pause_s", [0.0, 1.2])
+def test_several_ctrl_c_during_the_check_end_it(stage: Stage, pause_s: float) -> None:
+    """At once they are one, as of a terminal and of a program that passes it on; later the second ends all."""
     stage.play(preflight=STUBBORN)
-    process = stage.start()
+    process = stage.start("--deploy.grace_s", "1" if pause_s == 0 else "500")
     until(stage.children)
     for _ in range(3):
-        os.killpg(process.pid, signal.SIGINT)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGINT)
+        time.sleep(pause_s)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 130
-    assert err == "slipstream: interrupted, stopping; what has not ended in 1 s is killed\n"
+    first, *further = err.splitlines()
+    assert first.startswith("slipstream: interrupted, stopping; what has not ended in")
+    assert ["interrupted again, ending at once" in line for line in further] == ([True] if pause_s else [])
     assert not stage.run_dir.exists()
+    until(lambda: not stage.alive())
+
+
+# A learner that needs 3 s for its checkpoint, and says which signals it got.
+SAVES = """
+said() { echo "$1" >>signals; }
+save() { for _ in $(seq 30); do sleep 0.1; done; echo saved >>signals; exit 130; }
+trap 'said INT; save' INT; trap 'said TERM' TERM
+sleep 300 & echo $! >>children
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.mark.parametrize(
+    ("further", "code", "said"),
+    [
+        ([], 130, ["INT", "saved"]),
+        ([signal.SIGINT], 130, ["INT", "INT", "TERM"]),
+        ([signal.SIGTERM], 130, ["INT", "TERM"]),
+        ([signal.SIGHUP], 130, ["INT", "TERM"]),
+    ],
+    ids=["one Ctrl-C", "a second gives up", "SIGTERM limits it", "a terminal that closes limits it"],
+)
+def test_ctrl_c_waits_for_the_learner(stage: Stage, further: list[signal.Signals], code: int, said: list[str]) -> None:
+    """However short the grace time is."""
+    stage.play(learner=SAVES)
+    process = stage.start("--deploy.grace_s", "0.2")
+    until(lambda: len(stage.children()) == 4)
+    os.killpg(process.pid, signal.SIGINT)
+    for number in further:
+        time.sleep(1.2)
+        os.killpg(process.pid, number)
+    process.communicate(timeout=LIMIT_S)
+    assert process.returncode == code
+    assert (stage.folder / "signals").read_text().split() == said
     until(lambda: not stage.alive())
 
 

@@ -179,3 +179,8 @@ def test_without_a_terminal_a_warm_start_says_in_lines_how_far_it_is(
     assert lines[0] == "warm start: 10 %, clean, 12 s"
     assert lines[-1] == "warm start: 100 %, clean, 84 s"
     assert len(lines) == 7
+    with module.ProgressLine() as told:
+        for percent in (40, 25, 60):
+            now[0] += 20.0
+            told.update(percent, "clean")
+    assert [line.split()[2] for line in capsys.readouterr().err.splitlines()] == ["40", "40", "60"]

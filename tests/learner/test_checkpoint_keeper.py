@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from learner import start
-from learner.checkpoint_keeper import best_of, spared
+from learner.checkpoint_keeper import best_of, is_due, spared
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
 from learner.report.progress import TerminalProgress
@@ -136,7 +136,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run(
     assert [entry[1] for entry in queue.log if entry[0] == "checkpointed"] == [4, 8]
     first, second = (text for text in warned if "cannot be written" in text)
     assert "step-000002 cannot be written: [Errno 28] No space left on device; there is none yet" in first
-    assert "step 4's stays the newest, and the next is tried after step 8: make room on that disk" in second
+    assert (
+        "step 4's stays the newest, and the next is tried after step 8 or in 10 min: make room on that disk" in second
+    )
     assert queue.told[3] == [f"checkpoint: {first}"], "the queue's notices have it with the next step"
     assert queue.told[7] == [f"checkpoint: {second}"]
     assert {step for step, told in queue.told.items() if told} == {3, 7}
@@ -191,4 +193,32 @@ def test_a_checkpoint_knows_when_it_was_made(model_path: Path, tmp_path: Path) -
     here = config_for(model_path, tmp_path, steps=3, checkpoint_every=1, keep_checkpoints=2)
     train(here, FakeQueue(endless()))
     for step in (2, 3):
-        assert checkpoint.of_step(here.run_dir, step).info == CheckpointInfo(step, step, start.settings(here))
+        path, info = (found := checkpoint.of_step(here.run_dir, step)).path, found.info
+        files = [each for each in path.rglob("*") if each.is_file() and each.name not in (places.STATE, "README.md")]
+        size = sum(each.stat().st_size for each in files)
+        assert info == CheckpointInfo(step, step, start.settings(here), "", size, info.written_s)
+        assert 0 < info.written_s < 60
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "age_s", "step_s", "due"),
+    [
+        ({"checkpoint_every": 20, "checkpoint_minutes": 0}, 40, 0, 1, True),
+        ({"checkpoint_every": 20, "checkpoint_minutes": 0}, 41, 1e6, 1e3, False),
+        ({"checkpoint_every": 0, "checkpoint_minutes": 10}, 40, 590, 5, False),
+        ({"checkpoint_every": 0, "checkpoint_minutes": 10}, 40, 590, 11, True),
+        ({"checkpoint_every": 0, "checkpoint_minutes": 10}, 1, 700, 700, True),
+        ({"checkpoint_every": 0, "checkpoint_minutes": 0}, 40, 1e6, 1e3, False),
+    ],
+)
+def test_a_checkpoint_is_due_by_step_and_by_age(
+    settings: dict[str, float], step: int, age_s: float, step_s: float, due: bool
+) -> None:
+    """One that would be too old after another such step is written now."""
+    assert is_due(config(LEARNER, learner=settings).learner, step, age_s, step_s) is due
+
+
+def test_checkpoints_by_time_count_from_the_session_s_own_start(model_path: Path, tmp_path: Path) -> None:
+    here = config_for(model_path, tmp_path, steps=4, checkpoint_every=0, checkpoint_minutes=1e-5, keep_checkpoints=9)
+    train(here, FakeQueue(endless()))
+    assert list(places.complete(here.run_dir)) == [1, 2, 3, 4]

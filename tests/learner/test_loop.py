@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import inspect
 import io
 import itertools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -464,110 +462,6 @@ def signal_in_step(monkeypatch: pytest.MonkeyPatch, step: int, number: signal.Si
         return forward(*arguments)
 
     monkeypatch.setattr(Trainer, "step", signalled)
-
-
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_abandons_the_step_and_saves_the_one_before(
-    in_place: FakeQueue,
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    number: signal.Signals,
-    code: int,
-) -> None:
-    before = signal.getsignal(number)
-    signal_in_step(monkeypatch, 4, number)
-    settings = config_for(model_path, tmp_path, checkpoint_every=2)
-    with pytest.raises(SystemExit) as leaving:
-        run(settings)
-    assert leaving.value.code == code
-    assert ("release", "1-4") in in_place.log
-    assert milestones(in_place)[-4:] == [("publish", 3), ("release", "1-4"), ("checkpointed", 3), "closed"]
-    told = capsys.readouterr().out
-    assert "stopped after step 3; writing a checkpoint of it" in told
-    assert told.splitlines()[-1] == "go on from step 3 with: slipstream up my.toml --resume"
-    assert signal.getsignal(number) is before
-
-    in_place.log.clear()
-    monkeypatch.undo()
-    train(settings, in_place, resume=True)
-    assert milestones(in_place)[0] == ("begin", 3, True)
-
-
-def test_a_signal_while_weights_change_waits_for_the_acknowledgement(
-    in_place: FakeQueue, model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Or the checkpoint would hold a version that the queue does not know."""
-    change = torch.optim.AdamW.step
-
-    def signalled(*arguments: Any, **words: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        return change(*arguments, **words)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", signalled)
-    with pytest.raises(SystemExit):
-        run(config_for(model_path, tmp_path))
-    ended = [entry for entry in milestones(in_place) if entry[0] in ("ack", "checkpointed")]
-    assert ended == [("ack", 1), ("checkpointed", 1)]
-
-
-def test_a_signal_while_the_queue_is_away_saves_no_version_that_it_does_not_know(
-    in_place: FakeQueue,
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("learner.ranks.stopping.HOLD_AT_MAX_S", 0.05)
-
-    async def never(*_: object) -> Any:
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.Event().wait()
-
-    in_place.ack = never  # type: ignore[method-assign]
-    with pytest.raises(SystemExit):
-        run(config_for(model_path, tmp_path))
-    assert not (tmp_path / "test" / "checkpoints").exists()
-    told = capsys.readouterr()
-    assert "there is no checkpoint of it, since the queue does not answer" in told.out
-    assert "destroyed" not in told.err
-
-
-def test_no_checkpoint_is_begun_that_the_grace_time_would_cut_short(
-    in_place: FakeQueue,
-    model_path: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr("learner.checkpoint_keeper.DISK_BYTES_PER_S", 1.0)
-    signal_in_step(monkeypatch, 2, signal.SIGTERM)
-    with pytest.raises(SystemExit):
-        run(config_for(model_path, tmp_path))
-    assert not (tmp_path / "test" / "checkpoints").exists()
-    told = capsys.readouterr().out
-    assert re.search(
-        r"no time for a checkpoint: it may take \d+ s, and (19|20) s are left of deploy.grace_s = 20", told
-    )
-    again = "there is no checkpoint: begin again at the first step with: slipstream up my.toml --resume"
-    assert told.splitlines()[-1] == again
-
-
-def test_a_signal_ends_the_wait_for_groups(
-    in_place: FakeQueue, model_path: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    asked = in_place.lease
-
-    async def interrupted(request: Any) -> Any:
-        os.kill(os.getpid(), signal.SIGINT)
-        in_place.lease = asked  # type: ignore[method-assign]
-        await asyncio.Event().wait()
-
-    in_place.lease = interrupted  # type: ignore[method-assign]
-    with pytest.raises(SystemExit):
-        run(config_for(model_path, tmp_path))
-    assert "destroyed" not in capfd.readouterr().err
 
 
 def test_resuming_what_was_never_saved_begins_again_and_says_so(

@@ -208,7 +208,15 @@ class LearnerSection(OptimiserSection):
         why="the next batch is ready when a step ends, and at most one version older",
     )
     checkpoint_every: CountOrZero = setting(
-        50, description="steps between checkpoints; 0: at the end only", why="a crash costs at most 50 steps"
+        50, description="steps between checkpoints; 0: not by steps", why="a crash costs at most 50 steps"
+    )
+    checkpoint_minutes: float = setting(
+        10.0,
+        ge=0,
+        le=7 * 24 * 60,
+        description="age at which the newest checkpoint is too old, so that another is written after the step; 0: not "
+        "by time",
+        why="a crash costs at most 10 minutes, however long a step takes",
     )
     keep_checkpoints: Count = setting(
         2, description="number of newest checkpoints to keep", why="the newest, and one to fall back on"

@@ -215,7 +215,11 @@
     }
 
     drawConnection() {
-      const { state: connection, heardAt, why } = this.source.connection;
+      const { state, heardAt, why } = this.source.connection;
+      const broke = state === "lost" || state === "polling";
+      const status = this.source.page && this.source.page.status;
+      // A queue that ends after its run is none that is lost.
+      const connection = broke && status && status.finished ? "ended" : state;
       const silent = seconds((Date.now() - heardAt) / 1000);
       const texts = {
         live: "live",
@@ -229,7 +233,7 @@
       set(this.link, { text: texts[connection] || "", class: `connection ${connection === "live" ? "good" : "dim"}` });
       this.sign.hidden = connection !== "signed out";
       this.main.hidden = connection === "signed out";
-      const broken = connection === "lost" || connection === "polling";
+      const broken = broke && connection !== "ended";
       this.banner.hidden = !broken;
       if (broken) {
         const heard = this.source.page

@@ -61,7 +61,14 @@ def looked(config: RunConfig, at: float = NOW - 3 * HOUR, **fields: Any) -> None
 
 
 def summed_up(config: RunConfig, steps: int, **fields: Any) -> None:
-    plain = {"steps": steps, "reward_first10": 0.25, "reward_last10": 0.75, "ended_at": NOW - 3 * HOUR, **fields}
+    plain = {
+        "steps": steps,
+        "reward_first10": 0.25,
+        "reward_last10": 0.75,
+        "reward_over": 4,
+        "ended_at": NOW - 3 * HOUR,
+        **fields,
+    }
     (config.run_dir / "summary.json").write_text(json.dumps(plain))
 
 
@@ -91,7 +98,7 @@ def test_a_run_that_finished_says_so_with_its_rewards_and_what_kept_it_from_lear
     summed_up(config, 9, nothing_learnt="nothing was learnt: the gradient was 0", diagnosis=causes)
     lines = shown(ended(config)).splitlines()
     assert lines[0].rstrip() == (
-        "run small  ended 3 h ago: 9 of 9 steps made, reward 0.250 at its first steps and 0.750 at its last"
+        "run small  ended 3 h ago: 9 of 9 steps made, reward 0.250 over its first 4 steps, 0.750 over its last"
     )
     assert [line.split("  ")[0] for line in lines[1:3]] == ["run", "tool search, for 60 s"]
     assert "nothing was learnt: the gradient was 0" in lines[1]
@@ -168,7 +175,7 @@ def test_the_commands_read_the_files_where_the_queue_has_ended(
     summed_up(config, 9)
     looked(config, step=9, total_steps=9, servers=[server("vllm-7", ServerState.SERVING)])
     run(monkeypatch, "status", run_file)
-    assert "steps made, reward 0.250 at its first steps" in " ".join(capsys.readouterr().out.split())
+    assert "steps made, reward 0.250 over its first 4 steps" in " ".join(capsys.readouterr().out.split())
     run(monkeypatch, "status", run_file, "--json")
     told = msgspec.json.decode(capsys.readouterr().out, type=dict[str, Any])
     assert (told["end"], told["step"], told["ended_at"]) == ("finished", 9, NOW - 3 * HOUR)

@@ -83,7 +83,7 @@ def test_a_quiet_night_is_five_lines(night: Night) -> None:
     assert found.lost_s == 0
     lines = str(summary.render(found)).splitlines()
     assert "finished, 31 of 500 steps in 5 min 5 s, " in lines[0]
-    assert lines[1] == "reward 0.055 at its first steps, 0.265 at its last"
+    assert lines[1] == "reward 0.055 over its first 10 steps, 0.265 over its last"
     assert lines[2] == "2,000 tokens sampled, 78% of them trained, never stood still"
     assert lines[-1] == "all is as it should be"
 

@@ -52,6 +52,9 @@ LEARNS: dict[str, Any] = {
 }
 
 
+STOPS = [(False, signal.SIGTERM), (True, signal.SIGINT)]
+
+
 def run_file(folder: Path, name: str, **learner: Any) -> RunConfig:
     path = folder / "model"
     if not path.exists():
@@ -61,17 +64,22 @@ def run_file(folder: Path, name: str, **learner: Any) -> RunConfig:
     return config(LEARNER, model={"path": str(path)}, run=run, learner={**LEARNS, **learner})
 
 
-def hang_and_stop() -> None:
+def hang_and_stop(number: signal.Signals) -> None:
     """The other ranks stand still, and a signal comes when the main thread waits for them in a collective. With less
     patience after it: that they have it is `test_rank_alarm`'s."""
     liveness.SIGNAL_GRACE_S = 4.0
     for child in psutil.Process().children():
         child.suspend()
-    threading.Timer(2.0, lambda: os.kill(os.getpid(), signal.SIGTERM)).start()
+    threading.Timer(2.0, lambda: os.kill(os.getpid(), number)).start()
 
 
 def train(
-    trainer: Trainer, config: RunConfig, resume: bool = False, stop_in: int | None = None, hangs: bool = False
+    trainer: Trainer,
+    config: RunConfig,
+    resume: bool = False,
+    stop_in: int | None = None,
+    hangs: bool = False,
+    number: signal.Signals = signal.SIGTERM,
 ) -> dict[str, Any]:
     """The loop with a queue in memory; stop_in: a signal comes while this step computes; hangs: and the other ranks
     stand still. What the publisher was given, by version, what the queue was told of checkpoints, and the exit code."""
@@ -86,7 +94,7 @@ def train(
         scheduled(loss)
         if stop_in == steps[0] + 1:
             trainer.accelerator.backward = scheduled
-            hang_and_stop() if hangs else os.kill(os.getpid(), signal.SIGTERM)
+            hang_and_stop(number) if hangs else os.kill(os.getpid(), number)
 
     trainer.accelerator.backward = backward
     trainer.optimiser.optimizer.register_step_post_hook(lambda *_: steps.__setitem__(0, steps[0] + 1))
@@ -166,17 +174,17 @@ def test_checkpoints_are_those_of_one_rank(several: Any, alone: Any) -> None:
     assert not list(places.folder(settings.run_dir).glob(".*")), "nothing is left unfinished"
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("shard", "number"), STOPS, ids=["whole", "sharded"])
 def test_ranks_go_on_after_a_signal_where_one_rank_stood_and_the_other_way_round(
-    folder: Path, shard: bool, alone: Any
+    folder: Path, shard: bool, number: signal.Signals, alone: Any
 ) -> None:
     """One rank makes two steps, two ranks go on and are stopped in step 4, one rank makes it."""
     first = run_file(folder, f"mixed-{shard}", steps=2)
     train(build_trainer(first, None), first)
     settings = run_file(folder, first.run.name, ranks=2, shard_weights=shard)
     with Ranks(settings, resume=True) as ranks:
-        stopped = ranks.call(train, settings, True, 4)
-    assert stopped["code"] == 143
+        stopped = ranks.call(train, settings, True, 4, False, number)
+    assert stopped["code"] == 128 + number
     # Parts of the weights are not left half-way through a step: it is ended first.
     assert stopped["checkpointed"] == ([4] if shard else [3])
     last = run_file(folder, first.run.name)
@@ -190,12 +198,12 @@ def test_ranks_go_on_after_a_signal_where_one_rank_stood_and_the_other_way_round
     close(dict(weights[0]), dict(weights[1]))
 
 
-@pytest.mark.parametrize("shard", [False, True], ids=["whole", "sharded"])
+@pytest.mark.parametrize(("shard", "number"), STOPS, ids=["whole", "sharded"])
 def test_a_signal_ends_the_run_though_a_rank_hangs_and_what_one_rank_holds_is_written(
-    folder: Path, shard: bool
+    folder: Path, shard: bool, number: signal.Signals
 ) -> None:
     settings = run_file(folder, f"hangs-{shard}", ranks=2, shard_weights=shard)
     with Ranks(settings) as ranks:
-        stopped = ranks.call(train, settings, False, 4, True)
-    assert stopped["code"] == 143
+        stopped = ranks.call(train, settings, False, 4, True, number)
+    assert stopped["code"] == 128 + number
     assert stopped["checkpointed"] == ([2] if shard else [2, 3])

@@ -170,7 +170,7 @@ def test_no_rank_outlives_a_rank_0_that_is_killed(ranks: Ranks) -> None:
 
 def test_a_follower_leaves_signals_to_rank_0(ranks: Ranks) -> None:
     (pid,) = ranks.call(followers)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(pid, number)
     assert ranks.call(step) is None
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from learner.ranks import stopping
-from learner.ranks.stopping import Stop, Stopped
+from learner.ranks.stopping import Requests, Stop, Stopped
 
 # A mutex that is locked twice: its second lock returns for no signal, as a collective with a rank that hangs. Only once
 # the kernel shows the main thread in it is the test told: before that, Python would run the handler.
@@ -39,25 +40,67 @@ with Stop(float(sys.argv[1])) as stop:
 ENDS_WITHIN_S = 60.0
 
 
-class Ended(Exception):
-    """Stands for the end of the process."""
+INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_the_first_signal_unwinds_and_the_second_ends_at_once(
-    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def end(code: int) -> None:
-        raise Ended(code)
+@pytest.mark.parametrize(
+    ("signals", "asked"),
+    [
+        ([(0, INT), (3, INT)], ["stop", "give up"]),
+        ([(0, INT), (0.1, INT), (0.5, INT), (0.9, INT)], ["stop", None, None, None]),
+        ([(0, INT), (0.1, INT), (1, INT)], ["stop", None, "give up"]),
+        ([(0, INT), (3, TERM), (4, TERM), (5, INT)], ["stop", "limit", None, "give up"]),
+        ([(0, TERM), (0, TERM), (5, TERM)], ["stop", None, None]),
+        ([(0, HUP), (0, TERM)], ["stop", None]),
+        ([(0, TERM), (0, INT)], ["stop", "give up"]),
+    ],
+)
+def test_what_signals_ask_for(signals: list[tuple[float, int]], asked: list[str | None]) -> None:
+    """A scheduler and a supervisor may both send SIGTERM: only a person gives up."""
+    requests = Requests()
+    assert [requests.take(number, 100 + at) for at, number in signals] == asked
 
-    monkeypatch.setattr(os, "_exit", end)
+
+@pytest.mark.parametrize(
+    ("number", "code", "left_s"), [(INT, 130, math.inf), (TERM, 143, pytest.approx(20, abs=1)), (HUP, 129, 20)]
+)
+def test_the_first_signal_unwinds(number: signal.Signals, code: int, left_s: float) -> None:
     with Stop(20.0) as stop:
         with pytest.raises(Stopped) as stopped:
             signal.raise_signal(number)
         assert (stopped.value.code, stopped.value.halfway) == (code, False)
-        assert 19 < stop.left_s <= 20
-        with pytest.raises(Ended, match=str(code)):
-            signal.raise_signal(number)
+        assert stop.left_s == pytest.approx(left_s, abs=1)
+
+
+def test_a_checkpoint_that_is_being_written_is_finished_before_a_signal_is_heeded() -> None:
+    done = []
+
+    def write(stop: Stop) -> None:
+        with stop.finishing():
+            signal.raise_signal(TERM)
+            stop.hold(0.0)
+            stop.release()
+            done.append("written")
+        done.append("the signal was lost")
+
+    with Stop(20.0) as stop, pytest.raises(Stopped):
+        write(stop)
+    assert done == ["written"]
+
+
+def test_ctrl_c_waits_for_a_change_of_all_ranks_and_sigterm_after_it_sets_a_limit() -> None:
+    def limit() -> None:
+        signal.raise_signal(TERM)
+        threading.Event().wait(5)
+
+    with Stop(20.0) as stop:
+        stop.hold(0.01)
+        signal.raise_signal(INT)
+        threading.Event().wait(0.3)
+        with pytest.raises(Stopped) as stopped:
+            limit()
+        assert stopped.value.halfway
+        assert stop.left_s <= 20
 
 
 def test_a_signal_waits_for_the_end_of_a_change() -> None:
@@ -105,14 +148,28 @@ def test_a_signal_in_a_finaliser_is_not_lost_and_prints_no_traceback(capfd: pyte
 
 
 @pytest.mark.parametrize(
-    ("grace_s", "signals", "how"),
+    ("grace_s", "signals", "said"),
     [
-        (0.5, [signal.SIGTERM], "has not ended within deploy.grace_s = 0.5 of it"),
-        (5000.0, [signal.SIGTERM, signal.SIGINT], "has not begun to end when the second came"),
+        (
+            0.5,
+            [TERM],
+            ["SIGTERM came, and the learner has not ended within deploy.grace_s = 0.5 of it: {}; it ends now"],
+        ),
+        (5000.0, [TERM, INT], ["SIGTERM came, and the learner was given up by a second signal: {}; it ends now"]),
+        (
+            0.5,
+            [INT, INT],
+            [
+                "{}; Ctrl-C again ends it now, without a checkpoint",
+                "SIGINT came, and the learner was given up by a second signal: {}; it ends now",
+            ],
+        ),
     ],
-    ids=["the grace time is over", "a second signal"],
+    ids=["the grace time is over", "a second signal", "Ctrl-C sets no limit"],
 )
-def test_a_main_thread_that_hears_no_signal_is_ended(grace_s: float, signals: list[signal.Signals], how: str) -> None:
+def test_a_main_thread_that_hears_no_signal_is_ended(
+    grace_s: float, signals: list[signal.Signals], said: list[str]
+) -> None:
     command = [sys.executable, "-c", HANGS, str(grace_s)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -120,13 +177,14 @@ def test_a_main_thread_that_hears_no_signal_is_ended(grace_s: float, signals: li
         assert process.stdout.readline() == "hangs\n"
         for number in signals:
             process.send_signal(number)
-            time.sleep(0.5)  # of two that wait at once, the system delivers the lower number first
+            time.sleep(1.0)  # of two that wait at once, the system delivers the lower number first
         try:
-            _, said = process.communicate(timeout=ENDS_WITHIN_S)
+            shown, printed = process.communicate(timeout=ENDS_WITHIN_S)
         finally:
             process.kill()
-    assert process.returncode == 128 + signal.SIGTERM
-    assert said == f"learner: SIGTERM came, and the learner {how}: it waits for rank 1; it ends now\n"
+    assert process.returncode == 128 + signals[0]
+    assert shown == printed.splitlines(True)[-1], "on the terminal too, where the log is not"
+    assert printed.splitlines() == [f"learner: {line}".format("it waits for rank 1") for line in said]
 
 
 def test_a_signal_that_the_main_thread_heeds_is_not_taken_for_one_that_it_does_not_hear() -> None:

@@ -408,8 +408,9 @@ def test_the_reward_curve_is_a_picture_and_a_line_of_text(tmp_path: Path) -> Non
     summary.draw_rewards(tmp_path / "reward.png", [1, 2], [0.0, 1.0])
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in tmp_path.iterdir()] == ["reward.png"], "or it was not put there in one piece"
-    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█"
-    assert summary.sparkline([0.3] * 100, width=20) == "▁" * 20
+    assert summary.sparkline([0.0, 0.5, 1.0]) == "▁▅█ 0.000 to 1.000"
+    assert summary.sparkline([0.0, 1.0, 1.0, 1.0], width=2) == "▁█ 0.500 to 1.000"
+    assert summary.sparkline([0.3] * 100, width=20) == "▁" * 20 + " 0.300 to 0.300"
     assert summary.sparkline([]) == ""
     assert summary.smoothed([0.0, 1.0, 2.0]) == [0.0, 0.5, 1.0]
 

@@ -85,7 +85,8 @@ def test_summary_of_a_run() -> None:
         ),
     )
     assert (result.steps, result.wall_s, result.step_s_mean) == (20, 40.0, 2.0)
-    assert (result.reward_first10, result.reward_last10) == (pytest.approx(0.275), pytest.approx(0.775))
+    ends = (result.reward_first10, result.reward_last10, result.reward_over)
+    assert ends == (pytest.approx(0.275), pytest.approx(0.775), 10)
     assert (result.tokens_trained, result.tokens_sampled) == (2000, 2600)
     assert (result.train_tokens_per_s, result.gen_tokens_per_s) == (50.0, 65.0)
     assert (result.groups_trained, result.groups_dropped) == (80, {"zero_variance": 3})

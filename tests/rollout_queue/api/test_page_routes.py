@@ -122,10 +122,14 @@ async def test_a_stream_brings_what_is_new_to_every_page_and_ends_with_the_servi
                         seen[name.removeprefix("event: ")] = msgspec.json.decode(data.removeprefix("data: "))
             assert seen["status"]["run"] == "run"
             assert seen["time"]["depth"] == 0.0
+        await client.finish(1)
+        lifecycle.tell_end(queue.broker)
         queue.broker.close_waits()
         async with asyncio.timeout(20):
             for stream in streams:
-                await stream.content.read()
+                *_, last = (await stream.content.read()).split(b"\n\n")[:-1]
+                event, _, data = last.decode().partition("\ndata: ")
+                assert (event, msgspec.json.decode(data)["finished"]) == ("event: status", True)
         await until(lambda: not len(queue.broker.viewers))
 
 

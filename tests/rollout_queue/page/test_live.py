@@ -85,6 +85,18 @@ def test_a_tab_outlives_a_queue_that_is_started_again(browser: Browser) -> None:
         assert browser.run("slipstream.state.get('view')") == "fleet"
 
 
+def test_a_queue_that_ends_after_its_run_is_no_alarm(browser: Browser) -> None:
+    page = make_page()
+    with serving(page) as server:
+        browser.show(server.url)
+        browser.wait("slipstream.page.source.connection.state === 'live'")
+        server.push("status", {**page["status"], "finished": True})
+        browser.wait("document.querySelector('.pill').textContent === 'finished'")
+    browser.wait("slipstream.page.source.connection.state === 'lost'")
+    browser.wait("document.querySelector('.connection').textContent === 'the run is over'")
+    assert browser.run(f"{BANNER}.hidden")
+
+
 def test_an_evaluation_of_a_status_stands_beside_the_earlier_ones(browser: Browser, served: PageServer) -> None:
     browser.show(served.url, "view=fleet")
     served.opened.acquire(timeout=60)

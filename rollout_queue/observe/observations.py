@@ -155,7 +155,7 @@ class Observations:
         self.progress.stepped(now)
         self.rates.add(now, steps=1, tokens_trained=report.tokens_trained if report else 0)
         if report is not None:
-            self.symptoms.stepped(report.metrics.get("grad_norm"))
+            self.symptoms.stepped({"step": report.step, "reward": report.reward_mean, **report.metrics})
             self._reports.append(report)
             self.newest_reports.append((now, report))
             self.limits.stepped(report)

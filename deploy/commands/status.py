@@ -16,7 +16,7 @@ from rich.text import Text
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError
-from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
+from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at, recurrence
 
 _NOTICES_SHOWN = 8
 
@@ -131,7 +131,7 @@ def render_causes(causes: Sequence[Cause]) -> Table:
     for cause in causes:
         style = "bold red" if cause.severity == "bad" else "yellow"
         seen = f", for {ago(cause.since_s).removesuffix(' ago')}" if cause.since_s else ""
-        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text))
+        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text + recurrence(cause)))
     return table
 
 
@@ -140,7 +140,10 @@ def _notices(status: Status) -> Table:
     for notice in status.notices[-_NOTICES_SHOWN:]:
         others = f" and {notice.count - 1:,} others" if notice.count > 1 else ""
         who = f" at {notice.who}{others}" if notice.who else ""
-        table.add_row(Text(f"! {ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
+        table.add_row(
+            Text(f"! {ago(notice.since_s)}", style="yellow"),
+            _text(f"{notice.kind}{who}: {notice.text}{recurrence(notice)}"),
+        )
     return table
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shlex
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from statistics import median
 
 import msgspec
@@ -45,6 +46,15 @@ _FEW, _MIN_EPISODES = 0.1, 24
 _COLD = 0.3
 
 _MAX_TEXT = 700
+
+# Seconds for which a cause stays that is over: at first, and at most.
+HOLD_S, MAX_HOLD_S = 120.0, 1800.0
+
+# Causes that begin and end with an event, so that none of them is near a limit.
+_EVENTS = ("refused workers", "checkpoints", "learning rate")
+
+# Causes whose times are remembered; far more than there are kinds, as tools and reasons have names.
+_MAX_CAUSES = 256
 
 _FALL = "reward"
 
@@ -148,16 +158,53 @@ class Symptoms:
         self._steps.clear()
 
 
+@dataclass
+class _Seen:
+    cause: Cause
+    since: float
+    first_at: float
+    seen_at: float
+    times: int = 1
+    held: bool = True
+
+    @property
+    def hold_s(self) -> float:
+        return 0.0 if self.cause.about in _EVENTS else min(HOLD_S * 2.0 ** (self.times - 1), MAX_HOLD_S)
+
+
 class CauseTimes:
-    """Remembers since when each cause has been seen."""
+    """Remembers since when each cause has been seen, and how often it came back.
+
+    A cause that is over stays for `HOLD_S`, and twice as long each time that it has come back, at most `MAX_HOLD_S`:
+    what is near its limit would come and go. One that gave way to another cause goes at once.
+    """
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def timed(self, causes: Sequence[Cause], now: float) -> list[Cause]:
-        """Return the causes that hold now, with the seconds that each has held. `now`: current time, seconds."""
-        self._since = {cause.about: self._since.get(cause.about, now) for cause in causes}
-        return [msgspec.structs.replace(cause, since_s=now - self._since[cause.about]) for cause in causes]
+        """Return the causes that hold now or did lately, with their times. `now`: current time, seconds."""
+        held = {about for about, seen in self._seen.items() if seen.held}
+        gave_way = any(cause.about not in held for cause in causes)
+        for cause in causes:
+            seen = self._seen.get(cause.about)
+            if seen is None:
+                seen = self._seen[cause.about] = _Seen(cause, now, now, now)
+            elif not seen.held:
+                seen.since, seen.times = now, seen.times + 1
+            seen.cause, seen.seen_at, seen.held = cause, now, True
+        abouts = {cause.about for cause in causes}
+        for about in held - abouts:
+            seen = self._seen[about]
+            seen.held = not gave_way and now - seen.seen_at < seen.hold_s
+        lately = [seen.cause for about, seen in self._seen.items() if seen.held and about not in abouts]
+        while len(self._seen) > _MAX_CAUSES:
+            del self._seen[next(iter(self._seen))]
+        return [self._timed(cause, now) for cause in (*causes, *lately)]
+
+    def _timed(self, cause: Cause, now: float) -> Cause:
+        seen = self._seen[cause.about]
+        return msgspec.structs.replace(cause, since_s=now - seen.since, times=seen.times, first_s=now - seen.first_at)
 
 
 def diagnose(

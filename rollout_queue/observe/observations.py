@@ -125,7 +125,7 @@ class Observations:
             if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
                 why = server.reason or "no reason was given"
                 text = f"vLLM server {server.name} at {server.url} is {server.state}: {why}"
-                self.notices.say(reasons.SERVER, text, now)
+                self.notices.say(reasons.SERVER, text, now, key=f"{server.name} {server.state}", again=True)
 
     def acknowledged(
         self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float

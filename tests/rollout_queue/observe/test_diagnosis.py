@@ -23,7 +23,7 @@ from protocol.messages import (
 )
 from protocol.messages import Notice as Told
 from protocol.status import Cause, Notice, WorkerStatus
-from rollout_queue.observe.diagnosis import WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
+from rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles
@@ -313,8 +313,29 @@ def test_each_cause_is_timed_from_when_it_was_first_seen() -> None:
     assert [cause.since_s for cause in times.timed([tool], 10.0)] == [0.0]
     changed = msgspec.structs.replace(tool, text="2 of 2")
     assert [cause.since_s for cause in times.timed([changed, rewards], 15.0)] == [5.0, 0.0]
-    assert [cause.since_s for cause in times.timed([rewards], 20.0)] == [5.0]
-    assert [cause.since_s for cause in times.timed([tool], 30.0)] == [0.0]
+    assert [(cause.about, cause.since_s) for cause in times.timed([tool], 20.0)] == [
+        ("tool search", 10.0),
+        ("rewards", 5.0),
+    ]
+
+
+def test_a_cause_that_comes_and_goes_stays_and_is_counted() -> None:
+    """A minute on, a minute off, ten times: it stays. After a time-out without it, it is over, and counted if it comes
+    back."""
+    times, cut = CauseTimes(), Cause("rollouts cut off", "half", "warn")
+    for minute in range(20):
+        assert [cause.times for cause in times.timed([cut] if minute % 2 == 0 else [], minute * 60.0)] == [1]
+    assert times.timed([], 1140.0 + HOLD_S) == []
+    (back,) = times.timed([cut], 1500.0)
+    assert (back.times, back.since_s, back.first_s) == (2, 0.0, 1500.0)
+    assert [cause.times for cause in times.timed([], 1500.0 + 1.9 * HOLD_S)] == [2]
+    assert times.timed([], 1500.0 + 2 * HOLD_S) == []
+
+
+def test_a_cause_that_another_explains_goes_at_once() -> None:
+    times, rewards, tool = CauseTimes(), Cause("rewards", "equal", "bad"), Cause("tool search", "fails", "bad")
+    times.timed([rewards], 0.0)
+    assert [cause.about for cause in times.timed([tool], 1.0)] == ["tool search"]
 
 
 def test_a_window_counts_the_newest_groups_alone_and_keeps_nothing_of_the_others() -> None:

@@ -5,6 +5,8 @@ Neither the learner nor another server waits for it. The states:
 - joining: it starts, restarted (another `boot`), or holds weights that this learner did not publish.
 - down: it has not answered for `DOWN_AFTER_S`, or the run may not use it.
 - quarantined: its proof failed (I5), or it was left paused (I6).
+- syncing, after it served: a version is swapped in whose proof could not be asked; it is asked again before anything
+  else is published.
 
 The task keeps trying in each of them.
 """
@@ -29,7 +31,7 @@ from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.server.answers import EngineState
 from weight_sync.server.cancellation import shielded
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
-from weight_sync.server.proof import ProofFailed
+from weight_sync.server.proof import ProofFailed, Swapped
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
@@ -92,8 +94,8 @@ class Member:
         self._boot: str | None = None
         # Labels that the server may hold as a result of our publications.
         self._labels: set[str] = set()
-        # Label and version of a publication that ended without a verdict, and may have been swapped in.
-        self._unproven: tuple[str, int] | None = None
+        # A publication that ended without a verdict, and may have been swapped in.
+        self._unproven: Swapped | None = None
         self._asks = False
         self._no_room = False
         self._took_s = 0.0
@@ -156,12 +158,12 @@ class Member:
             self._no_room = False
             state = await (self.reporter.settled() if self.server.state is _S.DRAINING else self._look())
             if state is not None:
-                await self._judge_unproven(state)
+                await self._prove_again(state)
             newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
             if state is not None and newest is not None and not await self._stands_still(state):
                 if self.version == newest.version and self.standstill.is_only_obstacle(state, newest.label):
                     await self.standstill.end(newest.version)
-                elif due and not self.up_to_date:
+                elif due and not self.up_to_date and self._unproven is None:
                     await self._bring(state)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a call that failed in the same moment replaced it by its own error
@@ -289,25 +291,48 @@ class Member:
         except QueueRefused as refusal:
             # It registered again or was removed meanwhile: the registry, which is read soon, says which.
             self._forget_process()
-            self._note_failure(snapshot, f"{self.name}: {refusal}")
+            self._note_failure(snapshot.version, f"{self.name}: {refusal}")
         except asyncio.CancelledError:
             if self._sync.left_paused:
                 await shielded(self.reporter.leave_quarantined(snapshot.version))
             task = asyncio.current_task()
             if not self.attempt.given_up or (task is not None and task.cancelling()):
                 raise
-            self._unproven = (snapshot.label, snapshot.version)
-            self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
+            self._note_unproven(snapshot)
+            self._note_failure(snapshot.version, f"{self.server.url}: given up for a newer version")
         finally:
             self._snapshots.give_back(self.name, snapshot, whole)
 
-    async def _judge_unproven(self, state: EngineState) -> None:
-        """Distrust a version that was swapped in and whose proof did not end (I5): the proof of a newer one would count
-        for it too."""
-        unproven, self._unproven = self._unproven, None
-        if unproven is not None and state.label == unproven[0]:
-            why = f"swapped, but not proven: the proof of version {unproven[1]} did not end"
-            await self.reporter.quarantine(unproven[1], why)
+    def _note_unproven(self, snapshot: Snapshot) -> None:
+        """Keep what proves a version that may have been swapped in. An adapter serves only once it is proven."""
+        if snapshot.adapter_config is None:
+            self._unproven = Swapped.of(snapshot)
+
+    async def _prove_again(self, state: EngineState) -> None:
+        """Ask for the proof of a version that was swapped in and whose proof did not end, before a newer one is
+        published, whose proof would count for it too (I5). A call that fails is no verdict."""
+        unproven = self._unproven
+        if unproven is None or time.monotonic() < self._next_try:
+            return
+        if state.label != unproven.label:
+            self._unproven = None
+            return
+        version, began = unproven.version, time.monotonic()
+        self.waits_for = f"the proof of version {version}"
+        try:
+            outcome = await self.attempt.run(partial(self._sync.prove, unproven))
+        except ProofFailed as failure:
+            self._unproven = None
+            await self.reporter.quarantine(version, str(failure))
+            self._note_failure(version, str(failure), at_once=True)
+        except (ControlError, TimeoutError) as error:
+            reason = self._reason(error)
+            await self.reporter.proof_unasked(version, reason)
+            self._note_failure(version, reason)
+        else:
+            self._unproven = None
+            metrics = ServerMetrics.of(outcome, time.monotonic() - began, self.reporter.transport)
+            await self._note_proven(unproven, metrics)
 
     async def _note_answer(self, why: str | None, asked: float) -> None:
         """Note an answer during a publication. `why`: the engine gave none when it was asked; None: it did."""
@@ -321,7 +346,7 @@ class Member:
         if self.standstill.look(state) is not None and self.server.state is _S.SERVING:
             await self.standstill.tell()
 
-    async def _note_proven(self, snapshot: Snapshot, metrics: ServerMetrics) -> None:
+    async def _note_proven(self, snapshot: Snapshot | Swapped, metrics: ServerMetrics) -> None:
         # A version that took long is old by now: serving it would hold up admission until the newest is there.
         known = self.server.state in (_S.SERVING, _S.DRAINING)
         stands = self.standstill.cause is not None or self.standstill.must_step
@@ -335,7 +360,7 @@ class Member:
         self._fleet.proven(self, snapshot.version, metrics)
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
-        reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
+        reason = self._reason(error)
         mismatch, now = isinstance(error, ProofFailed), None
         must_leave = mismatch or self._sync.left_paused
         if not must_leave:
@@ -344,21 +369,25 @@ class Member:
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     now = await self._sync.control.state()
             if now is None:
-                self._unproven = (snapshot.label, snapshot.version)
                 self._note_silent_since(asked)
+            if now is None or now.label == snapshot.label:
+                self._note_unproven(snapshot)
         await self.reporter.publication_failed(snapshot, reason, must_leave, now)
-        self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
+        self._note_failure(snapshot.version, reason, at_once=mismatch and self.failures == 0)
 
-    def _note_failure(self, snapshot: Snapshot, reason: str, at_once: bool = False) -> None:
+    def _reason(self, error: Exception) -> str:
+        return str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
+
+    def _note_failure(self, version: int, reason: str, at_once: bool = False) -> None:
         self.failures += 1
         pause_s = 0.0 if at_once else retry_pause_s(self.failures)
         self._next_try = time.monotonic() + pause_s
-        self.waits_for = f"another try of version {snapshot.version} or newer, in {pause_s:.0f} s: {reason}"
-        self._publications.failed(self.name, snapshot.version, reason)
+        self.waits_for = f"another try of version {version} or newer, in {pause_s:.0f} s: {reason}"
+        self._publications.failed(self.name, version, reason)
 
     def _forget_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
-        self.behind_since, self._labels = None, set()
+        self.behind_since, self._labels, self._unproven = None, set(), None
         self.standstill.forget()
 
     async def _pause(self) -> None:

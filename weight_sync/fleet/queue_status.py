@@ -119,10 +119,11 @@ class QueueReporter:
             must_leave: Whether its proof failed, or it is left paused.
             now: The server's own status after the failure, None if it does not answer.
         """
+        swapped = now is not None and now.label == snapshot.label and snapshot.adapter_config is None
         if must_leave:
             await self.quarantine(snapshot.version, reason)
-        elif now is not None and now.label == snapshot.label:
-            await self.quarantine(snapshot.version, f"swapped, but not proven: {reason}")
+        elif swapped:
+            await self.proof_unasked(snapshot.version, reason)
         elif now is not None and not now.whole:
             await self.quarantine(snapshot.version, reason)
         elif self.server.state is _S.SERVING:
@@ -132,6 +133,13 @@ class QueueReporter:
             if self.server.state is _S.DOWN:
                 await self.try_to_tell(_S.SYNCING)
             await self.try_to_tell(_S.STALE, None, reason)
+
+    async def proof_unasked(self, version: int, reason: str) -> None:
+        """Take a server out of service whose proof could not be asked. That is no verdict: what it sampled waits for
+        the proof (I5). One in quarantine stays there."""
+        if self.server.state is not _S.QUARANTINED:
+            why = f"version {version} is swapped in, and its proof could not be asked; it is asked again: {reason}"
+            await self.try_to_tell(_S.SYNCING, None, why)
 
     async def leave_quarantined(self, version: int) -> None:
         """Quarantine a server that is left paused (I6), if the queue answers in time."""

@@ -18,7 +18,7 @@ from weight_sync.server.answers import EngineState, serves_another_run
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof
+from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof, Swapped
 from weight_sync.transports.base import Sent, TransferError, Transport, checked
 from weight_sync.weights.snapshot import Snapshot
 
@@ -94,6 +94,15 @@ class ServerSync:
         except BaseException:
             await self.disconnect()
             raise
+
+    async def prove(self, swapped: Swapped) -> Outcome:
+        """Ask for the proof of a version that the server holds and that could not be asked before.
+
+        Raises:
+            ControlError: A call to the server failed.
+            ProofFailed: The server computes with other weights.
+        """
+        return Outcome(0.0, 0.0, await self.proof.prove(self.control, swapped))
 
     async def generates(self) -> bool:
         """Return whether the server generates a token, on the path that episodes take."""

@@ -16,6 +16,7 @@ from rich.text import Text
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError
+from protocol.messages import ServerState
 from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at, recurrence
 
 _NOTICES_SHOWN = 8
@@ -268,10 +269,11 @@ def _servers(status: Status) -> Table:
 def _server_table(servers: Sequence[ServerStatus]) -> Table:
     table = Table("server", "state", "version", "behind", "for", "weights by", "", box=None, pad_edge=False)
     for server in servers:
-        what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
+        parts = (server.waits_for and f"waits for {server.waits_for}", server.reason, server.slow)
+        what = "; ".join(part for part in parts if part)
         table.add_row(
             _text(server.name),
-            str(server.state),
+            "slow" if server.slow and server.state is ServerState.SERVING else str(server.state),
             _or_dash(server.version),
             _or_dash(server.lag),
             ago(server.since_s).removesuffix(" ago"),

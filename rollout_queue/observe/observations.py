@@ -126,6 +126,8 @@ class Observations:
                 why = server.reason or "no reason was given"
                 text = f"vLLM server {server.name} at {server.url} is {server.state}: {why}"
                 self.notices.say(reasons.SERVER, text, now, key=f"{server.name} {server.state}", again=True)
+            elif server.slow is not None:
+                self.notices.say(reasons.SERVER, f"vLLM server {server.name} is slow: {server.slow}", now)
 
     def acknowledged(
         self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float

@@ -533,6 +533,31 @@ def test_an_engine_in_a_long_step_is_not_taken_for_a_restart_and_is_caught_up_at
     assert "restarted" not in caplog.text
 
 
+def test_a_slow_server_is_told_and_stays_in_service_and_one_that_hangs_for_longer_is_down(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 0.1)
+    monkeypatch.setattr(member, "SILENT_STEPS", 0.2)
+    engine = world.fakes[1].engine
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        engine.step_s = 5.0
+        until(lambda: world.servers()["vllm-1"].slow is not None)
+        assert "up to 5 s for a step: lower vllm.max_num_seqs = " in str(world.servers()["vllm-1"].slow)
+        world.changes.clear()
+        engine.alive = False  # in a step: the API process answers
+        time.sleep(0.5)
+        assert world.servers()["vllm-1"].state is ServerState.SERVING
+        until(server_in(world, "vllm-1", ServerState.DOWN))
+        engine.alive = True
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        assert world.servers()["vllm-1"].slow is not None
+        engine.step_s = 0.1
+        until(lambda: world.servers()["vllm-1"].slow is None)
+        assert world.servers()["vllm-0"].slow is None
+
+
 def test_a_server_that_leaves_and_one_that_comes_are_followed(world: World) -> None:
     assert world.queue is not None
     with world.publisher() as publishing:

@@ -1,9 +1,11 @@
 """Runs the task of one server: look whether it answers, bring it to the newest version, report its state to the queue.
 
-Neither the learner nor another server waits for it. The states:
+Neither the learner nor another server waits for it. Limits of liveness follow the engine's own steps: one that takes
+long for them is slow, which the queue is told, and not down. The states:
 
 - joining: it starts, restarted (another `boot`), or holds weights that this learner did not publish.
-- down: it has not answered for `DOWN_AFTER_S`, or the run may not use it.
+- down: it has not answered for `DOWN_AFTER_S`, or for several of its steps where these take longer; or the run may
+  not use it.
 - quarantined: its proof failed (I5), or it was left paused (I6).
 - syncing, after it served: a version is swapped in whose proof could not be asked; it is asked again before anything
   else is published.
@@ -22,7 +24,7 @@ from typing import Protocol
 
 from protocol.client import QueueRefused
 from protocol.messages import Proof, Server, ServerState
-from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.decisions import SILENT_STEPS, Standing, is_slow, patience_s, retry_pause_s
 from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
 from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
@@ -36,7 +38,8 @@ from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# Seconds without an answer after which a server that served counts as down: requests to it would hang.
+# Seconds without an answer after which a server that served counts as down, unless its steps take longer: requests to
+# it would hang.
 DOWN_AFTER_S = 10.0
 _S = ServerState
 
@@ -76,6 +79,7 @@ class Member:
         fleet: FleetView,
         timeout_s: float,
         wanted: Wanted,
+        max_num_seqs: int,
     ) -> None:
         self.reporter = QueueReporter(server, put)
         self.version: int | None = None
@@ -100,6 +104,8 @@ class Member:
         self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
+        self._step_s = 0.0
+        self._max_num_seqs = max_num_seqs
         self._next_try = 0.0
         self._wake = asyncio.Event()
         self.attempt = PublicationAttempt(
@@ -179,7 +185,7 @@ class Member:
         began, self._asks = time.monotonic(), True
         self._note_asked()
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(patience_s(LOOK_TIMEOUT_S, self._step_s)):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
@@ -189,6 +195,7 @@ class Member:
             return None
         finally:
             self._asks = False
+        await self._note_step_time(state.step_s)
         if not state.alive:
             # Only the API process answers, which knows neither weights nor boot. The engine may be in a long step.
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
@@ -210,6 +217,14 @@ class Member:
         if self.up_to_date:
             self.waits_for = None
         return state
+
+    async def _note_step_time(self, step_s: float) -> None:
+        """Note the engine's longest step lately. Tell the queue when the server has become slow, or no longer is."""
+        self._step_s = step_s
+        slow = None
+        if is_slow(step_s, self.reporter.slow is not None):
+            slow = f"its engine takes up to {step_s:.0f} s for a step: lower vllm.max_num_seqs = {self._max_num_seqs}"
+        await self.reporter.tell_slow(slow)
 
     def _note_asked(self) -> None:
         """Name the look that is under way as the obstacle, also where it began while the server was up to date."""
@@ -248,7 +263,7 @@ class Member:
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.reporter.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif time.monotonic() - silent_since >= DOWN_AFTER_S or at_once:
+        elif time.monotonic() - silent_since >= patience_s(DOWN_AFTER_S, self._step_s, SILENT_STEPS) or at_once:
             await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
         elif state is _S.STALE and self.standstill.cause is None:  # it serves nothing anyway: this is why
             await self.reporter.try_to_tell(_S.STALE, None, f"its engine does not answer: {why}")
@@ -266,7 +281,7 @@ class Member:
             return True
         if self.standstill.must_step:
             self.waits_for = "a token that it generates, after it could not"
-            self.standstill.must_step = not await self._sync.generates()
+            self.standstill.must_step = not await self._sync.generates(self._step_s)
         return self.standstill.must_step
 
     async def _bring(self, state: EngineState) -> None:
@@ -387,7 +402,7 @@ class Member:
 
     def _forget_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
-        self.behind_since, self._labels, self._unproven = None, set(), None
+        self.behind_since, self._labels, self._unproven, self._step_s = None, set(), None, 0.0
         self.standstill.forget()
 
     async def _pause(self) -> None:

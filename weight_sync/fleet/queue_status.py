@@ -41,6 +41,7 @@ class QueueReporter:
         updates: Grows before and after each call, so it is odd during one. A registry that was read across a call is
             older than `server`.
         transport: How weights travel to the server, None while it has not said so.
+        slow: Why it is slow, with the remedy; None while it is not.
         left_at: When it left service (`time.monotonic`), None while it serves and before it first did.
     """
 
@@ -48,6 +49,7 @@ class QueueReporter:
         self.server = server
         self.updates = 0
         self.transport: str | None = None
+        self.slow: str | None = None
         self.left_at: float | None = None
         self._settled_at: float | None = None
         self._put = put
@@ -75,7 +77,12 @@ class QueueReporter:
         self.updates += 1
         try:
             self.server = await self._put(
-                Server(known.name, known.url, state, version, reason, transport=self.transport, proof=proof)
+                Server(
+                    *(known.name, known.url, state, version, reason),
+                    transport=self.transport,
+                    proof=proof,
+                    slow=self.slow,
+                )
             )
         finally:
             self.updates += 1
@@ -84,6 +91,24 @@ class QueueReporter:
         if state is _S.SERVING and self.left_at is not None:
             out_s, self.left_at = time.monotonic() - self.left_at, None
             logger.info("%s at %s serves again, after %.0f s, with version %s", known.name, known.url, out_s, version)
+
+    async def tell_slow(self, slow: str | None) -> None:
+        """Tell the queue that the server has become slow, or no longer is. A server of which another state is told is
+        not told apart."""
+        if (slow is None) == (self.slow is None):
+            return
+        self.slow = slow
+        if slow is not None:
+            logger.warning("%s at %s is slow: %s", self.server.name, self.server.url, slow)
+        if self.server.state is _S.SERVING:
+            self.updates += 1
+            try:
+                with suppress(QueueRefused):
+                    self.server = await self._put(
+                        Server(self.server.name, self.server.url, _S.SERVING, self.server.version, slow=slow)
+                    )
+            finally:
+                self.updates += 1
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
         """Call `tell` and ignore a refusal: the registry has changed, and is read again soon."""

@@ -64,7 +64,7 @@ def train(
         ConfigError: Another learner has begun a session meanwhile.
         QueueError: The queue refuses, or cannot be reached.
         PublishError: No server can be given the weights.
-        LearnerFailed: A step cannot be trained, or a callback failed.
+        LearnerFailed: A step cannot be trained, an update destroyed the policy, or a callback failed.
         Stopped: A signal ended the run.
     """
     session = begin_session(config, trainer, client, publisher, progress, stop, checkpoint, resume, callbacks, after)
@@ -202,6 +202,7 @@ class Loop:
                 )
                 reports.step(record, samples)
                 self._stop.release()
+                self._session.collapse.step(record)
                 blocked_s = self._publish() if batch.step % self._config.weight_sync.every == 0 else 0.0
             reports.show(record, batch.samples, self._evaluator.records)
             wish = self._callbacks.stepped(record)

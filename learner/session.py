@@ -15,6 +15,7 @@ from learner.checkpoints import checkpoint as checkpoints
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.checkpoints.model_card import Results
 from learner.checkpoints.uploads import Models
+from learner.collapse import CollapseWatch
 from learner.evaluator import Evaluator, open_eval_journal
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.ranks.stopping import Stop
@@ -45,6 +46,7 @@ class Session:
         position: The run's position when the session began.
         notices: Failures that the queue is not told of yet.
         watch: Compares the servers' samples with the policy.
+        collapse: Looks for an update that destroyed the policy.
         attempts: Trains batches, and leaves out those that cannot be trained.
         texts: Returns the text of each of some token ids.
     """
@@ -57,6 +59,7 @@ class Session:
     keeper: CheckpointKeeper
     notices: PendingNotices
     watch: ServerWatch
+    collapse: CollapseWatch
     attempts: Attempts
     texts: Texts
 
@@ -129,6 +132,7 @@ def begin_session(
         ),
         notices=notices,
         watch=ServerWatch(),
+        collapse=CollapseWatch(config),
         texts=start.token_texts(tokenizer),
         attempts=Attempts(
             trainer, config.learner.skip_bad_batches, config.run_dir, begin.step, progress, notices.batch

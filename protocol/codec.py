@@ -205,6 +205,19 @@ def read_json_lines(path: Path, kind: type[T]) -> Iterator[T]:
                 yield decoder.decode(line)
 
 
+def error_message(body: bytes, characters: int = 500) -> str:
+    """Return the message in the body of an HTTP error, for people: `error.message` as vLLM and OpenAI have it, or
+    `detail` or `message`. A body that is not JSON is text already; of JSON without a message nothing is shown."""
+    try:
+        found = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError):
+        return body[:characters].decode("utf-8", "replace")
+    for name in ("error", "message", "detail"):
+        if isinstance(found, dict) and name in found:
+            found = found[name]
+    return found[:characters] if isinstance(found, str) else "an error without a message"
+
+
 def _refusal(kind: Any, error: Exception) -> DecodeError:
     # msgspec quotes an unknown enum value in full, and this text is sent back to the sender.
     return DecodeError(f"not a {getattr(kind, '__name__', kind)}: {str(error)[:300]}")

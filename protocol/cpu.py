@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-# Instructions that multiply in bfloat16, by their flag in /proc/cpuinfo on x86 and on ARM. Matrix products of a model of
-# 135 M are 5.6 times as fast as in float32 with AMX and 2.1 times with AVX-512. Without either they are slower.
+# Instructions that multiply in bfloat16, by their flag in /proc/cpuinfo on x86 and on ARM. Matrix products of a model
+# of 135 M are 5.6 times as fast as in float32 with AMX and 2.1 times with AVX-512. Without either they are slower.
 _BFLOAT16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512", "bf16": "NEON"}
 
 

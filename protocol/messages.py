@@ -265,6 +265,7 @@ class Server(msgspec.Struct):
         changed_at: Wall time of the last change, seconds.
         transport: How weights travel to it; None until the learner knows.
         proof: The newest that held; None before the first.
+        slow: Why it is slow though it answers or is in a step, with the remedy; None where it is not.
     """
 
     name: str
@@ -275,6 +276,7 @@ class Server(msgspec.Struct):
     changed_at: float = 0.0
     transport: str | None = None
     proof: Proof | None = None
+    slow: str | None = None
 
 
 class Ticket(msgspec.Struct):

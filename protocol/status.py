@@ -309,13 +309,16 @@ class Cause(msgspec.Struct, frozen=True):
 
     Attributes:
         about: What it is about, such as `tool search` or `rewards`. Of several causes each is about something else.
-        since_s: Seconds for which it has been seen.
+        since_s: Seconds for which it has been seen. One that is over stays for a while, lest it come and go.
+        times: How often it was over and came back, and once more. `first_s`: seconds since the first time.
     """
 
     about: str
     text: str
     severity: Severity
     since_s: float = 0.0
+    times: int = 1
+    first_s: float = 0.0
 
 
 LimitingPart = Literal["learner", "servers", "workers' slots", "tools", "judge", "staleness bound", "publication"]
@@ -346,7 +349,8 @@ class Notice(msgspec.Struct):
     """A text that tells a person what to fix, given once.
 
     `id` grows by one with each notice while the queue runs. `who`: the worker or process that it is about, if any;
-    `count`: how many said the same.
+    `count`: how many said the same; `times`: how often it came back, and once more, the first time `first_s` seconds
+    ago.
     """
 
     id: int
@@ -355,6 +359,8 @@ class Notice(msgspec.Struct):
     who: str | None
     since_s: float
     count: int = 1
+    times: int = 1
+    first_s: float = 0.0
 
 
 class TicketCounts(msgspec.Struct):
@@ -416,6 +422,11 @@ class Status(msgspec.Struct):
     scaling: Scaling | None = None
     evaluations: list[Evaluation] = []
     connections: ConnectionStatus = msgspec.field(default_factory=ConnectionStatus)
+
+
+def recurrence(of: Cause | Notice) -> str:
+    """Say how often a cause or notice was seen, to follow its text; "" where it was once."""
+    return f" (seen {of.times} times in {max(1, round(of.first_s / 60))} min)" if of.times > 1 else ""
 
 
 def episodes_at(workers: Iterable[WorkerStatus]) -> dict[str, int]:

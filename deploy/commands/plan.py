@@ -49,8 +49,9 @@ def run(
     record = read_record(source)
     try:
         shared = record.config if on_cpu() else None
-        notes = (*differences(planned, record.config), *record.notes)
-        found = plan(planned, calibrated(record), steps, notes, measured_with=shared)
+        changed = tuple(differences(planned, record.config))
+        notes, limit = (*changed, *record.notes), None if changed else record.limit
+        found = plan(planned, calibrated(record), steps, notes, measured_with=shared, limit=limit)
     except RuntimeError as error:
         raise ConfigError(
             f"the run would never make a step: {error}; look at queue.max_staleness and the slots"

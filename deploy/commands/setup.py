@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from deploy.checks import model_facts
+from deploy.checks import learning_rates, model_facts
 from deploy.commands.arguments import print_json
 from deploy.servers import devices
 from deploy.servers.vllm_server import on_cpu
 from protocol import checkpoints
-from protocol.config import ConfigError, Finding, ModelSection, RunConfig, RunSection, load
+from protocol.config import ConfigError, Finding, LearnerSection, ModelSection, RunConfig, RunSection, load
 from protocol.config.fingerprint import DISTRIBUTION, release
 from protocol.config.sections.base import toml_value
 from rollout_queue import store
@@ -54,13 +54,15 @@ def examine(config: RunConfig | None, as_json: bool = False) -> int:
     """Print packages and devices, and a run file's ports, plan and store; as one line of JSON if `as_json`. Returns
     the exit code: 1 if something is broken."""
     of_run = (*_ports(config), *_plan(config), *_store(config), *model_facts.facts(config)) if config else ()
+    unusual = learning_rates.find_unusual_rate(config) if config else None
     facts = dict((*_software(), *_devices(), *of_run))
     faults: list[object] = [
         f"{name}: {text.removeprefix('no: ')}" for name, text in facts.items() if text.startswith("no: ")
     ]
     faults += [*find_unfit_packages(), *find_broken_imports(), *(find_store_faults(config) if config else ())]
+    warnings = [] if unusual is None else [str(unusual)]
     if as_json:
-        print_json({"facts": facts, "broken": [str(fault) for fault in faults]})
+        print_json({"facts": facts, "broken": [str(fault) for fault in faults], "warnings": warnings})
         return 1 if faults else 0
     table = Table(box=None, pad_edge=False, show_header=False)
     for name, value in facts.items():
@@ -69,6 +71,8 @@ def examine(config: RunConfig | None, as_json: bool = False) -> int:
     console.print(table)
     for fault in faults:
         console.print(Text.assemble(("broken: ", "bold red"), str(fault)))
+    for warning in warnings:
+        console.print(Text.assemble(("warning: ", "bold yellow"), warning))
     return 1 if faults else 0
 
 
@@ -260,7 +264,8 @@ def write_task_files(folder: Path, model: str) -> None:
 
 def _filled(template: str, settings: Mapping[str, object]) -> str:
     tools = "" if settings.get("tools", "template") == "template" else f"tools = {toml_value(settings['tools'])}{_WHY}"
-    return template.format_map({**{key: toml_value(value) for key, value in settings.items()}, "tools": tools})
+    written = {key: toml_value(value) for key, value in settings.items()}
+    return template.format_map({**written, "tools": tools, "size": settings["size"]})
 
 
 def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
@@ -290,7 +295,7 @@ def _model_settings(model: str) -> dict[str, object]:
     if not folder.is_dir():
         if model.startswith((".", "/", "~")):
             raise ConfigError(f"--model {model}: there is no such folder; give an existing model folder or a hub name")
-        return {"path": model, **_sizes("bfloat16", MAX_MODEL_LEN)}
+        return {"path": model, **_sizes("bfloat16", MAX_MODEL_LEN), **_learning_rate(model)}
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
@@ -299,7 +304,17 @@ def _model_settings(model: str) -> dict[str, object]:
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
     known = ModelSection.model_fields["dtype"].annotation
-    return {"path": str(folder.absolute()), **_sizes(dtype if dtype in get_args(known) else "bfloat16", context)}
+    sizes = _sizes(dtype if dtype in get_args(known) else "bfloat16", context)
+    return {"path": str(folder.absolute()), **sizes, **_learning_rate(str(folder.absolute()))}
+
+
+def _learning_rate(model: str) -> dict[str, object]:
+    """Return the rate to begin with for a model of its size, and the setting's default where that is not known."""
+    parameters = learning_rates.parameters_of(ModelSection(path=model))
+    if parameters is None:
+        return {"learning_rate": LearnerSection.model_fields["learning_rate"].default, "size": "a model of any size"}
+    rate = learning_rates.usual_rates(parameters).first
+    return {"learning_rate": rate, "size": learning_rates.described(parameters)}
 
 
 def _sizes(dtype: str, context: int) -> dict[str, object]:

@@ -16,7 +16,8 @@ from rich.text import Text
 from learner.report.rollouts import printable
 from protocol.client import QueueClient, Unreachable
 from protocol.config import ConfigError
-from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at
+from protocol.messages import ServerState
+from protocol.status import Cause, ConnectionStatus, ServerStatus, Status, describe_evaluation, episodes_at, recurrence
 
 _NOTICES_SHOWN = 8
 
@@ -131,7 +132,7 @@ def render_causes(causes: Sequence[Cause]) -> Table:
     for cause in causes:
         style = "bold red" if cause.severity == "bad" else "yellow"
         seen = f", for {ago(cause.since_s).removesuffix(' ago')}" if cause.since_s else ""
-        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text))
+        table.add_row(Text(f"{printable(cause.about)}{seen}", style=style), _text(cause.text + recurrence(cause)))
     return table
 
 
@@ -140,7 +141,10 @@ def _notices(status: Status) -> Table:
     for notice in status.notices[-_NOTICES_SHOWN:]:
         others = f" and {notice.count - 1:,} others" if notice.count > 1 else ""
         who = f" at {notice.who}{others}" if notice.who else ""
-        table.add_row(Text(f"! {ago(notice.since_s)}", style="yellow"), _text(f"{notice.kind}{who}: {notice.text}"))
+        table.add_row(
+            Text(f"! {ago(notice.since_s)}", style="yellow"),
+            _text(f"{notice.kind}{who}: {notice.text}{recurrence(notice)}"),
+        )
     return table
 
 
@@ -265,10 +269,11 @@ def _servers(status: Status) -> Table:
 def _server_table(servers: Sequence[ServerStatus]) -> Table:
     table = Table("server", "state", "version", "behind", "for", "weights by", "", box=None, pad_edge=False)
     for server in servers:
-        what = "; ".join(part for part in (server.waits_for and f"waits for {server.waits_for}", server.reason) if part)
+        parts = (server.waits_for and f"waits for {server.waits_for}", server.reason, server.slow)
+        what = "; ".join(part for part in parts if part)
         table.add_row(
             _text(server.name),
-            str(server.state),
+            "slow" if server.slow and server.state is ServerState.SERVING else str(server.state),
             _or_dash(server.version),
             _or_dash(server.lag),
             ago(server.since_s).removesuffix(" ago"),

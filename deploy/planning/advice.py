@@ -79,11 +79,14 @@ def plan(
     notes: tuple[str, ...] = (),
     seed: int = 0,
     measured_with: RunConfig | None = None,
+    limit: Limit | None = None,
 ) -> Plan:
     """Simulate a run of `steps` steps as it is, and with each change.
 
     Args:
         measured_with: Settings of the run that the rates are of, if servers share one machine's cores, as on a CPU.
+        limit: What limits it by its own status, for a run that is planned as it goes; None to derive it from the
+            simulation by the same rule.
     """
     shares = measured_with is not None and not (measured_with.vllm.servers or config.vllm.servers)
     if measured_with is not None and shares:
@@ -102,7 +105,7 @@ def plan(
         workers=config.worker.count,
         steps=steps,
         prediction=found,
-        limit=limit_of(limit_inputs(config, rates, found), config),
+        limit=limit or limit_of(limit_inputs(config, rates, found), config),
         changes=changes,
         advice=_advice(changes[0]),
         notes=[*notes, SHARED if shares else OWN],

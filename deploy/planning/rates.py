@@ -20,7 +20,7 @@ from protocol import history
 from protocol.codec import read_json_lines
 from protocol.config import ConfigError, RunConfig, load
 from protocol.rollouts import FILE_NAME as ROLLOUTS
-from protocol.status import Status
+from protocol.status import Limit, Status
 
 METRICS, PUBLICATIONS, RUN_FILE = "metrics.jsonl", "publications.jsonl", "run.toml"
 
@@ -106,12 +106,14 @@ class Measured(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Record:
-    """A run that was measured: its settings, rates and results, and in words what the rates rest on."""
+    """A run that was measured: its settings, rates and results, in words what the rates rest on, and what limited it in
+    the end, as its own queue said; None if it said nothing yet."""
 
     config: RunConfig
     rates: Rates
     measured: Measured
     notes: tuple[str, ...]
+    limit: Limit | None = None
 
 
 def read_record(run_dir: Path) -> Record:
@@ -159,7 +161,8 @@ def _read_record(run_dir: Path) -> Record:
         idle_publication=idle_publication,
         prompt_tokens=_sum(steps, "tokens_prompt") / max(1.0, _sum(steps, "rollouts")),
     )
-    return Record(config, rates, _measured(steps, statuses), tuple(notes))
+    limit = statuses[-1].limit if statuses else None
+    return Record(config, rates, _measured(steps, statuses), tuple(notes), limit)
 
 
 def _note_change(steps: Sequence[Line], notes: list[str]) -> None:

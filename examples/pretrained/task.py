@@ -14,7 +14,8 @@ from slipstream import Task
 
 HELD_OUT = 64
 
-SUMS = reasoning_gym.create_dataset("chain_sum", size=3000, seed=0, min_terms=2, max_terms=2, min_digits=1, max_digits=1)
+ONE_DIGIT = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
+SUMS = reasoning_gym.create_dataset("chain_sum", size=3000, seed=0, **ONE_DIGIT)
 
 
 def rows() -> list[dict[str, Any]]:

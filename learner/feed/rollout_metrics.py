@@ -71,6 +71,7 @@ class RolloutMetrics:
         self._whole = Running()
         self._turns = Running()
         self._calls = 0
+        self._callers = 0
         self._failures = 0
         self._new_segments = 0
         self._tools: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -111,6 +112,7 @@ class RolloutMetrics:
         self.prompt_tokens += other.prompt_tokens
         self._flat += other._flat
         self._calls += other._calls
+        self._callers += other._callers
         self._failures += other._failures
         self._new_segments += other._new_segments
 
@@ -130,6 +132,7 @@ class RolloutMetrics:
             if name in rollout.timings:
                 self._seconds[name].add(rollout.timings[name])
         self._calls += rollout.tool_calls
+        self._callers += rollout.tool_calls > 0
         self._failures += rollout.tool_failures
         for name, value in rollout.metrics.items():
             count = TOOL_COUNT.fullmatch(name)
@@ -145,10 +148,11 @@ class RolloutMetrics:
     def metrics(self) -> dict[str, float]:
         """Return the metrics; one without a measurement is left out.
 
-        Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/failure_frequency`: failures
-        per call. `call_s`: mean seconds of a call. `_total` and `failures/<reason>`: sums. `chat/new_segments`: new
-        segments per rollout, where there were any. `frac_reward_zero_std`: share of rollouts whose group has equal
-        rewards. `finish/<reason>`: share of rollouts that ended so.
+        Lengths are in sampled tokens. `tools/call_frequency`: calls per rollout. `tools/caller_frequency`: share of
+        rollouts that call. `tools/failure_frequency`: failures per call. `call_s`: mean seconds of a call. `_total` and
+        `failures/<reason>`: sums. `chat/new_segments`: new segments per rollout, where there were any.
+        `frac_reward_zero_std`: share of rollouts whose group has equal rewards. `finish/<reason>`: share of rollouts
+        that ended so.
         """
         rollouts, calls_of, failures_of = self.rewards.count, self._tools["calls"], self._tools["failures"]
         metrics = {
@@ -167,6 +171,7 @@ class RolloutMetrics:
             **{f"rollout/{name}_s": values.mean for name, values in self._seconds.items()},
             NEW_SEGMENTS: _ratio(self._new_segments, rollouts) if self._new_segments else None,
             "tools/call_frequency": _ratio(self._calls, rollouts),
+            "tools/caller_frequency": _ratio(self._callers, rollouts),
             "tools/failure_frequency": _ratio(self._failures, self._calls),
             **{f"tools/{tool}/call_frequency": _ratio(count, rollouts) for tool, count in calls_of.items()},
             **{f"tools/{tool}/failure_frequency": _ratio(failures_of[tool], count) for tool, count in calls_of.items()},

@@ -21,7 +21,7 @@ from learner.report.progress import TerminalProgress
 from protocol import reasons
 from protocol.client import QueueError
 from protocol.messages import LearnerReport, Notice, Server, ServerState
-from protocol.status import Status
+from protocol.status import Status, recurrence
 
 ASK_EVERY_S = 2.0
 
@@ -182,7 +182,7 @@ class Watch:
             times = 1 + int(cause.since_s // SAY_CAUSE_EVERY_S)
             is_new = cause.about not in self._causes
             if is_new and not any(notice.text in cause.text for notice in status.notices):
-                self._progress.warn(cause.text)
+                self._progress.warn(cause.text + recurrence(cause))
             elif not is_new and times > self._causes[cause.about]:
                 self._progress.warn(f"still, after {cause.since_s / 60:.0f} min: {cause.text}")
             self._causes[cause.about] = times

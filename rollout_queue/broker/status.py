@@ -115,6 +115,8 @@ def _awaited(broker: Broker, server: Server) -> str | None:
         named = broker.observations.workers.on_server(server.name, broker.now, _MAX_NAMED)
         others = f" and {count - len(named):,} others" if count > len(named) else ""
         return f"{_AWAITED[server.state]} of {', '.join(named)}{others}"
+    if server.state is ServerState.SYNCING and server.version is not None:
+        return "the proof of the version that is swapped in"
     return _AWAITED[server.state]
 
 
@@ -190,7 +192,7 @@ def _waits(broker: Broker, servers: Sequence[ServerStatus], evaluations: Sequenc
 
 
 def _is_proven(server: Server) -> bool:
-    return server.state is ServerState.SYNCING and server.version is not None
+    return server.state is ServerState.SYNCING and server.version is not None and server.reason is None
 
 
 def _wait(server: ServerStatus) -> Wait:

@@ -126,6 +126,9 @@ class ServerRegistry:
         elif (now := known.server) and (now.state, now.url) == (wanted.state, wanted.url):
             if reason is not None and now.state in _REASON_MAY_CHANGE:
                 return msgspec.structs.replace(known, server=msgspec.structs.replace(now, reason=reason))
+            if now.state is ServerState.SERVING and wanted.version in (None, now.version) and wanted.slow != now.slow:
+                slow = wanted.slow and wanted.slow[:_MAX_REASON_CHARACTERS]
+                return msgspec.structs.replace(known, server=msgspec.structs.replace(now, slow=slow))
             repeated = wanted.state is not ServerState.JOINING and wanted.version in (None, now.version)
             if repeated and reason in (None, now.reason):
                 return None  # a repeat, as after a lost answer

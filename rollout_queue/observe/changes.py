@@ -1,4 +1,4 @@
-"""Finds at which step a run changed: its rewards and its tools by their figures, and what was changed just before.
+"""Finds at which step a run changed: rewards, policy and tools by their figures, and what was changed just before.
 
 A figure jumped where each of the first `_AFTER` steps lies beyond all of the `_BEFORE` before them, by several of their
 standard deviations and by enough to matter. What drifts does not jump. Each step is looked at once, so the cost of a
@@ -27,6 +27,10 @@ _DEVIATIONS = 4.0
 # Parts of the mean before by which a reward or the time of a call has to move, and the share of calls that fail.
 _REWARD, _CALL, _FAILURES = 0.2, 1.0, 0.1
 
+# Times by which `kl` and the norm of the gradient have to rise, and the part to which `ess` has to fall. A KL below
+# `_MIN_KL` nats moves nothing, whatever it was before.
+_POLICY_TIMES, _ESS_PART, _MIN_KL = 4.0, 0.5, 0.05
+
 # Calls that are shorter are not worth a word, seconds.
 _MIN_CALL_S = 0.02
 
@@ -41,6 +45,7 @@ _MAX_EXPLANATIONS, _MAX_EXPLANATION = 4, 130
 
 _FIGURE = re.compile(
     r"(?P<reward>reward)|rewards/(?P<part>.+)/mean|tools/(?P<fails>.+)/failure_frequency|tools/(?P<takes>.+)/call_s"
+    r"|(?P<policy>kl|ess|grad_norm)"
 )
 
 
@@ -65,9 +70,17 @@ class Jump(msgspec.Struct, frozen=True):
             text = f"the reward of {part} {self._moved} from {before} to {after}"
         elif tool := found["fails"]:
             text = f"{self.after:.0%} of the calls of tool {tool} fail, before {self.before:.0%}"
+        elif found["policy"]:
+            text = f"{self.name} went from {before} to {after}"
         else:
             text = f"a call of tool {found['takes']} takes {after} s, before {before} s"
         return printable(f"{text}, from step {self.step} on")
+
+    @property
+    def is_of_policy(self) -> bool:
+        """Whether it is a figure of how far updates moved the policy."""
+        found = _FIGURE.fullmatch(self.name)
+        return found is not None and found["policy"] is not None
 
     @property
     def _moved(self) -> str:
@@ -122,7 +135,11 @@ class ChangeFinder:
             raise ValueError("the reward did not fall")
         if found := self.explanations(config.queue.max_staleness):
             told = "; ".join(text[:_MAX_EXPLANATION] for text in found[:_MAX_EXPLANATIONS])
-            return f"{self.fall.text}. What changed there: {told}. Look at that before the task"
+            moved = {jump.text for jump in self._jumps if jump.is_of_policy}
+            remedy = "Look at that before the task"
+            if moved.issuperset(found):
+                remedy = f"Steps are too large: lower learner.learning_rate = {config.learner.learning_rate:g}"
+            return f"{self.fall.text}. What changed there: {told}. {remedy}"
         return (
             f"{self.fall.text}. Nothing that the queue knows of was changed there. Read what the policy says since "
             f"with `{rollouts} --step {self.fall.step}`: a service, a file or a model that tools and rewards use may "
@@ -130,7 +147,8 @@ class ChangeFinder:
         )
 
     def explanations(self, max_staleness: int) -> list[str]:
-        """Return what was changed when the reward fell, in words: what people changed, then what broke."""
+        """Return what was changed when the reward fell, in words: what people changed, what broke, and what moved the
+        policy, then what follows from it."""
         if self.fall is None:
             return []
         first, last = self.fall.step - max_staleness - _SLACK, self.fall.step + max_staleness + _SLACK
@@ -144,9 +162,10 @@ class ChangeFinder:
             for event in events
             if event.kind == "server" and ("to quarantined" in event.text or "to down" in event.text)
         ]
-        causes = [jump.text for jump in jumps if not jump.name.startswith("rewards/")]
+        moved = [jump.text for jump in jumps if jump.is_of_policy]
+        causes = [jump.text for jump in jumps if not jump.is_of_policy and not jump.name.startswith("rewards/")]
         fell = {jump.name: jump.text for jump in jumps if jump.name.startswith("rewards/") and jump.after < jump.before}
-        return list(dict.fromkeys([*changed, *began, *broke, *causes, *fell.values()]))
+        return list(dict.fromkeys([*changed, *began, *broke, *moved, *causes, *fell.values()]))
 
     @property
     def lost_half(self) -> bool:
@@ -190,6 +209,10 @@ def _matters(name: str, was: float, now: float) -> bool:
         return moved >= _FAILURES
     if name.endswith("/call_s"):
         return moved >= _CALL * min(was, now) and moved >= _MIN_CALL_S
+    if name == "ess":
+        return now <= _ESS_PART * was
+    if name in ("kl", "grad_norm"):
+        return now >= _POLICY_TIMES * was and (name == "grad_norm" or now >= _MIN_KL)
     return moved >= _REWARD * max(abs(was), abs(now)) > 0
 
 

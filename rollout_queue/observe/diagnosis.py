@@ -1,8 +1,8 @@
 """Says what keeps a run from learning: the causes, the likeliest first, each with its remedy.
 
-What explains something else is looked at before it, and takes it along: a tool that fails before the rewards that it
-leaves equal, the reward before a task that may be too hard. A remedy names settings with their values, and none that is
-set already.
+What explains something else is looked at before it, and takes it along: an update that destroyed the policy before
+everything that the policy does since, a tool that fails before the rewards that it leaves equal, limits before the
+task. A remedy names settings with their values, and none that is set already.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ from __future__ import annotations
 import shlex
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median
 
 import msgspec
 
 from protocol import reasons
+from protocol.collapse import WINDOW_STEPS, Collapse, Row, find_collapse
 from protocol.config import RunConfig
 from protocol.rollouts import UNKNOWN_TOOL
 from protocol.status import Cause, Notice, Severity, WorkerStatus
@@ -36,12 +39,27 @@ _MIN_SEEN = 8
 # A worker that was refused ends, so that nobody says when the fault is mended.
 _REFUSED_S = 600.0
 
+# Share of episodes that call a tool, below which the policy does not use its tools, and of how many it is taken.
+_FEW, _MIN_EPISODES = 0.1, 24
+
 # Temperatures at which the episodes of a group are nearly the same.
 _COLD = 0.3
 
 _MAX_TEXT = 700
 
+# Seconds for which a cause stays that is over: at first, and at most.
+HOLD_S, MAX_HOLD_S = 120.0, 1800.0
+
+# Causes that begin and end with an event, so that none of them is near a limit.
+_EVENTS = ("refused workers", "checkpoints", "learning rate")
+
+# Causes whose times are remembered; far more than there are kinds, as tools and reasons have names.
+_MAX_CAUSES = 256
+
 _FALL = "reward"
+
+# Finish reasons of rollouts that a limit ended.
+_LIMITS = ("length", "context", "turn_limit", "timeout")
 
 # Failures that come and go with a process, and say nothing of task and settings.
 PASSING = frozenset(
@@ -94,6 +112,7 @@ class Symptoms:
         equal_in_a_row: Newest groups in a row whose rewards are all equal.
         tickets: How the newest tickets ended: the reason of a failure, "" for a group.
         flat_steps: Newest steps in a row whose gradient was 0.
+        collapse: The update that destroyed the policy; None before, and once the reward is better than before it.
         checkpoint_failure: Why the newest checkpoint could not be written; None if it was.
     """
 
@@ -105,6 +124,9 @@ class Symptoms:
         self.equal_in_a_row = 0
         self.tickets: deque[str] = deque(maxlen=size)
         self.flat_steps = 0
+        self.collapse: Collapse | None = None
+        self._steps: deque[Row] = deque(maxlen=WINDOW_STEPS)
+        self._earned = 0.0
         self.checkpoint_failure: str | None = None
 
     def group_came(self, outcome: GroupOutcome) -> None:
@@ -119,25 +141,70 @@ class Symptoms:
         if reason not in PASSING:
             self.tickets.append(reason)
 
-    def stepped(self, grad_norm: float | None) -> None:
-        """Note a step. `grad_norm`: None if it is not known."""
-        self.flat_steps = self.flat_steps + 1 if grad_norm == 0 else 0
+    def stepped(self, row: Row) -> None:
+        """Note a step. `row`: its figures, as of `protocol.collapse`."""
+        self.flat_steps = self.flat_steps + 1 if row.get("grad_norm") == 0 else 0
+        self._steps.append(row)
+        if self.collapse is None:
+            self.collapse = find_collapse([*self._steps])
+            before = [reward for of in self._steps if (reward := of.get("reward")) is not None and of is not row]
+            self._earned = median(before) if before else 0.0
+        elif (row.get("reward") or 0.0) > self._earned:
+            self.collapse = None
 
     def session_began(self) -> None:
         """Forget what a new session of the learner tries anew."""
-        self.flat_steps, self.checkpoint_failure = 0, None
+        self.flat_steps, self.checkpoint_failure, self.collapse = 0, None, None
+        self._steps.clear()
+
+
+@dataclass
+class _Seen:
+    cause: Cause
+    since: float
+    first_at: float
+    seen_at: float
+    times: int = 1
+    held: bool = True
+
+    @property
+    def hold_s(self) -> float:
+        return 0.0 if self.cause.about in _EVENTS else min(HOLD_S * 2.0 ** (self.times - 1), MAX_HOLD_S)
 
 
 class CauseTimes:
-    """Remembers since when each cause has been seen."""
+    """Remembers since when each cause has been seen, and how often it came back.
+
+    A cause that is over stays for `HOLD_S`, and twice as long each time that it has come back, at most `MAX_HOLD_S`:
+    what is near its limit would come and go. One that gave way to another cause goes at once.
+    """
 
     def __init__(self) -> None:
-        self._since: dict[str, float] = {}
+        self._seen: dict[str, _Seen] = {}
 
     def timed(self, causes: Sequence[Cause], now: float) -> list[Cause]:
-        """Return the causes that hold now, with the seconds that each has held. `now`: current time, seconds."""
-        self._since = {cause.about: self._since.get(cause.about, now) for cause in causes}
-        return [msgspec.structs.replace(cause, since_s=now - self._since[cause.about]) for cause in causes]
+        """Return the causes that hold now or did lately, with their times. `now`: current time, seconds."""
+        held = {about for about, seen in self._seen.items() if seen.held}
+        gave_way = any(cause.about not in held for cause in causes)
+        for cause in causes:
+            seen = self._seen.get(cause.about)
+            if seen is None:
+                seen = self._seen[cause.about] = _Seen(cause, now, now, now)
+            elif not seen.held:
+                seen.since, seen.times = now, seen.times + 1
+            seen.cause, seen.seen_at, seen.held = cause, now, True
+        abouts = {cause.about for cause in causes}
+        for about in held - abouts:
+            seen = self._seen[about]
+            seen.held = not gave_way and now - seen.seen_at < seen.hold_s
+        lately = [seen.cause for about, seen in self._seen.items() if seen.held and about not in abouts]
+        while len(self._seen) > _MAX_CAUSES:
+            del self._seen[next(iter(self._seen))]
+        return [self._timed(cause, now) for cause in (*causes, *lately)]
+
+    def _timed(self, cause: Cause, now: float) -> Cause:
+        seen = self._seen[cause.about]
+        return msgspec.structs.replace(cause, since_s=now - seen.since, times=seen.times, first_s=now - seen.first_at)
 
 
 def diagnose(
@@ -195,10 +262,14 @@ def _of_episodes(
     symptoms: Symptoms, notices: Sequence[Notice], config: RunConfig, changes: ChangeFinder | None
 ) -> list[Cause]:
     """List what goes wrong in episodes before they are rewarded, what explains the others first."""
+    if symptoms.collapse is not None:
+        text = symptoms.collapse.describe(config.learner.learning_rate)
+        return [_cause("learning rate", text, "bad"), *_tools(symptoms, notices)]
+    few_calls = [*_few_calls(symptoms, config)]
     return [
         *_tools(symptoms, notices),
         *_fall(symptoms, config, changes),
-        *_cut_off(symptoms, config),
+        *(few_calls or _cut_off(symptoms, config)),
         *_wrong_calls(symptoms, config),
     ]
 
@@ -269,6 +340,30 @@ def _wrong_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
     yield _cause("tool calls", text, _severity(wrong / calls))
 
 
+def _few_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
+    """Say that the policy hardly uses its tools, where rollouts are cut off or rewards are equal meanwhile. Of a task
+    whose tools were never called it is not known here that it has any."""
+    newest = symptoms.newest
+    rollouts, callers = newest.finished.total(), symptoms.longer.callers
+    if not callers or newest.callers >= _FEW * rollouts or rollouts < _MIN_EPISODES:
+        return
+    equal = _equal_share(symptoms) is not None
+    if not equal and _cut_share(symptoms) < _MANY:
+        return
+    text = (
+        f"{newest.callers} of the newest {rollouts} episodes call a tool: say in chat.system_prompt when to call one "
+        f"and show a call, and read with `{_rollouts(config)}` what the others write instead; `slipstream doctor` says "
+        f"whether the model's template shows tools"
+    )
+    yield _cause("episodes without tools", text, "bad" if equal else "warn")
+
+
+def _cut_share(symptoms: Symptoms) -> float:
+    """Return the share of the newest rollouts that a limit ended."""
+    finished = symptoms.newest.finished
+    return sum(finished[reason] for reason in _LIMITS) / max(1, finished.total())
+
+
 def _cut_off(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
     """Name the limit at which most rollouts end."""
     finished, rollout = symptoms.newest.finished, config.rollout
@@ -280,15 +375,19 @@ def _cut_off(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
         "turn_limit": f"raise rollout.max_turns = {rollout.max_turns}",
         "timeout": f"raise worker.episode_timeout_s = {config.worker.episode_timeout_s:g}",
     }
-    counts = {reason: finished[reason] for reason in remedies}
-    share = sum(counts.values()) / max(1, rollouts)
+    counts = {reason: finished[reason] for reason in _LIMITS}
+    share = _cut_share(symptoms)
     if rollouts < _MIN_SEEN or share < _MANY:
         return
     commonest = max(counts, key=counts.__getitem__)
-    untrained = " None of their tokens trains, since rollout.mask_truncated is on." if rollout.mask_truncated else ""
+    trains = (
+        "none of their tokens trains, since rollout.mask_truncated is on"
+        if rollout.mask_truncated
+        else "they are rewarded as they stand, without what would have followed"
+    )
     text = (
         f"{sum(counts.values())} of the newest {rollouts} rollouts did not come to their own end, most of them by "
-        f"{commonest}.{untrained} What they would have answered has no reward: {remedies[commonest]}"
+        f"{commonest}; {trains}: {remedies[commonest]}"
     )
     yield _cause("rollouts cut off", text, _severity(share))
 

@@ -16,7 +16,8 @@ CHANGED = "changed"
 
 MAX_CHARACTERS = 500
 
-# Seconds in which nobody gives a notice, after which the next who does gives it anew. Less than a worker takes.
+# Seconds in which nobody gives a notice, after which the next who does gives it anew, as the newest, and counted. Less
+# than a worker takes.
 AGAIN_AFTER_S = 240.0
 
 _MAX_KNOWN = 1024
@@ -38,6 +39,8 @@ class _Said(msgspec.Struct):
     at: float
     given_at: float
     others: set[str]
+    first_at: float
+    times: int = 1
 
 
 def printable(text: str) -> str:
@@ -61,7 +64,14 @@ class Notices:
         return self._count
 
     def say(
-        self, kind: str, text: str, now: float, who: str | None = None, key: str | None = None, life: str = ""
+        self,
+        kind: str,
+        text: str,
+        now: float,
+        who: str | None = None,
+        key: str | None = None,
+        life: str = "",
+        again: bool = False,
     ) -> None:
         """Add a notice unless it was given before; again if nobody has given it for `AGAIN_AFTER_S`.
 
@@ -72,9 +82,10 @@ class Notices:
             who: The worker or process that it is about.
             key: Notices of one kind and key are the same, whatever their texts.
             life: Tells processes of one name apart, whose texts may be the same: one that was restarted.
+            again: Whether each call is an event, not the repetition of what was given before.
         """
         given = hash((kind, text, who, key, life))
-        if given in self._repeated:
+        if given in self._repeated and not again:
             return
         self._repeated[given] = None
         if len(self._repeated) > _MAX_REPEATED:
@@ -86,13 +97,19 @@ class Notices:
         nameless = text.replace(who, "") if who and len(who) >= _MIN_NAME_CHARACTERS else text
         name = (kind, _NUMBERS.sub("0", nameless) if key is None else key)
         known = self._known.get(name)
-        if known is not None and (key is not None or now - known.given_at < AGAIN_AFTER_S):
-            known.given_at = now
-            if who and who != known.who:
-                known.others.add(who)
-            return
+        first_at, times = now, 1
+        if known is not None:
+            recent = now - known.given_at < AGAIN_AFTER_S
+            if recent or (key is not None and not again):
+                known.given_at, known.times = now, known.times + again
+                if who and who != known.who:
+                    known.others.add(who)
+                return
+            first_at, times = known.first_at, known.times + 1
+            if known in self._said:
+                self._said.remove(known)
         self._count += 1
-        said = self._known[name] = _Said(self._count, kind, text, who, now, now, set())
+        said = self._known[name] = _Said(self._count, kind, text, who, now, now, set(), first_at, times)
         self._said.append(said)
         if len(self._known) > _MAX_KNOWN:
             del self._known[next(iter(self._known))]
@@ -100,5 +117,9 @@ class Notices:
     def list(self, now: float) -> list[Notice]:
         """Oldest first."""
         return [
-            Notice(said.id, said.kind, said.text, said.who, now - said.at, 1 + len(said.others)) for said in self._said
+            Notice(
+                *(said.id, said.kind, said.text, said.who, now - said.at, 1 + len(said.others)),
+                *(said.times, now - said.first_at),
+            )
+            for said in self._said
         ]

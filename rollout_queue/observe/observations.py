@@ -125,7 +125,9 @@ class Observations:
             if server.state in (ServerState.QUARANTINED, ServerState.DOWN):
                 why = server.reason or "no reason was given"
                 text = f"vLLM server {server.name} at {server.url} is {server.state}: {why}"
-                self.notices.say(reasons.SERVER, text, now)
+                self.notices.say(reasons.SERVER, text, now, key=f"{server.name} {server.state}", again=True)
+            elif server.slow is not None:
+                self.notices.say(reasons.SERVER, f"vLLM server {server.name} is slow: {server.slow}", now)
 
     def acknowledged(
         self, ended: Sequence[TicketRecord], report: LearnerReport | None, stepped: bool, now: float
@@ -155,7 +157,7 @@ class Observations:
         self.progress.stepped(now)
         self.rates.add(now, steps=1, tokens_trained=report.tokens_trained if report else 0)
         if report is not None:
-            self.symptoms.stepped(report.metrics.get("grad_norm"))
+            self.symptoms.stepped({"step": report.step, "reward": report.reward_mean, **report.metrics})
             self._reports.append(report)
             self.newest_reports.append((now, report))
             self.limits.stepped(report)

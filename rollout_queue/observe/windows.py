@@ -140,13 +140,14 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     Attributes:
         reward: Their mean reward. `equal`: whether all have the same, or all of each role.
         finished: Rollouts by finish reason.
-        tools: Calls by tool.
+        tools: Calls by tool. `callers`: rollouts that call any.
     """
 
     reward: float
     equal: bool
     finished: dict[str, int]
     tools: dict[str, ToolCounts] = {}
+    callers: int = 0
 
     @classmethod
     def of(cls, group: Group) -> Self:
@@ -159,7 +160,8 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         called = [tool for tool, what in counts if what == "calls"]
         tools = {tool: _tool_counts(tool, counts) for tool in called[:_MAX_TOOLS]}
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
-        return cls(fmean(rewards), group.is_flat, dict(finished), tools)
+        callers = sum(rollout.tool_calls > 0 for rollout in group.rollouts)
+        return cls(fmean(rewards), group.is_flat, dict(finished), tools, callers)
 
 
 def _tool_counts(tool: str, counts: Mapping[tuple[str, str], float]) -> ToolCounts:
@@ -173,13 +175,13 @@ class OutcomeWindow:
 
     Attributes:
         equal: Groups whose rewards are all equal. `rewards`: the rewards of these, by how many groups have each.
-        finished: Rollouts by finish reason.
+        finished: Rollouts by finish reason. `callers`: rollouts that call a tool.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._outcomes: deque[GroupOutcome] = deque()
-        self.equal = 0
+        self.equal = self.callers = 0
         self.rewards: Counter[float] = Counter()
         self.finished: Counter[str] = Counter()
         self._tools: defaultdict[str, ToolCounts] = defaultdict(ToolCounts)
@@ -202,6 +204,7 @@ class OutcomeWindow:
         if outcome.equal:
             self.equal += sign
             _change(self.rewards, outcome.reward, sign)
+        self.callers += sign * outcome.callers
         for reason, count in outcome.finished.items():
             _change(self.finished, reason, sign * count)
         for tool, counts in outcome.tools.items():

@@ -11,6 +11,7 @@ import aiohttp
 import msgspec
 
 from protocol import reasons, tracing
+from protocol.codec import error_message
 from protocol.versions import HEADER, SERVED_MODEL_NAME, version_of
 from rollout_worker.inference.failures import BadSample, ServerFailed, UnknownWeights, error_of
 from rollout_worker.inference.wire import GenerateRequest, Reply, SampledChoice, join
@@ -114,13 +115,13 @@ class InferenceClient:
                     return
                 lost = response.status == 404 and headers
                 if response.status not in (404, 409) or (named is None and not lost):
-                    raise error_of(response.status, _message_of(await response.read()))
+                    raise error_of(response.status, error_message(await response.read()))
                 if named is None:
                     # The server was restarted, and has the weights that it was started with.
                     self._adapters.pop(url, None)
                     raise UnknownWeights(f"{request.model}, which it does not have", server)
                 if named == request.model:
-                    raise error_of(response.status, _message_of(await response.read()))
+                    raise error_of(response.status, error_message(await response.read()))
                 request.model = named
         raise ServerFailed(f"{url}: it named {_NAMES_TRIED} adapters, and served none of them")
 
@@ -132,7 +133,7 @@ class InferenceClient:
         body = msgspec.json.encode({"request_ids": [_ID_AT_VLLM + name for name in request_ids]})
         async with self._post(url + ABORT, body, aiohttp.ClientTimeout(total=_ABORT_S)) as response:
             if response.status != 200:
-                raise error_of(response.status, _message_of(await response.read()))
+                raise error_of(response.status, error_message(await response.read()))
 
     @asynccontextmanager
     async def _post(
@@ -199,11 +200,3 @@ def _decode(data: bytes) -> Reply:
     if reply.error is not None:
         raise error_of(reply.error.code, reply.error.message)
     return reply
-
-
-def _message_of(body: bytes) -> str:
-    try:
-        reply = _decoder.decode(body)
-    except msgspec.DecodeError:
-        return body[:500].decode("utf-8", "replace")
-    return reply.error.message if reply.error is not None else body[:500].decode("utf-8", "replace")

@@ -24,6 +24,7 @@ from learner import loop
 from learner.__main__ import main
 from learner.algorithm.objectives import OBJECTIVES, Objective, TokenLosses
 from learner.algorithm.step_data import Tokens
+from learner.collapse import PolicyDestroyed
 from learner.feed import packing, step_draft
 from learner.feed.blocking_client import BlockingQueueClient
 from learner.feed.packing import pack
@@ -34,7 +35,7 @@ from learner.report.queue_status import PendingNotices
 from learner.run import build_trainer, run
 from learner.start import session, starting_point
 from learner.training.trainer import Trainer
-from protocol import reasons
+from protocol import checkpoints, reasons
 from protocol.client import QueueClient, QueueRefused, Unreachable
 from protocol.config import ConfigError, RunConfig, fingerprint, to_toml
 from protocol.messages import ErrorBody, Group
@@ -602,3 +603,52 @@ def test_a_model_whose_layers_mix_positions_trains_on_rows_of_whole_sequences(
     assert set(packed) == {False}
     assert [record.version for record in publisher.records] == [0, 1, 2]
     assert any(not torch.equal(publisher.weights[0][name], publisher.weights[2][name]) for name in publisher.weights[0])
+
+
+@pytest.mark.parametrize(("first_bad", "kept", "back"), [(2, [1], "Go on from step 1"), (1, [], "begin again")])
+def test_a_destroyed_policy_ends_the_run_and_the_last_good_checkpoint_is_the_newest(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_bad: int, kept: list[int], back: str
+) -> None:
+    """The update of step `first_bad` is a thousand times too large."""
+    config = config_for(model_path, tmp_path, steps=6, checkpoint_every=1, keep_checkpoints=5)
+    monkeypatch.setattr(sys, "argv", ["learner/__main__.py", "run.toml"])
+    destroy_after(monkeypatch, first_bad)
+    queue = FakeQueue(stale_by_one)
+    with pytest.raises(PolicyDestroyed, match=rf"step {first_bad + 1}: the update of step {first_bad} ") as caught:
+        train(config, queue)
+    assert f"{back}" in str(caught.value)
+    assert str(caught.value).count("--resume --learner.learning_rate 0.0001") == 1
+    assert sorted(checkpoints.complete(config.run_dir)) == kept
+    assert queue.now.step == first_bad + 1
+    assert ("publish", first_bad + 1) not in queue.log
+    assert [line["step"] for line in lines(config.run_dir / "metrics.jsonl")] == [*range(1, first_bad + 2)]
+
+
+def test_with_warn_a_run_goes_on_after_its_policy_was_destroyed(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    destroy_after(monkeypatch, 1)
+    queue = FakeQueue(stale_by_one)
+    train(config_for(model_path, tmp_path, steps=3, on_collapse="warn"), queue)
+    assert queue.now.finished
+
+
+def stale_by_one(n: int, version: int) -> list[Group]:
+    """Make groups that the version before has sampled, if there is one."""
+    before = max(0, version - 1)
+    return [group(f"{version}.{i}", versions=(None, None, before, before, before)) for i in range(n)]
+
+
+def destroy_after(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Have the update of step `number` make all that a group's tokens are sampled from unlikely."""
+    whole = Trainer._step
+
+    def step(trainer: Trainer, *arguments: Any) -> Any:
+        found = whole(trainer, *arguments)
+        if trainer.schedule.last_epoch == number:
+            with torch.no_grad():
+                for weight in trainer.policy.parameters():
+                    weight.mul_(30)
+        return found
+
+    monkeypatch.setattr(Trainer, "_step", step)

@@ -473,3 +473,20 @@ def test_a_group_from_before_weights_were_sent_still_decodes() -> None:
     sent = msgspec.msgpack.decode(codec.encode(a_group()))
     del sent["reward_weights"]
     assert codec.decode(msgspec.msgpack.encode(sent), Group).reward_weights == {}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (b'{"error":{"message":"no such model","type":"NotFoundError","param":null,"code":404}}', "no such model"),
+        (b'{"error":"busy"}', "busy"),
+        (b'{"detail":"Not Found"}', "Not Found"),
+        (b'{"object":"error","message":"too long"}', "too long"),
+        (b'{"detail":[{"loc":["body"],"msg":"missing"}]}', "an error without a message"),
+        (b"[1]", "an error without a message"),
+        (b"502 Bad Gateway", "502 Bad Gateway"),
+        (b"\xff", "\ufffd"),
+    ],
+)
+def test_the_message_of_an_error_is_never_json(body: bytes, message: str) -> None:
+    assert codec.error_message(body) == message

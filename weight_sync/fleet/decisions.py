@@ -14,6 +14,26 @@ MAX_PAUSE_S = 60.0
 MIN_GRACE_S = 0.2
 
 
+# A server is slow from this many seconds of an engine step on, which a look at it does not outlast; and no longer from
+# half of that on.
+SLOW_STEP_S = 4.0
+
+# An engine that is in a step does not answer: how many of its longest steps lately it may be silent before it counts as
+# down.
+SILENT_STEPS = 3.0
+
+
+def patience_s(least_s: float, step_s: float, steps: float = 1.0) -> float:
+    """Return how long to wait for an engine whose longest step lately took `step_s` seconds: `steps` of these, and at
+    least `least_s`."""
+    return max(least_s, steps * step_s)
+
+
+def is_slow(step_s: float, was: bool) -> bool:
+    """Return whether a server is slow. `was`: whether it was at the last look, lest it change with each step."""
+    return step_s >= (SLOW_STEP_S / 2 if was else SLOW_STEP_S)
+
+
 @dataclass(frozen=True)
 class Standing:
     """The progress of one server, to compare servers by.

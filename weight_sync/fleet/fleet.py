@@ -238,7 +238,8 @@ class Fleet:
             control, self._make_transport, config.probe_tolerance, config.served_dtype, config.served_quantised
         )
         member = Member(
-            server, sync, self._put, self._snapshots, self.publications, self, section.timeout_s, self._wanted
+            *(server, sync, self._put, self._snapshots, self.publications, self),
+            *(section.timeout_s, self._wanted, config.vllm.max_num_seqs),
         )
         self.members[server.name] = member
         self._tasks[server.name] = asyncio.create_task(

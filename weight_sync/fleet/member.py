@@ -1,10 +1,14 @@
 """Runs the task of one server: look whether it answers, bring it to the newest version, report its state to the queue.
 
-Neither the learner nor another server waits for it. The states:
+Neither the learner nor another server waits for it. Limits of liveness follow the engine's own steps: one that takes
+long for them is slow, which the queue is told, and not down. The states:
 
 - joining: it starts, restarted (another `boot`), or holds weights that this learner did not publish.
-- down: it has not answered for `DOWN_AFTER_S`, or the run may not use it.
+- down: it has not answered for `DOWN_AFTER_S`, or for several of its steps where these take longer; or the run may
+  not use it.
 - quarantined: its proof failed (I5), or it was left paused (I6).
+- syncing, after it served: a version is swapped in whose proof could not be asked; it is asked again before anything
+  else is published.
 
 The task keeps trying in each of them.
 """
@@ -20,7 +24,7 @@ from typing import Protocol
 
 from protocol.client import QueueRefused
 from protocol.messages import Proof, Server, ServerState
-from weight_sync.fleet.decisions import Standing, retry_pause_s
+from weight_sync.fleet.decisions import SILENT_STEPS, Standing, is_slow, patience_s, retry_pause_s
 from weight_sync.fleet.eligibility import Eligibility, Wanted, find_lost_weights
 from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.queue_status import Put, QueueReporter, Standstill, transport_to
@@ -29,12 +33,13 @@ from weight_sync.fleet.snapshots import Snapshots
 from weight_sync.server.answers import EngineState
 from weight_sync.server.cancellation import shielded
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError
-from weight_sync.server.proof import ProofFailed
+from weight_sync.server.proof import ProofFailed, Swapped
 from weight_sync.weights.snapshot import Snapshot
 
 logger = logging.getLogger(__name__)
 
-# Seconds without an answer after which a server that served counts as down: requests to it would hang.
+# Seconds without an answer after which a server that served counts as down, unless its steps take longer: requests to
+# it would hang.
 DOWN_AFTER_S = 10.0
 _S = ServerState
 
@@ -74,6 +79,7 @@ class Member:
         fleet: FleetView,
         timeout_s: float,
         wanted: Wanted,
+        max_num_seqs: int,
     ) -> None:
         self.reporter = QueueReporter(server, put)
         self.version: int | None = None
@@ -92,12 +98,14 @@ class Member:
         self._boot: str | None = None
         # Labels that the server may hold as a result of our publications.
         self._labels: set[str] = set()
-        # Label and version of a publication that ended without a verdict, and may have been swapped in.
-        self._unproven: tuple[str, int] | None = None
+        # A publication that ended without a verdict, and may have been swapped in.
+        self._unproven: Swapped | None = None
         self._asks = False
         self._no_room = False
         self._took_s = 0.0
         self._silent_since: float | None = None
+        self._step_s = 0.0
+        self._max_num_seqs = max_num_seqs
         self._next_try = 0.0
         self._wake = asyncio.Event()
         self.attempt = PublicationAttempt(
@@ -156,12 +164,12 @@ class Member:
             self._no_room = False
             state = await (self.reporter.settled() if self.server.state is _S.DRAINING else self._look())
             if state is not None:
-                await self._judge_unproven(state)
+                await self._prove_again(state)
             newest, due = self._snapshots.newest, time.monotonic() >= self._next_try
             if state is not None and newest is not None and not await self._stands_still(state):
                 if self.version == newest.version and self.standstill.is_only_obstacle(state, newest.label):
                     await self.standstill.end(newest.version)
-                elif due and not self.up_to_date:
+                elif due and not self.up_to_date and self._unproven is None:
                     await self._bring(state)
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise asyncio.CancelledError  # a call that failed in the same moment replaced it by its own error
@@ -177,7 +185,7 @@ class Member:
         began, self._asks = time.monotonic(), True
         self._note_asked()
         try:
-            async with asyncio.timeout(LOOK_TIMEOUT_S):
+            async with asyncio.timeout(patience_s(LOOK_TIMEOUT_S, self._step_s)):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
@@ -187,6 +195,7 @@ class Member:
             return None
         finally:
             self._asks = False
+        await self._note_step_time(state.step_s)
         if not state.alive:
             # Only the API process answers, which knows neither weights nor boot. The engine may be in a long step.
             why = f"{self.server.url}: {state.reason or NO_ANSWER}"
@@ -208,6 +217,14 @@ class Member:
         if self.up_to_date:
             self.waits_for = None
         return state
+
+    async def _note_step_time(self, step_s: float) -> None:
+        """Note the engine's longest step lately. Tell the queue when the server has become slow, or no longer is."""
+        self._step_s = step_s
+        slow = None
+        if is_slow(step_s, self.reporter.slow is not None):
+            slow = f"its engine takes up to {step_s:.0f} s for a step: lower vllm.max_num_seqs = {self._max_num_seqs}"
+        await self.reporter.tell_slow(slow)
 
     def _note_asked(self) -> None:
         """Name the look that is under way as the obstacle, also where it began while the server was up to date."""
@@ -246,7 +263,7 @@ class Member:
         if state in (_S.JOINING, _S.DOWN):
             if state is _S.JOINING and self.server.reason is None:
                 await self.reporter.try_to_tell(_S.JOINING, None, f"not up yet: {why}")
-        elif time.monotonic() - silent_since >= DOWN_AFTER_S or at_once:
+        elif time.monotonic() - silent_since >= patience_s(DOWN_AFTER_S, self._step_s, SILENT_STEPS) or at_once:
             await self.reporter.try_to_tell(_S.DOWN, None, f"its engine does not answer: {why}")
         elif state is _S.STALE and self.standstill.cause is None:  # it serves nothing anyway: this is why
             await self.reporter.try_to_tell(_S.STALE, None, f"its engine does not answer: {why}")
@@ -264,7 +281,7 @@ class Member:
             return True
         if self.standstill.must_step:
             self.waits_for = "a token that it generates, after it could not"
-            self.standstill.must_step = not await self._sync.generates()
+            self.standstill.must_step = not await self._sync.generates(self._step_s)
         return self.standstill.must_step
 
     async def _bring(self, state: EngineState) -> None:
@@ -289,25 +306,48 @@ class Member:
         except QueueRefused as refusal:
             # It registered again or was removed meanwhile: the registry, which is read soon, says which.
             self._forget_process()
-            self._note_failure(snapshot, f"{self.name}: {refusal}")
+            self._note_failure(snapshot.version, f"{self.name}: {refusal}")
         except asyncio.CancelledError:
             if self._sync.left_paused:
                 await shielded(self.reporter.leave_quarantined(snapshot.version))
             task = asyncio.current_task()
             if not self.attempt.given_up or (task is not None and task.cancelling()):
                 raise
-            self._unproven = (snapshot.label, snapshot.version)
-            self._note_failure(snapshot, f"{self.server.url}: given up for a newer version")
+            self._note_unproven(snapshot)
+            self._note_failure(snapshot.version, f"{self.server.url}: given up for a newer version")
         finally:
             self._snapshots.give_back(self.name, snapshot, whole)
 
-    async def _judge_unproven(self, state: EngineState) -> None:
-        """Distrust a version that was swapped in and whose proof did not end (I5): the proof of a newer one would count
-        for it too."""
-        unproven, self._unproven = self._unproven, None
-        if unproven is not None and state.label == unproven[0]:
-            why = f"swapped, but not proven: the proof of version {unproven[1]} did not end"
-            await self.reporter.quarantine(unproven[1], why)
+    def _note_unproven(self, snapshot: Snapshot) -> None:
+        """Keep what proves a version that may have been swapped in. An adapter serves only once it is proven."""
+        if snapshot.adapter_config is None:
+            self._unproven = Swapped.of(snapshot)
+
+    async def _prove_again(self, state: EngineState) -> None:
+        """Ask for the proof of a version that was swapped in and whose proof did not end, before a newer one is
+        published, whose proof would count for it too (I5). A call that fails is no verdict."""
+        unproven = self._unproven
+        if unproven is None or time.monotonic() < self._next_try:
+            return
+        if state.label != unproven.label:
+            self._unproven = None
+            return
+        version, began = unproven.version, time.monotonic()
+        self.waits_for = f"the proof of version {version}"
+        try:
+            outcome = await self.attempt.run(partial(self._sync.prove, unproven))
+        except ProofFailed as failure:
+            self._unproven = None
+            await self.reporter.quarantine(version, str(failure))
+            self._note_failure(version, str(failure), at_once=True)
+        except (ControlError, TimeoutError) as error:
+            reason = self._reason(error)
+            await self.reporter.proof_unasked(version, reason)
+            self._note_failure(version, reason)
+        else:
+            self._unproven = None
+            metrics = ServerMetrics.of(outcome, time.monotonic() - began, self.reporter.transport)
+            await self._note_proven(unproven, metrics)
 
     async def _note_answer(self, why: str | None, asked: float) -> None:
         """Note an answer during a publication. `why`: the engine gave none when it was asked; None: it did."""
@@ -321,7 +361,7 @@ class Member:
         if self.standstill.look(state) is not None and self.server.state is _S.SERVING:
             await self.standstill.tell()
 
-    async def _note_proven(self, snapshot: Snapshot, metrics: ServerMetrics) -> None:
+    async def _note_proven(self, snapshot: Snapshot | Swapped, metrics: ServerMetrics) -> None:
         # A version that took long is old by now: serving it would hold up admission until the newest is there.
         known = self.server.state in (_S.SERVING, _S.DRAINING)
         stands = self.standstill.cause is not None or self.standstill.must_step
@@ -335,7 +375,7 @@ class Member:
         self._fleet.proven(self, snapshot.version, metrics)
 
     async def _failed(self, snapshot: Snapshot, before: EngineState, error: Exception) -> None:
-        reason = str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
+        reason = self._reason(error)
         mismatch, now = isinstance(error, ProofFailed), None
         must_leave = mismatch or self._sync.left_paused
         if not must_leave:
@@ -344,21 +384,25 @@ class Member:
                 async with asyncio.timeout(LOOK_TIMEOUT_S):
                     now = await self._sync.control.state()
             if now is None:
-                self._unproven = (snapshot.label, snapshot.version)
                 self._note_silent_since(asked)
+            if now is None or now.label == snapshot.label:
+                self._note_unproven(snapshot)
         await self.reporter.publication_failed(snapshot, reason, must_leave, now)
-        self._note_failure(snapshot, reason, at_once=mismatch and self.failures == 0)
+        self._note_failure(snapshot.version, reason, at_once=mismatch and self.failures == 0)
 
-    def _note_failure(self, snapshot: Snapshot, reason: str, at_once: bool = False) -> None:
+    def _reason(self, error: Exception) -> str:
+        return str(error) or f"{self.server.url}: not done within weight_sync.timeout_s = {self._timeout_s:g} s"
+
+    def _note_failure(self, version: int, reason: str, at_once: bool = False) -> None:
         self.failures += 1
         pause_s = 0.0 if at_once else retry_pause_s(self.failures)
         self._next_try = time.monotonic() + pause_s
-        self.waits_for = f"another try of version {snapshot.version} or newer, in {pause_s:.0f} s: {reason}"
-        self._publications.failed(self.name, snapshot.version, reason)
+        self.waits_for = f"another try of version {version} or newer, in {pause_s:.0f} s: {reason}"
+        self._publications.failed(self.name, version, reason)
 
     def _forget_process(self) -> None:
         self.version, self._boot, self.failures, self._next_try = None, None, 0, 0.0
-        self.behind_since, self._labels = None, set()
+        self.behind_since, self._labels, self._unproven, self._step_s = None, set(), None, 0.0
         self.standstill.forget()
 
     async def _pause(self) -> None:

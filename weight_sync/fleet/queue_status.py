@@ -41,6 +41,7 @@ class QueueReporter:
         updates: Grows before and after each call, so it is odd during one. A registry that was read across a call is
             older than `server`.
         transport: How weights travel to the server, None while it has not said so.
+        slow: Why it is slow, with the remedy; None while it is not.
         left_at: When it left service (`time.monotonic`), None while it serves and before it first did.
     """
 
@@ -48,6 +49,7 @@ class QueueReporter:
         self.server = server
         self.updates = 0
         self.transport: str | None = None
+        self.slow: str | None = None
         self.left_at: float | None = None
         self._settled_at: float | None = None
         self._put = put
@@ -75,7 +77,12 @@ class QueueReporter:
         self.updates += 1
         try:
             self.server = await self._put(
-                Server(known.name, known.url, state, version, reason, transport=self.transport, proof=proof)
+                Server(
+                    *(known.name, known.url, state, version, reason),
+                    transport=self.transport,
+                    proof=proof,
+                    slow=self.slow,
+                )
             )
         finally:
             self.updates += 1
@@ -84,6 +91,24 @@ class QueueReporter:
         if state is _S.SERVING and self.left_at is not None:
             out_s, self.left_at = time.monotonic() - self.left_at, None
             logger.info("%s at %s serves again, after %.0f s, with version %s", known.name, known.url, out_s, version)
+
+    async def tell_slow(self, slow: str | None) -> None:
+        """Tell the queue that the server has become slow, or no longer is. A server of which another state is told is
+        not told apart."""
+        if (slow is None) == (self.slow is None):
+            return
+        self.slow = slow
+        if slow is not None:
+            logger.warning("%s at %s is slow: %s", self.server.name, self.server.url, slow)
+        if self.server.state is _S.SERVING:
+            self.updates += 1
+            try:
+                with suppress(QueueRefused):
+                    self.server = await self._put(
+                        Server(self.server.name, self.server.url, _S.SERVING, self.server.version, slow=slow)
+                    )
+            finally:
+                self.updates += 1
 
     async def try_to_tell(self, state: ServerState, version: int | None = None, reason: str | None = None) -> None:
         """Call `tell` and ignore a refusal: the registry has changed, and is read again soon."""
@@ -119,10 +144,11 @@ class QueueReporter:
             must_leave: Whether its proof failed, or it is left paused.
             now: The server's own status after the failure, None if it does not answer.
         """
+        swapped = now is not None and now.label == snapshot.label and snapshot.adapter_config is None
         if must_leave:
             await self.quarantine(snapshot.version, reason)
-        elif now is not None and now.label == snapshot.label:
-            await self.quarantine(snapshot.version, f"swapped, but not proven: {reason}")
+        elif swapped:
+            await self.proof_unasked(snapshot.version, reason)
         elif now is not None and not now.whole:
             await self.quarantine(snapshot.version, reason)
         elif self.server.state is _S.SERVING:
@@ -132,6 +158,13 @@ class QueueReporter:
             if self.server.state is _S.DOWN:
                 await self.try_to_tell(_S.SYNCING)
             await self.try_to_tell(_S.STALE, None, reason)
+
+    async def proof_unasked(self, version: int, reason: str) -> None:
+        """Take a server out of service whose proof could not be asked. That is no verdict: what it sampled waits for
+        the proof (I5). One in quarantine stays there."""
+        if self.server.state is not _S.QUARANTINED:
+            why = f"version {version} is swapped in, and its proof could not be asked; it is asked again: {reason}"
+            await self.try_to_tell(_S.SYNCING, None, why)
 
     async def leave_quarantined(self, version: int) -> None:
         """Quarantine a server that is left paused (I6), if the queue answers in time."""

@@ -14,11 +14,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from weight_sync.fleet.adapter_publication import publish_adapter
+from weight_sync.fleet.decisions import SILENT_STEPS, patience_s
 from weight_sync.server.answers import EngineState, serves_another_run
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import LOOK_TIMEOUT_S, NO_ANSWER, ControlError, ServerControl
 from weight_sync.server.pause import Pause
-from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof
+from weight_sync.server.proof import ProofFailed, ProofMetrics, ServerProof, Swapped
 from weight_sync.transports.base import Sent, TransferError, Transport, checked
 from weight_sync.weights.snapshot import Snapshot
 
@@ -95,13 +96,26 @@ class ServerSync:
             await self.disconnect()
             raise
 
-    async def generates(self) -> bool:
-        """Return whether the server generates a token, on the path that episodes take."""
+    async def prove(self, swapped: Swapped) -> Outcome:
+        """Ask for the proof of a version that the server holds and that could not be asked before.
+
+        Raises:
+            ControlError: A call to the server failed.
+            ProofFailed: The server computes with other weights.
+        """
+        return Outcome(0.0, 0.0, await self.proof.prove(self.control, swapped))
+
+    async def generates(self, step_s: float = 0.0) -> bool:
+        """Return whether the server generates a token, on the path that episodes take.
+
+        Args:
+            step_s: Seconds of its engine's longest step lately.
+        """
         adapter = self._proven if self._transport is None else None  # else it is a label
         # A task of its own: in Python 3.11 an error in a task group leaves its task with a request to be cancelled.
         asking = asyncio.ensure_future(self.control.score_by_request([0, 1], adapter))
         try:
-            await asyncio.wait_for(asking, LOOK_TIMEOUT_S)
+            await asyncio.wait_for(asking, patience_s(LOOK_TIMEOUT_S, step_s, SILENT_STEPS))
         except (ControlError, TimeoutError) as error:
             # A refusal of this request says nothing of others.
             return isinstance(error, ControlError) and error.status is not None and error.status < 500

@@ -119,6 +119,7 @@ class EngineState:
         owner: Id of the run whose learner controls it, "" without one.
         owner_silent_s: Seconds since that learner called.
         stuck: Why it generates nothing now though nobody who may has paused it, None where it may generate.
+        step_s: Seconds of the engine's longest step lately, as of its newest answer to the API process.
     """
 
     boot: str
@@ -133,6 +134,7 @@ class EngineState:
     owner: str = ""
     owner_silent_s: float = 0.0
     stuck: str | None = None
+    step_s: float = 0.0
 
 
 @dataclass(frozen=True)

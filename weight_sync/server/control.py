@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol import client
+from protocol.codec import error_message
 from protocol.versions import HEADER, RUN_HEADER
 from weight_sync.server.answers import EngineState, ServerFacts, Staged, Swap, hint
 from weight_sync.server.cancellation import gather
@@ -359,7 +360,7 @@ class ServerControl(AdapterRoutes):
                 timeout=aiohttp.ClientTimeout(total=timeout_s),
             ) as response:
                 if response.status >= 400 and response.status not in answered:
-                    text = (await response.text())[:500]
+                    text = error_message(await response.read())
                     raise ControlError(
                         f"{self.url}{path}: HTTP {response.status}: {text}{hint(path, response.status, text)}",
                         response.status,

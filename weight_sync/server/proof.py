@@ -20,7 +20,7 @@ import torch
 from weight_sync.server.cancellation import gather_two
 from weight_sync.server.control import ControlError
 from weight_sync.server.proof_rule import Baseline, Evidence, Floats, judge_engines
-from weight_sync.weights.snapshot import Snapshot
+from weight_sync.weights.snapshot import Probe, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -77,6 +77,20 @@ class ProofTarget(Scoring, Protocol):
     """The target of a proof: a server (`ServerControl`), or one of its loaded adapters."""
 
     async def layers(self, body: dict[str, Any]) -> dict[str, Any]: ...
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What the proof of a version needs, without its weights: as much of a `Snapshot` as outlives its buffer."""
+
+    version: int
+    label: str
+    probe: Probe
+    words: torch.Tensor
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Swapped:
+        return cls(snapshot.version, snapshot.label, snapshot.probe, snapshot.words)
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,7 @@ class ServerProof:
         served = await self._scorer(control, snapshot.probe.token_ids)
         self._before = _Earlier(snapshot.version, served, self._proven if known else None)
 
-    async def prove(self, control: ProofTarget, snapshot: Snapshot) -> ProofMetrics:
+    async def prove(self, control: ProofTarget, snapshot: Snapshot | Swapped) -> ProofMetrics:
         """Prove, after the swap, that the server computes with `snapshot`.
 
         Raises:
@@ -182,14 +196,14 @@ class ServerProof:
             seconds=time.monotonic() - began,
         )
 
-    def _changed(self, before: _Earlier | None, snapshot: Snapshot) -> int | None:
+    def _changed(self, before: _Earlier | None, snapshot: Snapshot | Swapped) -> int | None:
         if before is None or before.words is None or self._rounds_more:
             return None
         if before.words.shape != snapshot.words.shape:
             return None
         return int((before.words != snapshot.words).sum())
 
-    async def _layers(self, control: ProofTarget, snapshot: Snapshot) -> int | None:
+    async def _layers(self, control: ProofTarget, snapshot: Snapshot | Swapped) -> int | None:
         """Return the number of tensors of the live layers that were compared with those that arrived. Raises
         `ProofFailed`."""
         if self._layers_unreadable:

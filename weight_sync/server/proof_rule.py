@@ -11,7 +11,7 @@ for rounding, so a swap that was left out would pass. Each of these is a fault:
 
 In 16 bits the differences of a probe have a heavy tail, from sequence to sequence too. Two correct computations of a
 model of 135 M in bfloat16 (transformers in pure bfloat16, and under autocast) differed over 96 probes by at most 0.13
-nats in the median of a probe, 0.41 in its ninth decile, and 4.4 in its maximum. "Far" in 3 and 4 is therefore the median.
+nats in the median of a probe, 0.41 in its ninth decile, and 4.4 in its maximum. "Far" in 3 and 4 is the median.
 """
 
 from __future__ import annotations

@@ -50,12 +50,16 @@ ASK_EVERY_S = 5.0
 # Seconds between checks for a dead engine, which need no question to it. vLLM ends soon after, without the cause.
 LOOK_EVERY_S = 0.5
 
-# An engine answers between two steps, and the longest prefill is one step.
+# An engine answers between two steps, and the longest prefill is one step. It has `ANSWER_STEPS` of its longest ones
+# lately, and at least `ANSWER_WITHIN_S`.
 ANSWER_WITHIN_S = 15.0
+ANSWER_STEPS = 2.0
 QUESTIONS = 8
 
-# Seconds without a step after which an engine that has requests counts as stalled.
+# Seconds without a step after which an engine that has requests counts as stalled, if `STALLED_STEPS` of its longest
+# steps lately take no longer.
 STALLED_AFTER_S = 10.0
+STALLED_STEPS = 3.0
 
 
 class RouteError(Exception):
@@ -147,18 +151,20 @@ class Progress:
     def why_stalled(self, states: list[dict[str, Any]], now: float) -> str | None:
         """Look at the engines' states once more. Returns why nothing is generated; None where it may be.
 
-        Looks that are further apart than `STALLED_AFTER_S` show nothing: the engine may have stepped between them.
+        Looks that are further apart than an engine may take for its steps show nothing: it may have stepped between
+        them.
         """
-        if now - self._looked_at >= STALLED_AFTER_S:
+        after_s = max(STALLED_AFTER_S, STALLED_STEPS * max((state["step_s"] for state in states), default=0.0))
+        if now - self._looked_at >= after_s:
             self._at = {}
         self._looked_at = now
         for engine, state in enumerate(states):
             place = None if state["paused"] or not (state["running"] or state["waiting"]) else state["place"]
             if place is None or self._at.get(engine, (None, now))[0] != place:
                 self._at[engine] = (place, now)
-            elif now - self._at[engine][1] >= STALLED_AFTER_S:
+            elif now - self._at[engine][1] >= after_s:
                 what = "has made no step" if state["running"] else "lets requests wait and runs none"
-                return f"its engine {what} for {STALLED_AFTER_S:g} s"
+                return f"its engine {what} for {after_s:.0f} s"
         return None
 
 
@@ -174,6 +180,7 @@ class EngineStatus:
         adapter: Label of the adapter that serves, None while the base's weights do.
         scale_out: Whether it generates from token ids.
         progress: Whether the engine steps.
+        step_s: Seconds of its longest step lately, as of its newest answer.
         swapped: Set at the end of the running swap, None without one.
         owner: The run that it belongs to.
         lease_owner: Holder of the pause of a publication, None without one.
@@ -192,6 +199,7 @@ class EngineStatus:
     adapter: str | None = None
     scale_out: bool = False
     progress: Progress = field(default_factory=Progress)
+    step_s: float = 0.0
     swapped: asyncio.Event | None = None
     owner: Owner = field(default_factory=Owner)
     lease_owner: str | None = None
@@ -250,15 +258,16 @@ async def watch(engine: EngineClient, status: EngineStatus, ask: Callable[[Any, 
         if getattr(engine, "errored", False):
             status.break_down("the engine died")
             return
+        within_s = max(ANSWER_WITHIN_S, ANSWER_STEPS * status.step_s)
         try:
-            answered = await ask(engine, ANSWER_WITHIN_S) is not None
+            answered = await ask(engine, within_s) is not None
         except Exception as error:  # A question that fails counts as no answer.
             logger.warning("the engine could not be asked: %s", error)
             answered = False
         asked_at = time.monotonic()
         silent = 0 if answered or status.lease_ends is not None else silent + 1
         if silent >= QUESTIONS:
-            status.break_down(f"the engine did not answer {QUESTIONS} times in a row, {ANSWER_WITHIN_S:g} s each")
+            status.break_down(f"the engine did not answer {QUESTIONS} times in a row, {within_s:g} s each")
 
 
 def how_it_died(engine: EngineClient) -> str | None:

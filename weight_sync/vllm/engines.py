@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any, Generic, TypeVar
 
 from weight_sync.vllm.engine.contract import EngineClient
-from weight_sync.vllm.engine_state import RouteError
+from weight_sync.vllm.engine_state import RouteError, status_of
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ async def ask_states(engine: EngineClient, timeout_s: float | None = None) -> li
     """
     try:
         async with asyncio.timeout(LOOK_TIMEOUT_S if timeout_s is None else timeout_s):
-            return await engine.engine_core.call_utility_all_async("slipstream_state")
+            states = await engine.engine_core.call_utility_all_async("slipstream_state")
     except TimeoutError:
         return None
     except Exception as error:
@@ -70,6 +70,8 @@ async def ask_states(engine: EngineClient, timeout_s: float | None = None) -> li
         if getattr(engine, "errored", False):
             return None
         raise RouteError(500, f"the engine cannot say its state: {error}") from error
+    status_of(engine).step_s = max((state["step_s"] for state in states), default=0.0)
+    return states
 
 
 def label_of(states: list[dict[str, Any]]) -> str:

@@ -153,6 +153,7 @@ async def state(engine: EngineClient, body: dict[str, Any]) -> dict[str, Any]:
         "owner": owner.live(now),
         "owner_silent_s": owner.silent_s(now),
         "stuck": stuck,
+        "step_s": status.step_s,
     }
 
 

@@ -233,6 +233,12 @@ class LearnerSection(OptimiserSection):
         "them; one more ends the run",
         why="one bad batch costs its groups, not the run; several in a row mean that the policy itself is broken",
     )
+    on_collapse: Literal["stop", "warn"] = setting(
+        "stop",
+        description="when an update has destroyed the policy (docs/training.md says by which figures): `stop` ends the "
+        "run and names the last good checkpoint, `warn` goes on",
+        why="steps of a destroyed policy teach nothing, and their checkpoints replace the good ones",
+    )
     sample_rollouts: CountOrZero = setting(
         4, description="rollouts of each step that go to rollouts.jsonl", why="a best, a worst and two others a step"
     )

@@ -8,6 +8,9 @@
   /** Returns what keeps the run from learning, the likeliest cause first. */
   const causesOf = (status) => (status && status.diagnosis) || [];
 
+  /** Says how often a cause or notice was seen, if it was more than once. */
+  const recurrence = ({ times, first_s: first }) => (times > 1 ? ` (seen ${count(times)} times in ${seconds(first)})` : "");
+
   /** Says in one sentence how the run stands: the alarm, else what keeps it from learning, else what limits it. */
   function headlineOf(page, status, at) {
     if (!status) return { text: "No state of the run is known.", severity: "info" };
@@ -89,7 +92,7 @@
       const limits = [...causesOf(status), limitOf(status) || (causesOf(status).length ? null : headline)];
       list(
         this.more,
-        limits.filter(Boolean).map((each) => [each.text, each.since_s, each.severity]),
+        limits.filter(Boolean).map((each) => [each.text + recurrence(each), each.since_s, each.severity]),
         "",
       );
       list(
@@ -106,9 +109,9 @@
         (status ? status.notices : [])
           .slice(-20)
           .reverse()
-          .map(({ who, text, count: times, since_s: since }) => [
-            `${who ? `${who}: ` : ""}${text}${times > 1 ? ` (${count(times)} times)` : ""}`,
-            since,
+          .map((notice) => [
+            `${notice.who ? `${notice.who}: ` : ""}${notice.text}${notice.count > 1 ? ` (by ${count(notice.count)})` : ""}${recurrence(notice)}`,
+            notice.since_s,
             "warn",
           ]),
         "Nothing to fix.",

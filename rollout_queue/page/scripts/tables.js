@@ -164,9 +164,9 @@
 
   const SERVER_COLUMNS = [
     column("name", "Server", (s) => s.name),
-    column("state", "State", (s) => s.state, undefined, {
-      class: (s) => `badge state-${s.state}`,
-      help: "serving: samples; joining, syncing: gets weights; stale: too old to sample; quarantined: its weights failed their proof; draining: leaves; down: does not answer",
+    column("state", "State", (s) => (s.slow && s.state === "serving" ? "slow" : s.state), undefined, {
+      class: (s) => `badge state-${s.slow && s.state === "serving" ? "stale" : s.state}`,
+      help: "serving: samples; slow: samples, with engine steps of several seconds; joining, syncing: gets weights; stale: too old to sample; quarantined: its weights failed their proof; draining: leaves; down: does not answer",
     }),
     column(
       "version",
@@ -193,7 +193,7 @@
     column(
       "reason",
       "Reason",
-      (s) => s.reason,
+      (s) => s.reason || s.slow,
       (v) => v ?? "–",
       prose,
     ),

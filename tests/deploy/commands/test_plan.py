@@ -20,9 +20,12 @@ from deploy.planning import probe
 from deploy.planning.advice import Plan, plan, with_counts
 from deploy.planning.rates import Record, read_record
 from deploy.planning.serving import Curve
+from protocol import history
 from protocol.config import ConfigError, to_toml
 from protocol.history import PageData
+from protocol.status import Limit
 from tests.kit.config import config
+from tests.kit.learner import status
 
 RUN = config(
     {
@@ -121,6 +124,20 @@ def test_the_plan_names_what_limits(run_dir: Path) -> None:
     assert slow.prediction.steps_per_s == pytest.approx(1 / 30, rel=0.05)
     assert slow.advice == "None of these changes by itself brings more steps a second."
     assert plan(with_counts(RUN, servers=2), rates, steps=60).prediction.steps_per_s > made.prediction.steps_per_s
+
+
+def test_a_run_that_is_planned_as_it_goes_is_limited_by_what_its_status_says(run_dir: Path) -> None:
+    """A changed one by what the same rule says of its simulation."""
+    folder = run_dir / history.FOLDER
+    folder.mkdir()
+    said = Limit("publication", "Publication limits the run: as measured.")
+    entry = history.Entry(1.0, status(step=13, limit=said))
+    with gzip.open(history.Part.named(folder, 1).path, "wb") as file:
+        file.write(msgspec.json.encode(entry) + b"\n")
+    assert said.text in asked(run_dir / "run.toml", "--from", run_dir, width=200).output
+    changed = asked(run_dir / "run.toml", "--from", run_dir, "--servers", "2", width=200)
+    assert changed.exit_code == 0
+    assert said.text not in changed.output
 
 
 def test_the_command_draws_it_or_prints_json(run_dir: Path) -> None:

@@ -63,6 +63,7 @@ class FakeEngine:
     alive: bool = True
     pause_owner: str = "none"
     stuck: str | None = None
+    step_s: float = 0.0
     staged: dict[str, Any] = field(default_factory=lambda: {"stage": "ready", "error": None, "seconds": {}})
 
     def __post_init__(self) -> None:
@@ -98,6 +99,7 @@ class FakeEngine:
             "workers": 1,
             "transport": "gloo",
             "reason": silent if self.whole else "the model is half loaded",
+            "step_s": self.step_s,
             "stuck": self.stuck or ("nobody holds its pause" if self.paused and self.pause_owner == "none" else None),
         }
 

@@ -33,7 +33,7 @@ def test_tools_failure_frequency_is_failures_over_calls() -> None:
     """TRL's: 2 of 3 calls failed, whichever rollouts made them; a rollout without calls changes nothing."""
     found = metrics(outcome(tool_calls=2, tool_failures=2), outcome(tool_calls=1), outcome(), outcome())
     assert found["tools/failure_frequency"] == pytest.approx(0.667, abs=1e-3)
-    assert found["tools/call_frequency"] == 3 / 4
+    assert (found["tools/call_frequency"], found["tools/caller_frequency"]) == (3 / 4, 2 / 4)
 
 
 def test_without_a_call_there_is_no_failure_frequency() -> None:

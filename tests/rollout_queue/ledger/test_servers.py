@@ -453,3 +453,17 @@ def test_i5_nothing_is_leased_that_no_proof_has_vouched_for(
     if leased and leased[0].state is TicketState.LEASED:
         assert proven >= version
         assert fleet.distrusted(facts, 0) is None
+
+
+def test_a_serving_server_becomes_slow_and_no_longer_is_without_a_change_of_state() -> None:
+    fleet = fleet_in(SE)
+    before = fleet.get("a")
+    assert before is not None
+    for slow in ("up to 9 s", None):
+        record = fleet.decide(Server("a", "http://a", SE, before.version, slow=slow), wall_time=99.0, serial=7)
+        assert record is not None
+        fleet.apply(record)
+        now = fleet.get("a")
+        assert now is not None
+        assert (now.slow, now.state, now.version, now.changed_at) == (slow, SE, before.version, before.changed_at)
+    assert fleet.decide(Server("a", "http://a", SE, before.version), wall_time=99.0, serial=7) is None

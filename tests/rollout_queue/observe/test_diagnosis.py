@@ -11,6 +11,7 @@ import pytest
 
 from protocol import reasons
 from protocol.client import QueueClient, QueueRefused
+from protocol.collapse import Row
 from protocol.messages import (
     BeginSession,
     Fingerprint,
@@ -22,7 +23,7 @@ from protocol.messages import (
 )
 from protocol.messages import Notice as Told
 from protocol.status import Cause, Notice, WorkerStatus
-from rollout_queue.observe.diagnosis import WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
+from rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
 from tests.kit import config, group
 from tests.kit.messages import group_of_roles
@@ -30,17 +31,23 @@ from tests.kit.queue import serve_version, serving
 
 RAISES = {"search": ToolCounts(calls=4, own_failures=4)}
 SOMETIMES = {"search": ToolCounts(calls=4, own_failures=2)}
+WORKS = {"search": ToolCounts(calls=4)}
 WRONG = {"search": ToolCounts(calls=4, wrong_calls=4)}
 ERROR = Notice(1, "tool", "tool search: KeyError: 'q' (task.py:12)", "w", 0.0)
 
 
-def outcome(*rewards: float, finished: str = "stop", tools: dict[str, ToolCounts] | None = None) -> GroupOutcome:
+def outcome(
+    *rewards: float, finished: str = "stop", tools: dict[str, ToolCounts] | None = None, callers: int | None = None
+) -> GroupOutcome:
     mean = sum(rewards) / len(rewards)
-    return GroupOutcome(mean, len(set(rewards)) == 1, {finished: len(rewards)}, tools or {})
+    callers = (len(rewards) if tools else 0) if callers is None else callers
+    return GroupOutcome(mean, len(set(rewards)) == 1, {finished: len(rewards)}, tools or {}, callers)
 
 
-def seen(*parts: tuple[int, GroupOutcome], failed: Sequence[str] = (), flat: int = 0) -> Symptoms:
-    """Make symptoms of groups, the oldest first, of failed tickets, and of steps without a gradient."""
+def seen(
+    *parts: tuple[int, GroupOutcome], failed: Sequence[str] = (), flat: int = 0, steps: Sequence[Row] = ()
+) -> Symptoms:
+    """Make symptoms of groups, the oldest first, of failed tickets, of steps without a gradient, and of other steps."""
     symptoms = Symptoms(groups_per_step=2)
     for count, of in parts:
         for _ in range(count):
@@ -48,7 +55,9 @@ def seen(*parts: tuple[int, GroupOutcome], failed: Sequence[str] = (), flat: int
     for reason in failed:
         symptoms.ticket_failed(reason)
     for _ in range(flat):
-        symptoms.stepped(0.0)
+        symptoms.stepped({"grad_norm": 0.0})
+    for step in steps:
+        symptoms.stepped(step)
     return symptoms
 
 
@@ -57,6 +66,12 @@ def worker(does: str, reason: str | None = None, seen_s_ago: float = 1.0) -> Wor
     return WorkerStatus(*counts, 0.0, None, seen_s_ago, does=does, reason=reason)  # type: ignore[arg-type]
 
 
+# The quickstart's steps at a learning rate of 0.02, two cores and a real vLLM; 2026-11-28.
+DESTROYED: list[Row] = [
+    {"step": 1, "reward": 0.48, "entropy": 0.23, "kl": 0.0, "ess": 1.0, "learning_rate": 0.02},
+    {"step": 2, "reward": 0.15, "entropy": 0.46, "kl": 7.2, "ess": 0.02, "sampler/kl_staleness_1": 7.9},
+    {"step": 3, "reward": 0.02, "entropy": 0.14, "kl": 9.1, "ess": 0.12, "sampler/kl_staleness_1": 11.8},
+]
 FAIL, PASS, VARIES = outcome(0.0, 0.0), outcome(1.0, 1.0), outcome(0.0, 1.0)
 REWARD = reasons.failed(reasons.REWARD)
 REFUSED = worker("refused", "worker w would make wrong data: the tokenizer differs")
@@ -107,7 +122,7 @@ REFUSED = worker("refused", "worker w would make wrong data: the tokenizer diffe
             id="a tool that raises in every call, before the rewards that follow from it",
         ),
         pytest.param(
-            seen((85, outcome(0.0, 0.0, tools=RAISES)), (16, FAIL)),
+            seen((85, outcome(0.0, 0.0, tools=RAISES)), (16, outcome(0.0, 0.0, tools=WORKS))),
             *([ERROR], [], {}),
             [("rewards", "bad", ("101 groups in a row", "the reward first"))],
             id="a tool that no longer raises is not named",
@@ -157,6 +172,45 @@ REFUSED = worker("refused", "worker w would make wrong data: the tokenizer diffe
                 )
             ],
             id="rollouts that are cut off, before their rewards",
+        ),
+        pytest.param(
+            seen((16, outcome(0.0, 0.0, finished="length", tools=WRONG)), steps=DESTROYED),
+            *([], [], {"learner": {"learning_rate": 0.02}}),
+            [
+                (
+                    *("learning rate", "bad"),
+                    ("the update of step 1", "learner.learning_rate = 0.02, to 0.002 first", "Meanwhile 16 groups"),
+                )
+            ],
+            id="the rate that destroyed the policy, before limits, calls and rewards",
+        ),
+        pytest.param(
+            seen((16, outcome(0.0, 1.0)), steps=[*DESTROYED, {"step": 4, "reward": 0.6}]),
+            *([], [], {}, []),
+            id="a policy that is better than before the update that destroyed it",
+        ),
+        pytest.param(
+            seen((40, outcome(0.0, 1.0, finished="length")), (1, outcome(0.0, 1.0, tools=SOMETIMES))),
+            *([], [], {}),
+            [("episodes without tools", "warn", ("2 of the newest 32 episodes call a tool",))],
+            id="a policy that hardly calls its tools, before the limit at which it talks on",
+        ),
+        pytest.param(
+            seen((1, outcome(0.0, 1.0, tools=SOMETIMES)), (40, FAIL)),
+            *([], [], {}),
+            [("episodes without tools", "bad", ("0 of the newest 32 episodes", "Meanwhile 40 groups in a row"))],
+            id="a policy that has stopped to call its tools, before the task",
+        ),
+        pytest.param(
+            seen((40, VARIES), (1, outcome(0.0, 1.0, tools=SOMETIMES))),
+            *([], [], {}, []),
+            id="few calls are no fault where rewards differ and no limit ends rollouts",
+        ),
+        pytest.param(
+            seen((8, outcome(0.0, 1.0, finished="length")), (8, outcome(0.0, 1.0, finished="length", tools=WORKS))),
+            *([], [], {}),
+            [("rollouts cut off", "bad", ("rewarded as they stand",))],
+            id="rollouts that are cut off although tools are called",
         ),
         pytest.param(
             seen((16, outcome(0.0, 0.0, finished="context")), flat=8),
@@ -259,8 +313,29 @@ def test_each_cause_is_timed_from_when_it_was_first_seen() -> None:
     assert [cause.since_s for cause in times.timed([tool], 10.0)] == [0.0]
     changed = msgspec.structs.replace(tool, text="2 of 2")
     assert [cause.since_s for cause in times.timed([changed, rewards], 15.0)] == [5.0, 0.0]
-    assert [cause.since_s for cause in times.timed([rewards], 20.0)] == [5.0]
-    assert [cause.since_s for cause in times.timed([tool], 30.0)] == [0.0]
+    assert [(cause.about, cause.since_s) for cause in times.timed([tool], 20.0)] == [
+        ("tool search", 10.0),
+        ("rewards", 5.0),
+    ]
+
+
+def test_a_cause_that_comes_and_goes_stays_and_is_counted() -> None:
+    """A minute on, a minute off, ten times: it stays. After a time-out without it, it is over, and counted if it comes
+    back."""
+    times, cut = CauseTimes(), Cause("rollouts cut off", "half", "warn")
+    for minute in range(20):
+        assert [cause.times for cause in times.timed([cut] if minute % 2 == 0 else [], minute * 60.0)] == [1]
+    assert times.timed([], 1140.0 + HOLD_S) == []
+    (back,) = times.timed([cut], 1500.0)
+    assert (back.times, back.since_s, back.first_s) == (2, 0.0, 1500.0)
+    assert [cause.times for cause in times.timed([], 1500.0 + 1.9 * HOLD_S)] == [2]
+    assert times.timed([], 1500.0 + 2 * HOLD_S) == []
+
+
+def test_a_cause_that_another_explains_goes_at_once() -> None:
+    times, rewards, tool = CauseTimes(), Cause("rewards", "equal", "bad"), Cause("tool search", "fails", "bad")
+    times.timed([rewards], 0.0)
+    assert [cause.about for cause in times.timed([tool], 1.0)] == ["tool search"]
 
 
 def test_a_window_counts_the_newest_groups_alone_and_keeps_nothing_of_the_others() -> None:

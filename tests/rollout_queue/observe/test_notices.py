@@ -36,7 +36,7 @@ def test_a_notice_is_said_once_whatever_its_numbers() -> None:
     ]
 
 
-def test_what_comes_back_after_a_while_is_another_notice() -> None:
+def test_what_comes_back_after_a_while_is_the_newest_notice_and_counted() -> None:
     """Told again by one worker, or by the next process of its name; heartbeats repeat what they have told."""
     notices, failed = Notices(), "tool search failed"
     turns = [
@@ -50,12 +50,22 @@ def test_what_comes_back_after_a_while_is_another_notice() -> None:
         for second in range(3):
             notices.say("tool", text, at + second, "w", life=life)
             notices.say("tool", text, at + second, "v", life=life)
-    assert [(notice.text, 2000.0 - notice.since_s, notice.count) for notice in notices.list(2000.0)] == [
-        (failed, 0.0, 2),
-        (f"{failed}; again, after 2 min", 120.0, 2),
-        (failed, 200.0 + AGAIN_AFTER_S, 2),
-        (f"{failed}; again, after 9 min", 1000.0, 2),
+    assert [(of.text, 2000.0 - of.since_s, of.count, of.times) for of in notices.list(2000.0)] == [
+        (failed, 200.0 + AGAIN_AFTER_S, 2, 2),
+        (f"{failed}; again, after 9 min", 1000.0, 2, 2),
     ]
+    assert [of.first_s for of in notices.list(2000.0)] == [2000.0, 1880.0]
+
+
+def test_a_server_that_fails_again_and_again_is_one_notice_that_counts() -> None:
+    notices = Notices()
+    for turn in range(4):
+        notices.say("server", f"vllm-0 is down: reason {chr(97 + turn)}", turn * 60.0, key="vllm-0 down", again=True)
+    (one,) = notices.list(180.0)
+    assert (one.id, one.text, one.times, one.first_s) == (1, "vllm-0 is down: reason a", 4, 180.0)
+    notices.say("server", "vllm-0 is down: reason z", 180.0 + AGAIN_AFTER_S, key="vllm-0 down", again=True)
+    (one,) = notices.list(180.0 + AGAIN_AFTER_S)
+    assert (one.id, one.text, one.times, one.since_s) == (2, "vllm-0 is down: reason z", 5, 0.0)
 
 
 def test_what_many_workers_say_is_one_notice_that_counts_them() -> None:

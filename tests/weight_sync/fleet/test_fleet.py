@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from protocol.messages import ServerState
 from tests.kit.sync import probe
-from weight_sync.fleet.decisions import Standing, find_lag, retry_pause_s
+from weight_sync.fleet.decisions import Standing, find_lag, is_slow, patience_s, retry_pause_s
 from weight_sync.fleet.publications import Publications, ServerMetrics
 from weight_sync.fleet.snapshots import MAX_ON_THEIR_WAY, Snapshots
 
@@ -60,6 +60,19 @@ def test_how_far_behind_a_server_is_counts_from_the_version_that_the_learner_has
     found = find_lag(Standing("a", SE, 1), [Standing("b", SE, 2)], 5, 4)
     assert found is not None
     assert (found.versions, found.too_far) == (4, True)
+
+
+def test_a_server_is_slow_by_its_steps_and_does_not_flap() -> None:
+    was, seen = False, []
+    for step_s in (0.1, 3.9, 4.0, 2.1, 3.9, 1.9, 3.9):
+        was = is_slow(step_s, was)
+        seen.append(was)
+    assert seen == [False, False, True, True, True, False, False]
+
+
+@pytest.mark.parametrize(("step_s", "steps", "patience"), [(0.0, 3.0, 10.0), (2.0, 3.0, 10.0), (50.0, 3.0, 150.0)])
+def test_patience_follows_the_steps_and_has_a_minimum(step_s: float, steps: float, patience: float) -> None:
+    assert patience_s(10.0, step_s, steps) == patience
 
 
 def test_pauses_grow_and_have_an_end() -> None:

@@ -59,6 +59,7 @@ class Engine:
         self.codes: dict[str, int] = {}
         self.resources = SimpleNamespace(engine_manager=self)  # as vLLM keeps them
         self.failed_proc_name: str | None = None
+        self.step_s = 0.0
 
     def finished_procs(self) -> dict[str, int]:
         return self.codes
@@ -68,7 +69,15 @@ class Engine:
             await asyncio.Event().wait()
         if method == "slipstream_state":
             told = {"boot": "e1", "label": self.label, "paused": self.paused, "asleep": self.sleeping}
-            return [{**told, "running": self.running, "waiting": self.waiting, "place": [*self.place]}]
+            return [
+                {
+                    **told,
+                    "running": self.running,
+                    "waiting": self.waiting,
+                    "place": [*self.place],
+                    "step_s": self.step_s,
+                }
+            ]
         if method == "slipstream_workers":
             assert arguments[0] == "slipstream_staging"
             return [{"answers": self.staging, "error": None}]
@@ -161,7 +170,34 @@ async def test_the_state_says_what_the_engine_says_and_what_only_the_server_know
             "owner": "",
             "owner_silent_s": 0.0,
             "stuck": None,
+            "step_s": 0.0,
         }
+
+
+async def test_an_engine_in_a_step_is_silent_and_how_long_its_steps_take_is_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weight_sync.vllm.engines.LOOK_TIMEOUT_S", 0.05)
+    async with serving() as server:
+        server.engine.step_s = 17.0
+        assert (await server.get("/slipstream/state")).json()["step_s"] == 17.0
+        server.engine.hangs = True
+        state = (await server.get("/slipstream/state")).json()
+        assert (state["alive"], state["step_s"]) == (False, 17.0)
+
+
+async def test_an_engine_of_long_steps_is_given_long_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"ASK_EVERY_S": 0.01, "ANSWER_WITHIN_S": 0.01, "QUESTIONS": 1}.items():
+        monkeypatch.setattr(engine_state, name, value)
+    asked: list[float] = []
+
+    async def ask(_: Any, within_s: float) -> None:
+        asked.append(within_s)
+
+    status = engine_state.EngineStatus(step_s=30.0, end=lambda: None)
+    await engine_state.watch(SimpleNamespace(), status, ask)
+    assert asked == [60.0]
+    assert "did not answer 1 times in a row, 60 s each" in (status.broken or "")
 
 
 async def test_an_engine_that_hangs_is_not_alive_though_the_server_answers(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +332,7 @@ async def test_i6_a_pause_that_nobody_holds_and_a_sleeping_engine_are_told() -> 
 
 def test_i6_an_engine_that_has_requests_and_makes_no_step_is_stalled() -> None:
     def engine(running: int, waiting: int, place: int, paused: bool = False) -> dict[str, Any]:
-        return {"running": running, "waiting": waiting, "place": [place], "paused": paused}
+        return {"running": running, "waiting": waiting, "place": [place], "paused": paused, "step_s": 0.1}
 
     waits, runs, idle = engine(0, 3, 1), engine(2, 0, 1), engine(0, 0, 0)
     for stalled, text in ((waits, "lets requests wait and runs none"), (runs, "has made no step")):
@@ -305,6 +341,9 @@ def test_i6_an_engine_that_has_requests_and_makes_no_step_is_stalled() -> None:
         assert looks == [None, None, None, *[f"its engine {text} for 10 s"] * 2]
         assert progress.why_stalled([idle, {**stalled, "place": [2]}], 113) is None
         assert progress.why_stalled([idle, {**stalled, "place": [2]}], 130) is None, "nobody looked in between"
+    progress, slow = Progress(), {**runs, "step_s": 20.0}
+    assert [progress.why_stalled([slow], now) for now in (100, 120, 140, 159)] == [None] * 4
+    assert progress.why_stalled([slow], 160) == "its engine has made no step for 60 s"
     for other in (idle, engine(0, 3, 1, paused=True)):
         progress = Progress()
         assert [progress.why_stalled([other], now) for now in (100, 105, 112, 120)] == [None] * 4

@@ -20,8 +20,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import secrets
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial, wraps
 from typing import Any
@@ -29,6 +31,9 @@ from typing import Any
 from weight_sync.vllm.engine.contract import EngineCore, RecordsOfScheduler, Request
 
 logger = logging.getLogger(__name__)
+
+# Seconds after which half of a long step is forgotten.
+HALF_LIFE_S = 300.0
 
 _MARK = "weights "
 # Changes of the weights in this process. A label alone would not do: weights that fail their proof share it with the
@@ -136,11 +141,54 @@ def install_swap() -> None:
     EngineCore.slipstream_swap = swap
     EngineCore.slipstream_exchange = exchange
     install_prefix_salt()
+    install_step_times()
+
+
+class StepTimes:
+    """Remembers how long the engine's steps take: the longest one, which fades with `HALF_LIFE_S`."""
+
+    def __init__(self) -> None:
+        self._longest_s = self._at = 0.0
+
+    def note(self, took_s: float, now: float) -> None:
+        """Note a step that ended `now` (`time.monotonic`)."""
+        self._longest_s, self._at = max(took_s, self.longest_s(now)), now
+
+    def longest_s(self, now: float) -> float:
+        return self._longest_s * math.exp2((self._at - now) / HALF_LIFE_S)
+
+
+_steps = StepTimes()
+
+
+def install_step_times() -> None:
+    """Have the engine core time its steps. May be called again."""
+    from vllm.v1.engine.core import EngineCore
+
+    if hasattr(EngineCore, "slipstream_timed"):
+        return
+    EngineCore.slipstream_timed = True
+    EngineCore.step, EngineCore.step_with_batch_queue = timed(EngineCore.step), timed(EngineCore.step_with_batch_queue)
+
+
+def timed(step: Callable[[EngineCore], Any]) -> Callable[[EngineCore], Any]:
+    """Return a step that is timed."""
+
+    @wraps(step)
+    def timed_step(core: EngineCore) -> Any:
+        began = time.monotonic()
+        try:
+            return step(core)
+        finally:
+            now = time.monotonic()
+            _steps.note(now - began, now)
+
+    return timed_step
 
 
 def state(core: EngineCore) -> dict[str, Any]:
-    """Return boot, label, whether the engine is paused or asleep, its numbers of requests, and a `place` that is
-    another one after each step. An answer also shows that it lives."""
+    """Return boot, label, whether the engine is paused or asleep, its numbers of requests, a `place` that is another
+    one after each step, and the seconds of its longest step lately. An answer also shows that it lives."""
     scheduler = core.scheduler
     running, waiting = scheduler.get_request_counts()
     first = next((request.request_id for request in scheduler.waiting), "")
@@ -152,6 +200,7 @@ def state(core: EngineCore) -> dict[str, Any]:
         "running": running,
         "waiting": waiting,
         "place": [running, waiting, first, sum(request.num_computed_tokens for request in scheduler.running)],
+        "step_s": _steps.longest_s(time.monotonic()),
     }
 
 

@@ -117,3 +117,16 @@ def test_steps_under_way_end_before_the_swap_and_a_persons_pause_stands(swap: An
     assert future.result(1)["whole"]
     assert core.pause_state.name == before
     assert core.done[-1] == "labelled 7"
+
+
+def test_the_longest_step_is_remembered_and_fades() -> None:
+    pytest.importorskip("vllm")
+    from weight_sync.vllm.engine.engine_core import HALF_LIFE_S, StepTimes
+
+    steps = StepTimes()
+    steps.note(8.0, 100.0)
+    steps.note(0.1, 100.1)
+    assert steps.longest_s(100.1) == pytest.approx(8.0, rel=1e-3)
+    assert steps.longest_s(100.0 + HALF_LIFE_S) == pytest.approx(4.0, rel=1e-3)
+    steps.note(5.0, 100.0 + HALF_LIFE_S)
+    assert steps.longest_s(100.0 + HALF_LIFE_S) == 5.0

@@ -161,6 +161,16 @@ def test_a_queue_without_anybody_is_shown_too() -> None:
     assert "dropped" not in text
 
 
+def test_a_slow_server_is_called_so_with_the_remedy_and_what_came_back_is_counted() -> None:
+    status = a_status()
+    status.servers[0].state, status.servers[0].slow = ServerState.SERVING, "lower vllm.max_num_seqs = 64"
+    status.notices = [Notice(1, "server", "vllm-0 is down", None, 3.0, times=4, first_s=660.0)]
+    lines = shown(status, width=240).splitlines()
+    (row,) = [line.split() for line in lines if "lower vllm.max_num_seqs = 64" in line]
+    assert row[:2] == [status.servers[0].name, "slow"]
+    assert any("vllm-0 is down (seen 4 times in 11 min)" in line for line in lines)
+
+
 def test_thousands_of_workers_are_a_few_rows_and_a_sum() -> None:
     status = a_status()
     (worker,) = status.workers

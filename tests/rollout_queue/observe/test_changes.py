@@ -52,6 +52,11 @@ def found(name: str, values: Sequence[float], finder: ChangeFinder | None = None
         ),
         ("tools/search/call_s", [0.001] * 6 + [0.009] * 3, []),
         ("entropy", [*HIGH, *LOW], []),
+        ("kl", [0.01] * 6 + [0.9] * 3, ["kl went from 0.01 to 0.9, from step 7 on"]),
+        ("kl", [0.0001] * 6 + [0.04] * 3, []),
+        ("ess", [0.9] * 6 + [0.1] * 3, ["ess went from 0.9 to 0.1, from step 7 on"]),
+        ("ess", [0.9] * 6 + [0.6] * 3, []),
+        ("grad_norm", [0.4] * 6 + [3.0] * 3, ["grad_norm went from 0.4 to 3, from step 7 on"]),
     ],
 )
 def test_a_figure_that_jumps_is_named_with_its_step(name: str, values: list[float], expected: list[str]) -> None:
@@ -64,6 +69,16 @@ def test_of_a_single_reward_function_the_reward_alone_is_named() -> None:
     finder = ChangeFinder()
     steps = [{"step": n, "at": n, "reward": v, "rewards/only/mean": v} for n, v in enumerate([*HIGH, *LOW], start=1)]
     assert [jump.name for step in steps for jump in finder.step(step)] == ["reward"]
+
+
+def test_a_fall_that_only_the_policy_s_own_figures_explain_is_laid_to_the_rate() -> None:
+    finder = ChangeFinder()
+    for number, reward in enumerate([*HIGH, *LOW], start=1):
+        kl = 0.01 if reward > 0.5 else 0.9
+        finder.step({"step": number, "at": 100.0 * number, "reward": reward, "kl": kl})
+    text = finder.describe_fall(config(learner={"learning_rate": 1e-4}), "slipstream rollouts run.toml")
+    assert "kl went from 0.01 to 0.9, from step 7 on" in text
+    assert text.endswith("lower learner.learning_rate = 0.0001")
 
 
 def test_a_step_that_a_resumed_run_makes_again_is_looked_at_anew() -> None:

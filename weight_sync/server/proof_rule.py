@@ -25,7 +25,7 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 # Quantiles of a probe's differences, and how many times the tolerance bounds each.
-BOUNDS = ((0.5, 1.0), (0.9, 4.0), (1.0, 40.0))
+BOUNDS = (("median", 0.5, 1.0), ("ninth decile", 0.9, 4.0), ("maximum", 1.0, 40.0))
 
 # v and the weights before it can be told apart where they differ by this many times the server's usual difference.
 APART = 4.0
@@ -137,7 +137,11 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
         return Judgement(float("inf"), float("inf"), None, False, wrong)
     off = np.abs(served - learner)
     largest, difference = float(off.max()), float(np.median(off))
-    far = [(share, float(np.quantile(off, share)), times * tolerance) for share, times in BOUNDS]
+    off_bounds = [
+        (name, measured, bound)
+        for name, share, times in BOUNDS
+        if (measured := float(np.quantile(off, share))) > (bound := times * tolerance)
+    ]
     moved: float | None = None
     must_move = apart = same = False
     still = 0.0  # Distance of the server's log-probs from those before the swap.
@@ -148,10 +152,12 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
         still = float(np.median(np.abs(served - before)))
         same = np.array_equal(served, before)
     fault = None
-    if beyond := [(share, most, bound) for share, most, bound in far if most > bound]:
-        share, most, bound = beyond[0]
-        which = "a log-prob of the probe differs" if share == 1 else f"{1 - share:.0%} of the probe's log-probs differ"
-        fault = f"{which} by {most:.2g} or more from the learner's, and {bound:g} is allowed"
+    if off_bounds:
+        name, measured, bound = off_bounds[0]
+        fault = (
+            f"its log-probs of the probe differ by {measured:.2g} ({name}) from the learner's, more than the {bound:g} "
+            f"that is allowed"
+        )
     elif must_move and same:
         fault = "its log-probs are exactly those from before the swap, though other weights were sent"
     elif apart and difference >= still:

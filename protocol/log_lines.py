@@ -96,3 +96,11 @@ class _Counted(logging.LogRecord):
     def __init__(self, like: logging.LogRecord, more: int, seconds: float) -> None:
         text = f"and {more:,} more like it in {seconds:.0f} s: {like.getMessage().partition(chr(10))[0][:_QUOTED]}"
         super().__init__(like.name, like.levelno, like.pathname, like.lineno, text, None, None)
+
+
+def is_apart() -> bool:
+    """Return whether stderr, where the log goes, is another file than stdout, where the terminal is."""
+    try:
+        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except (OSError, ValueError):
+        return True

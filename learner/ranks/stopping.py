@@ -23,6 +23,8 @@ from math import inf
 from types import FrameType, TracebackType
 from typing import Any, Literal, NoReturn, Self
 
+from protocol import log_lines
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 # A change that is not done this long after a signal waits for a queue that does not answer.
@@ -272,7 +274,7 @@ def end_now(code: int, text: str, on_terminal: bool = False) -> NoReturn:
 
     def say() -> None:
         _show_cursor()
-        for stream in (sys.stderr, sys.stdout) if on_terminal and log_is_apart() else (sys.stderr,):
+        for stream in (sys.stderr, sys.stdout) if on_terminal and log_lines.is_apart() else (sys.stderr,):
             with suppress(OSError, ValueError):
                 print(text, file=stream, flush=True)
 
@@ -286,11 +288,3 @@ def _show_cursor() -> None:
     with suppress(OSError, ValueError):  # a stdout that is closed, or is not a file
         if sys.stdout.isatty():
             os.write(sys.stdout.fileno(), SHOW_CURSOR)
-
-
-def log_is_apart() -> bool:
-    """Return whether stderr, where the log goes, is another file than stdout, where the terminal is."""
-    try:
-        return not os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except (OSError, ValueError):
-        return True

@@ -21,11 +21,11 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from learner.ranks.stopping import log_is_apart
 from learner.report import rollouts
 from learner.report.records import StepRecord
 from learner.report.rollouts import printable
 from learner.report.sampler_checks import suspicious
+from protocol import log_lines
 from protocol.messages import ServerState
 from protocol.rollouts import RolloutView
 from protocol.status import Evaluation, Status
@@ -81,7 +81,7 @@ class TerminalProgress:
         self._total_steps = total_steps
         self._groups_per_step = groups_per_step
         self._clock = clock
-        self._log = log_is_apart() if log is None else log
+        self._log = log_lines.is_apart() if log is None else log
         self._show_sampler_kl = show_sampler_kl
         self._phase: _Phase | None = None
         self._newest: StepRecord | None = None

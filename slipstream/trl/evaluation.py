@@ -92,7 +92,7 @@ def only_evaluated(
     callbacks = {"callbacks": [f"{Path(__file__).absolute()}:AT_ONCE"]}
     left = ("epochs", "warmup_steps", "lr_scheduler_type", "lr_scheduler_kwargs", "keep_best", "callbacks")
     learner = {key: value for key, value in made["learner"].items() if key not in left}
-    made["learner"] = {**learner, "steps": 1, "checkpoint_every": 0, **callbacks}
+    made["learner"] = {**learner, "steps": 1, "checkpoint_every": 0, "checkpoint_minutes": 0, **callbacks}
     made["eval"] = {"at_start": True, "group_size": group_size, "share": 1.0}
     return made
 

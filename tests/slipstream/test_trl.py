@@ -249,7 +249,7 @@ def sections_of(config: _Config, context: int | None = None) -> dict[str, dict[s
         (GRPOConfig(top_k=-1, top_p=1), "rollout", {"top_k": 0, "top_p": 1}),
         (GRPOConfig(mask_truncated_completions=True), "rollout", {"mask_truncated": True}),
         (GRPOConfig(shuffle_dataset=False), "task", {"shuffle": False}),
-        (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0}),
+        (GRPOConfig(save_strategy="no"), "learner", {"checkpoint_every": 0, "checkpoint_minutes": 0}),
         (GRPOConfig(save_steps=20, save_total_limit=3), "learner", {"checkpoint_every": 20, "keep_checkpoints": 3}),
         (
             GRPOConfig(save_steps=20, eval_strategy="steps", eval_steps=10, load_best_model_at_end=True),

@@ -6,13 +6,13 @@ collapse, where the step before showed none:
 1. Lost what it sampled: over the tokens of some staleness s >= 1, sampled a few updates ago, the policy is `LOST_NATS`
    away from the sampler (`sampler/kl_staleness_<s>`), and `kl` over all tokens is at least `LOST_KL`. Tokens of
    staleness 0, where there are any, must agree: else a server computes with other weights, and no update did it.
-2. Random: in two steps in a row the entropy is `RANDOM_TIMES` as high as it was and `RANDOM_NATS` higher, and the
-   reward has not risen.
-3. Frozen: in two steps in a row the entropy is below `FROZEN_PART` of what it was, and the reward has lost more than
-   half.
+2. Random: since some step the entropy is `MOVED_TIMES` as high as it was, in the newest two steps `RANDOM_TIMES` as
+   high and `RANDOM_NATS` higher, and the reward has not risen.
+3. Frozen: since some step the entropy is lower by `MOVED_TIMES`, in the newest two steps below `FROZEN_PART` of what it
+   was, and the reward has lost more than half.
 
-The last two see a policy that samples for itself, at a staleness of 0. What was: the median over the steps before. A
-policy that learns becomes surer while its reward rises, which is none of these.
+The last two see a policy that samples for itself, at a staleness of 0. What was: the median over the steps before that
+step. A policy that learns becomes surer while its reward rises, which is none of these.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ MISMATCH_NATS = 0.2
 RANDOM_TIMES, RANDOM_NATS = 3.0, 2.0
 
 FROZEN_PART, MIN_ENTROPY = 0.1, 0.05
+
+MOVED_TIMES = 1.5
 
 # By what a rate that destroyed the policy is divided in the remedy.
 LOWER = 10.0
@@ -84,8 +86,9 @@ def find_collapse(rows: Sequence[Row]) -> Collapse | None:
         before = rows[-2] if len(rows) > 1 else None
         was = "" if before is None else f" ({_figures(before, 'kl', 'ess')} at step {_step(before)})"
         return _collapse(rows, first_bad=len(rows) - 1, why=f"{lost}{was}")
-    if len(rows) > 2 and (changed := _random_or_frozen(rows[:-2], rows[-2:])) is not None:
-        return _collapse(rows, first_bad=len(rows) - 2, why=changed)
+    for place in range(1, len(rows) - 1):
+        if (changed := _random_or_frozen(rows[:place], rows[place:])) is not None:
+            return _collapse(rows, first_bad=place, why=changed)
     return None
 
 
@@ -117,20 +120,20 @@ def _lost(row: Row) -> str | None:
     )
 
 
-def _random_or_frozen(before: Sequence[Row], newest: Sequence[Row]) -> str | None:
+def _random_or_frozen(before: Sequence[Row], after: Sequence[Row]) -> str | None:
     entropies, rewards = [*_known(before, "entropy")], [*_known(before, "reward")]
-    now, reward = [*_known(newest, "entropy")], [*_known(newest, "reward")]
-    if not entropies or not rewards or len(now) < len(newest) or len(reward) < len(newest):
+    now, reward = [*_known(after, "entropy")], [*_known(after, "reward")]
+    if not entropies or not rewards or len(now) < len(after) or len(reward) < len(after):
         return None
     was, earned = median(entropies), median(rewards)
-    is_random = min(now) >= max(RANDOM_TIMES * was, was + RANDOM_NATS) and max(reward) <= earned
+    is_random = min(now) >= MOVED_TIMES * was and min(now[-2:]) >= max(RANDOM_TIMES * was, was + RANDOM_NATS)
+    is_frozen = was >= MIN_ENTROPY and max(now) <= was / MOVED_TIMES and max(now[-2:]) <= FROZEN_PART * was
     lost_half = max(reward) <= min(rewards) and earned - max(reward) > abs(earned) / 2
-    is_frozen = was >= MIN_ENTROPY and max(now) <= FROZEN_PART * was and lost_half
-    if not is_random and not is_frozen:
+    if not (is_random and max(reward) <= earned) and not (is_frozen and lost_half):
         return None
     return (
         f"its entropy went from {was:.2g} to {now[-1]:.2g} nats a token and its reward from {earned:.3g} to "
-        f"{reward[-1]:.3g}, at steps {_step(newest[0])} and {_step(newest[-1])}"
+        f"{reward[-1]:.3g}, from step {_step(after[0])} to step {_step(after[-1])}"
     )
 
 

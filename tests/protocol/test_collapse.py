@@ -21,6 +21,11 @@ QUICKSTART = [
     {"reward": 0.92, "entropy": 0.032, "kl": 0.0013, "ess": 0.998, "sampler/kl_staleness_1": 0.0024},
     {"reward": 0.86, "entropy": 0.016, "kl": 0.0001, "ess": 1.0, "sampler/kl_staleness_1": -0.0001},
 ]
+# The quickstart at 0.02 and a staleness of 0, where groups of equal rewards are kept.
+ALONE = [
+    {"reward": reward, "entropy": entropy, "kl": 0.0, "ess": 1.0, "sampler/kl_staleness_0": 0.0}
+    for reward, entropy in ((0.52, 0.24), (0.0, 1.14), (0.0, 0.59), (0.0, 1.69), (0.0, 2.70), (0.0, 3.75))
+]
 FINE = {"reward": 0.2, "entropy": 1.0, "kl": 0.001, "ess": 0.99, "grad_norm": 0.4, "learning_rate": 0.02}
 LOST = {"reward": 0.0, "entropy": 0.4, "kl": 16.0, "ess": 0.0005, "sampler/kl_staleness_1": 17.0}
 RANDOM = {"reward": 0.0, "entropy": 9.8, "kl": 0.0, "ess": 1.0}
@@ -40,6 +45,8 @@ def numbered(rows: Sequence[Mapping[str, float]], first: int = 1) -> list[Row]:
         pytest.param([{**FINE, "reward": 0.0}, {**LOST, "sampler/kl_staleness_0": 0.001}], (1, 0, 2), id="fresh agree"),
         pytest.param([FINE, RANDOM, RANDOM], (1, 0, 3), id="random, at a staleness of 0"),
         pytest.param([FINE, FINE, FROZEN, FROZEN], (2, 1, 4), id="frozen, at a staleness of 0"),
+        pytest.param(ALONE, (1, 0, 6), id="random little by little, since the first update"),
+        pytest.param([*[{**FINE, "reward": 0.0}] * 4, RANDOM, RANDOM], (4, 3, 6), id="random, and never rewarded"),
         pytest.param([FINE, RANDOM], None, id="one such step may be chance"),
         pytest.param([FINE, RANDOM, FINE], None, id="and it may be over"),
         pytest.param(QUICKSTART, None, id="the quickstart"),

@@ -5,6 +5,7 @@ Heavy packages are imported inside the commands, so that each process loads only
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -332,7 +333,7 @@ app.command(name="token")(tokens.print_token)
 @app.command(**reading(), hidden=True)
 def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = False) -> None:
     """Check everything that can be checked before a process starts. `up` reads the result from stdout: the error, or
-    the number of rows if `learner.epochs` needs it."""
+    a JSON object of what was measured."""
     from deploy.checks.preflight import check_run
 
     code = 0
@@ -344,8 +345,7 @@ def preflight(context: typer.Context, run_file: RunFilePath, resume: Resume = Fa
             access.hide_token()
             checked = check_run(config, resume)
             print_findings(checked.findings)
-            if config.learner.epochs is not None:
-                answer.write(str(checked.rows))
+            answer.write(json.dumps({"rows": checked.rows, "episode_tokens": checked.episode_tokens}))
         except ConfigError as error:
             answer.write(str(error))
             code = 2

@@ -15,9 +15,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from deploy.checks import cache_check, model_check
+from deploy.checks import model_check
 from deploy.servers import cpu_build, server_args
-from deploy.servers.vllm_server import on_cpu
+from deploy.servers.vllm_server import on_cpu, with_cpu_settings
 from protocol.config import ConfigError, LearnerSection, RunConfig
 
 # Tokens of the longest sequence of a small model, and MiB for its logits.
@@ -114,9 +114,7 @@ def _serving(config: RunConfig, architecture: Any) -> str:
         if not on_cpu():
             return f"knows {', '.join(names)}"
         tried = "its CPU build served tiny models of it" if cpu_build.is_served(facts) else "not tried on a CPU"
-        return "; ".join(
-            part for part in (f"knows {', '.join(names)}", tried, cache_check.describe_cache(config)) if part
-        )
+        return f"knows {', '.join(names)}; {tried}"
     return f"has no code of its own for {', '.join(names)}: it tries transformers' (vllm.args), which may fail"
 
 
@@ -182,9 +180,11 @@ def _task(config: RunConfig) -> str:
     from rollout_worker.task.task import load_task
 
     task = load_task(config.task)
-    findings = task_check.check_task(config, task)
+    checked = task_check.check_task(config, task)
     rows = "rows without number" if task.rows.size is None else f"{task.rows.size:,} rows"
-    return "; ".join([f"{rows}, of which some were tried", *(finding.text for finding in findings)])
+    told = [f"{rows}, of which some were tried", *(finding.text for finding in checked.findings)]
+    with_cpu_settings(config, told.append, checked.episode_tokens)
+    return "; ".join(told)
 
 
 def _targets(policy: Any) -> list[str]:

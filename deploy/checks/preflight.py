@@ -44,10 +44,12 @@ class RunCheck:
 
     Attributes:
         rows: Rows of the data set; None if their number is not known.
+        episode_tokens: Tokens of the longest episode; None where only the context bounds it.
         findings: Faults that do not stop the run.
     """
 
     rows: int | None
+    episode_tokens: int | None
     findings: list[Finding]
 
 
@@ -117,10 +119,11 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     if config.vllm.launched and on_cpu():
         cpu_build.check_served(config, architecture_of(config.model) or {})
         kv_cache.check_cache_fits(config)
-    findings += task_check.check_task(config, task)
+    checked = task_check.check_task(config, task)
+    findings += checked.findings
     if config.vllm.servers and not is_over:  # last, since they answer in seconds, or not at all
         findings += find_untried_versions(check_servers(config))
-    return RunCheck(rows, findings)
+    return RunCheck(rows, checked.episode_tokens, findings)
 
 
 def check_space(config: RunConfig) -> list[Finding]:

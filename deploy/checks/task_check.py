@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from deploy.checks.cache_check import find_oversized_cache
 from protocol.config import ConfigError, Finding, RunConfig
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.tokenizer import load_tokenizer
@@ -30,14 +30,29 @@ from rollout_worker.vision.sources import ImageError
 MAX_RENDERED = 64
 
 
-def check_task(config: RunConfig, task: Task) -> list[Finding]:
+# The longest of a few prompts, times this, is taken for the longest of all.
+LONGER_PROMPTS = 1.5
+
+
+@dataclass(frozen=True)
+class TaskCheck:
+    """A task that can be trained on.
+
+    Attributes:
+        findings: Rows that will be dropped and settings that do nothing, each as a warning.
+        episode_tokens: Tokens of the longest episode; None where only the context bounds it, as results of tools and
+            environments may have any length.
+    """
+
+    findings: list[Finding]
+    episode_tokens: int | None
+
+
+def check_task(config: RunConfig, task: Task) -> TaskCheck:
     """Check a task that has been imported: renders prompts, resets environments, starts MCP servers.
 
     The eval_dataset is checked like the data set if the run has evaluations. Prompts of a task with an agent are not
     rendered, since only the agent knows what it sends.
-
-    Returns:
-        Rows that will be dropped and settings that do nothing, each as a warning.
 
     Raises:
         ConfigError: No episode could be run or rewarded. Names the setting, the row or the server.
@@ -59,10 +74,15 @@ def check_task(config: RunConfig, task: Task) -> list[Finding]:
     asyncio.run(check_reward_servers(config, task))
     prompts, failures = asyncio.run(_check_by_kind(config, task, samples))
     findings += failures
-    has_tools = bool(task.tools or task.mcp_servers)
+    longest = 0
     for sample, of_prompts, rows in zip(samples, prompts, checked, strict=True):
-        findings += check_prompts(config, sample, of_prompts, rows.unusable, has_tools)
-    return findings
+        found, lengths = check_prompts(config, sample, of_prompts, rows.unusable)
+        findings += found
+        longest = max(longest, *lengths, 0)
+    limits = config.rollout
+    sampled = min(limits.max_turn_tokens, limits.max_episode_tokens)
+    is_bounded = longest and not (task.tools or task.mcp_servers or task.environment or task.agent)
+    return TaskCheck(findings, int(LONGER_PROMPTS * longest) + sampled if is_bounded else None)
 
 
 def training_rows(config: RunConfig, task: Task) -> RowSample:
@@ -148,17 +168,16 @@ async def _check_by_kind(
 
 
 def check_prompts(
-    config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str], has_tools: bool
-) -> list[Finding]:
+    config: RunConfig, sample: RowSample, found: PromptFindings, unusable: Mapping[int, str]
+) -> tuple[list[Finding], list[int]]:
     """Render up to `MAX_RENDERED` prompts of a data set and compare their lengths with the model's context.
 
     Args:
         unusable: Rows to leave out: the reason for each, by number.
-        has_tools: Whether tools may make an episode longer than its prompt and one turn.
 
     Returns:
-        The source's own warnings, rows whose prompts cannot be rendered, prompts that leave too little room, and a
-        context that is far longer than prompt and turn.
+        The source's own warnings, rows whose prompts cannot be rendered, and prompts that leave too little room; and
+        the tokens of each prompt, where episodes begin with the rows' own.
 
     Raises:
         ConfigError: The first prompt cannot be rendered, `chat.system_prompt` does not apply to it, or no prompt fits.
@@ -166,18 +185,18 @@ def check_prompts(
     findings = [Finding("warning", text) for text in found.warnings]
     chat_of = found.chat_of
     if chat_of is None:
-        return findings
+        return findings, []
     rows = [(number, row) for number, row in sample.sample(MAX_RENDERED) if number not in unusable]
     rows = [(number, row) for number, row in rows if isinstance(row, Mapping)]
     if not rows:
-        return findings
+        return findings, []
     (_, first), *others = rows
     _check_system_prompt(config, sample, first)
     if found.lengths is not None:
         # An episode's prompt is the row's with the observation of reset added, so it is at least as long.
         findings += _check_lengths(config, sample, found.lengths, "that environments gave")
         alone = [length for _, row in rows if (length := _length_alone(chat_of(row), row)) is not None]
-        return findings + _check_lengths(config, sample, alone, "that were tried", alone=True)
+        return findings + _check_lengths(config, sample, alone, "that were tried", alone=True), []
     lengths = [_first_length(config, sample, chat_of(first), first)]
     refused: dict[int, str] = {}
     for number, row in others:
@@ -192,9 +211,7 @@ def check_prompts(
             f"{sample.lost}; row {number}: {why:.200}"
         )
         findings.append(Finding("warning", text, "fix that row, or the template"))
-    if not (has_tools or sample.suffix):
-        findings += find_oversized_cache(config, max(lengths))
-    return findings + _check_lengths(config, sample, lengths, "that were tried")
+    return findings + _check_lengths(config, sample, lengths, "that were tried"), lengths
 
 
 def _check_lengths(

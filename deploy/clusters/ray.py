@@ -248,7 +248,9 @@ class RayCluster:
         self._grace_s = grace_s
         return RayChildren(grace_s, self)
 
-    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    async def settle(
+        self, config: RunConfig, say: Callable[[str], None], episode_tokens: int | None = None
+    ) -> RunConfig:
         needs = Parts.of(config).needs()
         places = [(part, needed, place) for part, needed, count in needs for place in range(count)]
         await self._reserve(config, places, say)

@@ -59,7 +59,9 @@ class SlurmJob:
     def children(self, grace_s: float) -> Children:
         return SlurmSteps(grace_s, self)
 
-    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    async def settle(
+        self, config: RunConfig, say: Callable[[str], None], episode_tokens: int | None = None
+    ) -> RunConfig:
         self._servers, self._parts, self._folder = config.vllm.launched, Parts.of(config).needs(), folder_of(config)
         head = await asyncio.to_thread(_address, self._environment["SLURMD_NODENAME"])
         for group in range(len(self._parts)):  # now, as a restart must not depend on SLURM's answer

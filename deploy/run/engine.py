@@ -13,7 +13,7 @@ from typing import Protocol
 from deploy.run.processes import Children, Program, run_programs
 from deploy.servers import devices
 from deploy.servers.device_plan import DevicePlan
-from deploy.servers.vllm_server import on_cpu, with_cache_size
+from deploy.servers.vllm_server import on_cpu, with_cpu_settings
 from protocol.config import RunConfig
 
 
@@ -24,8 +24,13 @@ class Engine(Protocol):
         """Return what starts and ends processes. `grace_s`: seconds from SIGTERM to SIGKILL."""
         ...
 
-    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    async def settle(
+        self, config: RunConfig, say: Callable[[str], None], episode_tokens: int | None = None
+    ) -> RunConfig:
         """Get the places, and return the run file that all processes read, with the addresses that follow from them.
+
+        Args:
+            episode_tokens: Tokens of the longest episode; None where only the context bounds it.
 
         Raises:
             ConfigError: There are no such places; nothing was placed.
@@ -50,9 +55,11 @@ class ThisMachine:
     def children(self, grace_s: float) -> Children:
         return Children(grace_s)
 
-    async def settle(self, config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+    async def settle(
+        self, config: RunConfig, say: Callable[[str], None], episode_tokens: int | None = None
+    ) -> RunConfig:
         self._planned, config = devices.settle(config, on_cpu(), say)
-        return with_cache_size(config)
+        return with_cpu_settings(config, say, episode_tokens)
 
     def queue_url(self, config: RunConfig) -> str:
         return config.queue.local_url

@@ -18,6 +18,8 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from deploy.run import run_directory
 from deploy.run.engine import Engine, ThisMachine
 from deploy.run.process_keeper import WRONG_SETTING, ProcessKeeper, RestartPolicy, RunFailed
@@ -61,12 +63,12 @@ def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = N
 
     async def work(children: Children, terminal: Terminal) -> None:
         check_unused(config)
-        rows = await _check(config, resume, children, terminal)
-        counted = run_directory.with_steps_for_epochs(config, rows)
+        checked = await _check(config, resume, children, terminal)
+        counted = run_directory.with_steps_for_epochs(config, checked.rows)
         if resume and (made := finished(counted)) is not None:
             terminal.say(checkpoints.nothing_to_do(config.run.name, made, counted.learner.steps))
             return
-        counted = await place.settle(counted, terminal.say)
+        counted = await place.settle(counted, terminal.say, checked.episode_tokens)
         with held_alone(config):
             if not resume and (aside := clear(config)):
                 terminal.say(f"an earlier start made no step; its files are in {aside}")
@@ -75,8 +77,8 @@ def supervise(config: RunConfig, resume: bool = False, engine: Engine | None = N
             run_file = write_resolved(counted).absolute()
             url = place.queue_url(counted)
             terminal.say(f"run directory {run_file.parent}, page at {url}/, status at {url}{access.STATUS}")
-            if rows is not None and config.learner.epochs is not None:
-                terminal.say(run_directory.describe_steps(config, rows))
+            if checked.rows is not None and config.learner.epochs is not None:
+                terminal.say(run_directory.describe_steps(config, checked.rows))
             policy = RestartPolicy(config.deploy.restart, lambda: to_go_on(config))
             keeper = ProcessKeeper(counted, children, policy, run_file.parent / "logs", terminal)
             await keeper.keep(place.programs(counted, run_file, resume))
@@ -190,12 +192,16 @@ def _handlers(
                 signal.signal(number, before[number])
 
 
-async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> int | None:
+class _Checked(msgspec.Struct):
+    """What the checks have measured, see `deploy.checks.preflight.RunCheck`."""
+
+    rows: int | None = None
+    episode_tokens: int | None = None
+
+
+async def _check(config: RunConfig, resume: bool, children: Children, terminal: Terminal) -> _Checked:
     """Run the checks in a process of their own: they import the user's task file, whose prints, threads and libraries
     do not belong in the supervisor.
-
-    Returns:
-        Rows of the data set; None if they need not or cannot be counted.
 
     Raises:
         ConfigError: The checks found a fault that stops the run.
@@ -211,7 +217,7 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
         raise ConfigError(answer)
     if code:
         raise RunFailed(describe_end("the check before the start", code), code)
-    return int(answer) if answer.isdigit() else None
+    return msgspec.json.decode(answer, type=_Checked) if answer else _Checked()
 
 
 @contextlib.contextmanager

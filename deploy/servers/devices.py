@@ -94,8 +94,9 @@ def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     Raises:
         ConfigError: The GPUs are too few or too small.
     """
-    is_rank = int(os.environ.get("WORLD_SIZE") or 1) > 1
-    found = [] if SHARE in os.environ or is_rank else probes.visible_gpus()
+    if SHARE in os.environ or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        return config
+    found = probes.visible_gpus()
     config, chosen = _of_checkpoint(found, config)
     planned = _planned(found, config, "learner") if not config.vllm.launched else None
     chosen |= planned.chosen if planned is not None else {}

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -183,9 +184,21 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
     return {**os.environ, **{key: value for key, value in wanted.items() if key not in os.environ}, **token}
 
 
-def with_cache_size(config: RunConfig) -> RunConfig:
-    """Set the memory for keys and values on a CPU, unless the user has set it."""
-    return kv_cache.sized(config) if on_cpu() and config.vllm.launched else config
+def with_cpu_settings(
+    config: RunConfig, say: Callable[[str], None] = lambda line: None, episode_tokens: int | None = None
+) -> RunConfig:
+    """Derive the settings of servers on a CPU that the user has not set, see `kv_cache.settled`.
+
+    Args:
+        say: Takes the line that describes them.
+        episode_tokens: Tokens of the longest episode; None where only the context bounds it.
+    """
+    if not (on_cpu() and config.vllm.launched):
+        return config
+    settled = kv_cache.settled(config, episode_tokens)
+    if settled != config:
+        say(kv_cache.described(settled, episode_tokens))
+    return settled
 
 
 async def announce(config: RunConfig, index: int, patience_s: float = ANNOUNCE_FOR_S) -> None:
@@ -254,5 +267,5 @@ def _settled(
         planned, config = devices.settle(config, on_cpu(), logger.info, part)
     logger.info("weights travel by %s", config.weight_sync.transport)
     seat = devices.seat_of(planned, index, os.environ)
-    line = command(with_cache_size(config), index, seat, replica)
+    line = command(with_cpu_settings(config), index, seat, replica)
     return line, environment(config, seat)

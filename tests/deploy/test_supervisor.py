@@ -115,7 +115,7 @@ def test_where_the_check_refuses_nothing_is_started(stage: Stage) -> None:
 
 
 def test_epochs_are_told_and_handed_on_as_steps(stage: Stage) -> None:
-    stage.play(preflight="printf 640", learner=WAITS_FOR_CHILDREN.format(3))
+    stage.play(preflight="""echo '{"rows": 640}'""", learner=WAITS_FOR_CHILDREN.format(3))
     result = stage.run("--learner.epochs", "2.0", "--learner.groups_per_step", "32")
     assert result.returncode == 0, result.stderr
     assert "learner.epochs = 2: 640 rows in steps of 32 groups are 40 steps" in result.stdout

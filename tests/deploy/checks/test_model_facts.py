@@ -49,7 +49,7 @@ def test_a_large_hybrid_is_judged_without_its_weights(run_file: Path) -> None:
         'bfloat16, not float32: set model.dtype = "bfloat16"'
     )
     right = told(run_file, "--model.path", str(run_file.parent / "other"), "--model.dtype", "bfloat16")
-    known, served, _ = right["model, vLLM"].split("; ")
+    known, served = right["model, vLLM"].split("; ")
     assert (known, served) == ("knows Qwen3NextForCausalLM", "its CPU build served tiny models of it")
     assert "billion parameters, context 32,768" in found["model"]
     assert found["model, learner"].startswith("trains it, learner.layout padded, since Qwen3NextForCausalLM scores a ")

@@ -34,13 +34,32 @@ def task_of(*prompts: object) -> Task:
 
 def check(run_file: Path, task: Task, *overrides: str) -> list[str]:
     """The findings, as the command prints them."""
-    findings = task_check.check_task(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task)
+    findings = task_check.check_task(load(run_file, ["--vllm.max_model_len", "1024", *overrides]), task).findings
     assert {finding.severity for finding in findings} <= {"warning"}
     return [str(finding) for finding in findings]
 
 
 def test_prompts_that_fit_are_passed_in_silence(run_file: Path) -> None:
     assert check(run_file, task_of(SHORT, SHORT)) == []
+
+
+def test_episodes_are_bounded_by_prompt_and_turn_unless_something_else_adds_to_them(run_file: Path) -> None:
+    config = load(run_file, ["--vllm.max_model_len", "1024", "--rollout.max_turn_tokens", "100"])
+    bounded = task_check.check_task(config, task_of(SHORT)).episode_tokens
+    assert bounded is not None
+    assert 100 < bounded < 300
+
+    def add(a: int, b: int) -> int:
+        """Add.
+
+        Args:
+            a: One.
+            b: Two.
+        """
+        return a + b
+
+    with_tool = Task(dataset=[{"prompt": SHORT}], rewards=[reward], tools=[add])
+    assert task_check.check_task(config, with_tool).episode_tokens is None
 
 
 def test_where_no_prompt_fits_the_start_is_refused(run_file: Path) -> None:

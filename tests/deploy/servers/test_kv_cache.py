@@ -31,7 +31,9 @@ def test_a_models_figures_follow_from_its_config() -> None:
     assert model is not None
     assert model.weights / 2 == pytest.approx(596.0e6, rel=1e-3), "Qwen3-0.6B has 596 million weights"
     assert model.token == 2 * 28 * 8 * 128 * 2
-    assert model_of({"text_config": QWEN3_06B}, "float32") == Model(2 * model.weights, 2 * model.token)
+    assert model_of({"text_config": QWEN3_06B}, "float32") == Model(
+        2 * model.weights, 2 * model.token, model.parameters
+    )
     assert model_of({"model_type": "qwen3"}, "float32") is None
 
 
@@ -54,9 +56,9 @@ def test_mixtures_of_experts_count_all_experts() -> None:
 )
 def test_the_size_is_what_all_sequences_need_or_what_is_left(available: int, count: int, size: str) -> None:
     run = config(vllm={"max_model_len": 1024, "max_num_seqs": 64, "count": count})
-    found = budget(Model(weights=100 * 2**20, token=100 * 1024), run, available)
+    found = budget(Model(100 * 2**20, 100 * 1024, 10**7), run, available)
     assert found.size == getattr(found, size)
-    assert found.least == 100 * 1024 * (1024 + 256)
+    assert found.least == 100 * 1024 * (1024 + 64)
     assert found.most == 64 * found.least
     if size == "room":
         assert found.room * count < available
@@ -86,22 +88,64 @@ def qwen(run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run
     return load(run_file, ["--model.path", str(folder), "--vllm.max_model_len", "8000"])
 
 
-@pytest.mark.parametrize(("on_cpu", "added"), [(True, ["--kv-cache-memory-bytes"]), (False, [])])
-def test_a_cpu_server_is_started_with_a_size(
-    qwen: RunConfig, on_cpu: bool, added: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_cache_holds_episodes_that_are_shorter_than_the_context() -> None:
+    run = config(vllm={"max_model_len": 1024, "max_num_seqs": 64})
+    model = Model(100 * 2**20, 100 * 1024, 10**7)
+    assert budget(model, run, 64 * GIB, episode_tokens=80).size == 64 * 100 * 1024 * (80 + 64)
+    assert budget(model, run, 64 * GIB, episode_tokens=4000).size == budget(model, run, 64 * GIB).size
+    few = config(vllm={"max_model_len": 1024, "max_num_seqs": 1})
+    found = budget(model, few, 64 * GIB, episode_tokens=80)
+    assert found.size == found.least, "vLLM refuses to start with less than one whole context"
+
+
+@pytest.mark.parametrize(
+    ("on_cpu", "given", "added"),
+    [
+        (True, [], ["--block-size", "--max-num-batched-tokens", "--kv-cache-memory-bytes"]),
+        (True, ["--block-size", "64"], ["--max-num-batched-tokens", "--kv-cache-memory-bytes"]),
+        (True, ["--max-num-batched-tokens", "999", "--kv-cache-memory-bytes", "256M"], ["--block-size"]),
+        (False, [], []),
+    ],
+)
+def test_a_cpu_servers_settings_are_derived_where_the_user_has_set_none(
+    qwen: RunConfig, on_cpu: bool, given: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: on_cpu)
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 64 * GIB)
-    sized = vllm_server.with_cache_size(qwen)
-    assert sized.vllm.args[:1] == added
-    assert vllm_server.with_cache_size(sized) == sized, "a server that is started again keeps its size"
+    qwen = qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": given})})
+    said: list[str] = []
+    settled = vllm_server.with_cpu_settings(qwen, said.append)
+    assert settled.vllm.args[: len(given)] == given
+    assert settled.vllm.args[len(given) :: 2] == added
+    assert len(said) == bool(added)
+    assert vllm_server.with_cpu_settings(settled) == settled, "a server that is started again keeps them"
+
+
+def test_blocks_of_models_with_states_are_left_to_vllm(tmp_path: Path, run_file: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {**QWEN3_06B, "linear_num_key_heads": 4}}))
+    arguments = kv_cache.settled(load(run_file, ["--model.path", str(tmp_path)])).vllm.args
+    assert "--block-size" not in arguments
+    assert "--kv-cache-memory-bytes" in arguments
+
+
+@pytest.mark.parametrize(
+    ("layers", "sequences", "tokens"), [(28, 64, 256), (28, 300, 512), (2, 64, 4096), (2, 9000, 16384)]
+)
+def test_a_step_of_the_engine_takes_a_second_or_two(
+    layers: int, sequences: int, tokens: int, tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 384} if layers == 2 else {}
+    (tmp_path / "config.json").write_text(json.dumps({**QWEN3_06B, "num_hidden_layers": layers, **small}))
+    run = load(run_file, ["--model.path", str(tmp_path), "--vllm.max_num_seqs", str(sequences)])
+    arguments = kv_cache.settled(run).vllm.args
+    assert arguments[arguments.index("--max-num-batched-tokens") + 1] == str(tokens)
 
 
 def test_too_little_memory_is_refused_with_the_figures(qwen: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kv_cache, "available_bytes", lambda: 20 * GIB)
     with pytest.raises(ConfigError) as error:
         kv_cache.check_cache_fits(qwen)
-    for text in ("vllm.max_model_len = 8000", "1.8 GiB", "0.0 GiB is left", "1 servers", "20.0 GiB", "2.2 GiB"):
+    for text in ("vllm.max_model_len = 8000", "1.7 GiB", "0.0 GiB is left", "1 servers", "20.0 GiB", "2.2 GiB"):
         assert text in str(error.value)
     kv_cache.check_cache_fits(
         qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": ["--kv-cache-memory-bytes"]})})

@@ -10,6 +10,7 @@ share of the time that the model's products take (MFU).
 
 trl_ratio: Ours / TRL's; null without trl (extra `bench`).
 padded_ratio: The padded loop's / ours.
+floor_ratio: Ours / the model's matrix products alone (`benchmarks.learner_floor`), in the same rounds.
 agrees: Whether all ways have the same loss and gradient, except for rounding.
 gradient_difference: Norm of the largest difference to our gradient, divided by the norm of ours.
 head_*: See `benchmarks.head`.
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 
 from benchmarks.learner_cases import CASES, SIZES, Shape, Size, batch
+from benchmarks.learner_floor import Floor
 from benchmarks.learner_ways import Ours, Padded, Way
 from protocol.config import LearnerSection
 
@@ -71,8 +73,10 @@ def main() -> None:
     parser.add_argument("--core", type=int, default=0, help="the core that the process stays on")
     parser.add_argument("--peak-tflops", type=float, help="of the GPU, for MFU")
     parser.add_argument("--quick", action="store_true", help="under a minute: small batches, the smallest model")
+    parser.add_argument("--compute", choices=["bfloat16"], help="ours alone, with products in this type")
     arguments = parser.parse_args()
-    ranks = _ranks(arguments.quick) if device.type == "cpu" else {}
+    whole = device.type == "cpu" and arguments.compute is None
+    ranks = _ranks(arguments.quick) if whole else {}
     if device.type == "cpu":
         torch.set_num_threads(1)
         os.sched_setaffinity(0, {arguments.core})
@@ -82,11 +86,12 @@ def main() -> None:
         f"{model} {case}": compare(
             *(_shape(CASES[case], SIZES[model], arguments.quick), SIZES[model], arguments.token_budget),
             *(arguments.rounds, device, arguments.peak_tflops),
+            None if arguments.compute is None else getattr(torch, arguments.compute),
         )
         for model in arguments.models
         for case in arguments.cases
     }
-    head = _head(2048 if arguments.quick else 8192) if device.type == "cpu" else {}
+    head = _head(2048 if arguments.quick else 8192) if whole else {}
     if arguments.json:
         unit = "seconds" if device.type == "cuda" else "CPU seconds, one thread"
         print(
@@ -126,22 +131,31 @@ def compare(
     rounds: int,
     device: torch.device,
     peak_tflops: float | None = None,
+    compute: torch.dtype | None = None,
 ) -> dict[str, Any]:
     """Measure one case and model, and return the figures by name."""
     step = batch(shape, size.config["vocab_size"])
-    kinds: list[Callable[..., Way]] = [Ours, Padded]
+    if compute is not None:
+        return _alone(Ours(size, step, budget, device, compute), compute, rounds, device)
+    kinds: list[Callable[..., Way]] = [Padded]
     if importlib.util.find_spec("trl") is not None:
         from benchmarks.learner_trl import Trl
 
         kinds.append(Trl)
-    ways = {way.name: way for way in (kind(size, step, budget, device) for kind in kinds)}
+    learner = Ours(size, step, budget, device)
+    ways: dict[str, Way] = {
+        "ours": learner,
+        **{way.name: way for way in (kind(size, step, budget, device) for kind in kinds)},
+    }
     measured = dict(zip(ways, measure(list(ways.values()), rounds, device), strict=True))
+    against = _alone(learner, next(learner.model.parameters()).dtype, rounds, device)
     ours, trl = measured["ours"], measured.get("trl")
     loss, gradient = _differences(ours, list(measured.values()))
     weights = sum(parameter.numel() for parameter in ways["ours"].model.parameters())
     return {
         "trl_ratio": round(ours.seconds / trl.seconds, 3) if trl else None,
         "padded_ratio": round(measured["padded"].seconds / ours.seconds, 3),
+        "floor_ratio": against["floor_ratio"],
         "agrees": max(loss, gradient) < TOLERANCE[device.type],
         "loss_difference": loss,
         "gradient_difference": gradient,
@@ -153,6 +167,20 @@ def compare(
         **({"peak_mib": {name: round(of.peak_mib) for name, of in measured.items()}} if device.type == "cuda" else {}),
         # Forward and backward take 6 operations per weight and token. Attention is left out.
         **({"mfu": 6e-12 * weights * ours.forwarded / ours.seconds / peak_tflops} if peak_tflops else {}),
+    }
+
+
+def _alone(ours: Ours, dtype: torch.dtype, rounds: int, device: torch.device) -> dict[str, Any]:
+    """Measure our step and its matrix products in turn."""
+    floor = Floor(ours.model, ours.rows(), dtype, device)
+    ours.step()
+    floor.step()
+    pairs = [(_seconds(ours, device), _seconds(floor, device)) for _ in range(rounds)]
+    steps, floors = (statistics.median(column) for column in zip(*pairs, strict=True))
+    return {
+        "floor_ratio": round(statistics.median(step / least for step, least in pairs), 3),
+        "seconds": {"ours": round(steps, 4), "floor": round(floors, 4)},
+        "tokens_forwarded": {"ours": ours.forwarded},
     }
 
 
@@ -187,7 +215,7 @@ def first_step(way: Way) -> tuple[float, torch.Tensor]:
     return loss, torch.cat(seen)
 
 
-def _seconds(way: Way, device: torch.device) -> float:
+def _seconds(way: Way | Floor, device: torch.device) -> float:
     if device.type == "cpu":
         began = time.process_time()
         way.step()
@@ -212,8 +240,12 @@ def _differences(ours: Measured, others: Sequence[Measured]) -> tuple[float, flo
 def _print_table(results: dict[str, Any], head: dict[str, Any]) -> None:
     for name, of in results.items():
         seconds = ", ".join(f"{way} {taken:.3f} s" for way, taken in of["seconds"].items())
+        floor = f"floor_ratio {of['floor_ratio']:.2f}"
+        if "trl_ratio" not in of:
+            print(f"{name:24} {seconds}; {floor}")
+            continue
         trl = "no trl" if of["trl_ratio"] is None else f"trl_ratio {of['trl_ratio']:.2f}"
-        print(f"{name:24} {seconds}; {trl}, padded_ratio {of['padded_ratio']:.2f}, agrees {of['agrees']}")
+        print(f"{name:24} {seconds}; {trl}, padded_ratio {of['padded_ratio']:.2f}, {floor}, agrees {of['agrees']}")
     for name, figure in head.items():
         print(f"{name} {figure}")
 

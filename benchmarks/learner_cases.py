@@ -71,6 +71,8 @@ CASES = {
     "short_half_equal": Shape(16, 96, _all(64), distinct=GROUP_SIZE // 2 + 1),
     # 64 rollouts of 32 to 2,048 tokens; nothing is shared.
     "mixed": Shape(8, 0, _log_uniform),
+    # That of examples/pretrained: 8 groups that share a prompt.
+    "sums": Shape(8, 34, _all(12)),
     # The group's prompt is 4 times the completion.
     "long_prompt": Shape(4, 800, _all(200)),
 }
@@ -108,6 +110,20 @@ SIZES = {
             "num_hidden_layers": 8,
             "num_attention_heads": 8,
             "num_key_value_heads": 4,
+        },
+    ),
+    # The shape of SmolLM2-135M, that of examples/pretrained.
+    "135M": Size(
+        1,
+        {
+            "vocab_size": 49_152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "head_dim": 64,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
         },
     ),
     # The shape of Qwen3-0.6B, for a GPU.

@@ -15,8 +15,9 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks.learner_cases import Batch, Size
 from learner.algorithm.algorithm import Algorithm
 from learner.feed import packing
-from learner.feed.packing import Sample, pack
+from learner.feed.packing import PackedRow, Sample, pack
 from learner.model.policy import Policy, Scoring
+from learner.model.precision import Precision
 from learner.training import optimiser
 from learner.training.trainer import Trainer
 from protocol.config import LearnerSection
@@ -47,16 +48,23 @@ class Ours:
 
     name = "ours"
 
-    def __init__(self, size: Size, batch: Batch, budget: int, device: torch.device) -> None:
+    def __init__(
+        self, size: Size, batch: Batch, budget: int, device: torch.device, compute: torch.dtype | None = None
+    ) -> None:
         self.model = size.build(packing.PACKED_ATTENTION, device)
-        policy = Policy(self.model, packing.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib))
+        precision = None if compute is None else Precision(torch.float32, compute, compute)
+        policy = Policy(self.model, packing.PACKED_ATTENTION, Scoring(1.0, SECTION.logits_mib), precision)
         self._trainer = Trainer(policy, SECTION, longest=2048)
         self._batch, self._budget = batch, budget
         self.optimiser = self._trainer.optimiser.optimizer
         self.forwarded = 0
 
+    def rows(self) -> list[PackedRow]:
+        """Return the rows of a step, on the host."""
+        return pack(self._batch.samples, self._budget)
+
     def step(self) -> float:
-        rows = pack(self._batch.samples, self._budget)
+        rows = self.rows()
         self.forwarded = sum(row.tokens for row in rows)
         return self._trainer.step(rows, self._batch.rollouts).loss
 

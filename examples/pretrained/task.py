@@ -21,8 +21,9 @@ SUMS = reasoning_gym.create_dataset("chain_sum", size=3000, seed=0, **ONE_DIGIT)
 def rows() -> list[dict[str, Any]]:
     """List each question once, in the order in which Reasoning Gym draws them."""
     entries = {entry["question"]: entry for entry in SUMS}
+    asked: list[dict[str, Any]] = [{"role": "system", "content": "Answer with the number only."}]
     return [
-        {"prompt": [{"role": "user", "content": question}], "answer": entry["answer"]}
+        {"prompt": [*asked, {"role": "user", "content": question}], "answer": entry["answer"]}
         for question, entry in entries.items()
     ]
 

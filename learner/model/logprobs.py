@@ -1,8 +1,8 @@
 """Log-probs of given tokens from hidden states, without ever holding the logits of all tokens.
 
-The forward pass takes a few tokens at a time, over the whole vocabulary. The backward pass takes all tokens over a part
-of the vocabulary, which the saved log of each softmax's sum makes possible (arXiv:2411.09009, section 4.3): the
-weight's gradient is then written once and never added up in a low precision.
+Both passes take all tokens over a part of the vocabulary at a time. The forward pass adds up each softmax's sum as it
+goes (arXiv:1805.02867). The backward pass is given its log (arXiv:2411.09009, section 4.3): the weight's gradient is
+written once and never added up in a low precision.
 """
 
 from __future__ import annotations
@@ -111,25 +111,33 @@ class _TokenScores(torch.autograd.Function):
         lm_head: LmHead,
         mask: Mask | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs = torch.empty(len(targets), dtype=torch.float32, device=hidden.device)
-        entropy, log_sums = torch.empty_like(logprobs), torch.empty_like(logprobs)
-        compute = _compute_type(lm_head, hidden)
-        words = slice(0, len(weight))
-        size = _chunk(lm_head, compute, len(targets), len(weight), spares=1)
-        chunks = _Chunks(lm_head, compute, size * len(weight), spares=1)
-        for chunk in _slices(len(targets), size):
-            logits = chunks.logits(hidden[chunk].to(compute), words)
+        compute, vocabulary = _compute_type(lm_head, hidden), len(weight)
+        inputs, rows = hidden.to(compute), slice(0, len(targets))
+        size = _chunk(lm_head, compute, vocabulary, len(targets), spares=1)
+        chunks = _Chunks(lm_head, compute, size * len(targets), spares=1)
+        # Of the words so far: the highest logit, sum of exp(logit - highest), and of the same times (logit - highest).
+        highest = torch.full((len(targets), 1), _NEVER, dtype=torch.float32, device=hidden.device)
+        sums, moments = torch.zeros_like(highest), torch.zeros_like(highest)
+        chosen = torch.zeros_like(highest)
+        for words in _slices(vocabulary, size):
+            logits = chunks.logits(inputs, words)
             if mask is not None:
-                mask.apply(logits, chunk, words)
-            highest = logits.amax(-1, keepdim=True)
-            logits -= highest
-            chosen = logits.gather(1, targets[chunk, None])[:, 0]
-            exponentials = torch.exp(logits, out=chunks.spare(0, logits))
-            sums = exponentials.sum(-1)
-            log_sum = sums.log()
-            logprobs[chunk] = chosen - log_sum
-            entropy[chunk] = log_sum - exponentials.mul_(logits).sum(-1) / sums
-            log_sums[chunk] = log_sum + highest[:, 0]
+                mask.apply(logits, rows, words)
+            place = (targets - words.start)[:, None]
+            inside = (place >= 0) & (place < logits.shape[1])
+            chosen += torch.where(inside, logits.gather(1, place.clamp(0, logits.shape[1] - 1)), 0.0)
+            higher = torch.maximum(highest, logits.amax(-1, keepdim=True))
+            shift = highest - higher
+            scale = shift.exp()
+            moments = scale * (moments + shift * sums)
+            sums, highest = sums * scale, higher
+            exponentials = torch.exp(logits.sub_(highest), out=chunks.spare(0, logits))
+            sums += exponentials.sum(-1, keepdim=True)
+            moments += exponentials.mul_(logits).sum(-1, keepdim=True)
+        log_sum = sums.log()
+        log_sums = (log_sum + highest)[:, 0]
+        logprobs = chosen[:, 0] - log_sums
+        entropy = (log_sum - moments / sums)[:, 0]
         ctx.save_for_backward(hidden, targets, log_sums, entropy)
         ctx.lm_head, ctx.compute, ctx.mask = lm_head, compute, mask
         ctx.set_materialize_grads(False)

@@ -1,0 +1,142 @@
+"""Compares the tokens a second of a run with those of its vLLM server alone.
+
+    python -m benchmarks.server_share examples/pretrained/run.toml [--steps 16] [--first 5] [--section.key value ...]
+
+The run trains as usual, on two cores or more, and keeps a record of its groups. Its rate counts from step `--first` on.
+Then the same server, on the same core, is saturated by a plain client that asks for the same first turns: the prompts
+of the record, each as often as it was asked for, and as many tokens as were sampled. Prompts of one group find each
+other in the prefix cache, those of an earlier pass do not, as after a publication. Tasks of one turn alone compare.
+
+Prints JSON: tokens a second of both, and their ratio `server_share`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+
+from deploy.servers import vllm_server
+from deploy.servers.devices import place_devices
+from protocol.config import RunConfig, load
+from protocol.trained_record import RECORD_FOLDER, read_record
+
+ALONE_S = 60.0
+START_S = 300.0
+
+
+def run(run_file: Path, folder: Path, steps: int, settings: list[str]) -> Path:
+    """Train, and return the run directory."""
+    given = ["--run.dir", str(folder), "--run.name", "share", "--learner.steps", str(steps), "--queue.record", "true"]
+    command = [sys.executable, "-m", "deploy.cli", "up", str(run_file), *given, *settings]
+    subprocess.run(command, check=True, stdout=sys.stderr)
+    return folder / "share"
+
+
+def rate_of_run(run_dir: Path, first: int) -> float:
+    """Return sampled tokens a second from step `first` on, those of dropped groups included."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    counted = [line for line in lines if line.get("step", 0) >= first]
+    return float(sum(line["tokens_sampled"] for line in counted) / sum(line["step_time"] for line in counted))
+
+
+def turns_of_run(run_dir: Path) -> list[tuple[list[int], int]]:
+    """Return the prompt and the number of sampled tokens of each rollout in the record, group by group."""
+    found = []
+    for step in read_record(run_dir / RECORD_FOLDER).steps:
+        for place in step.trained:
+            for rollout in place.group().rollouts:
+                segment = rollout.segments[0]
+                mask = list(segment.loss_mask)
+                found.append((segment.token_ids.tolist()[: mask.index(True)], sum(mask)))
+    return found
+
+
+async def rate_alone(url: str, turns: list[tuple[list[int], int]], at_once: int) -> float:
+    """Saturate the server for `ALONE_S`. Returns sampled tokens a second, without the first and the last pass."""
+    made: list[tuple[float, int]] = []
+    ends = time.monotonic() + ALONE_S
+    waiting = iter([(number, *turn) for number in range(10_000) for turn in turns])
+
+    async def ask(session: aiohttp.ClientSession) -> None:
+        for number, prompt, count in waiting:
+            if time.monotonic() >= ends:
+                return
+            sampling = {
+                "max_tokens": count,
+                "min_tokens": count,
+                "temperature": 1.0,
+                "logprobs": 0,
+                "detokenize": False,
+            }
+            body = {"token_ids": prompt, "sampling_params": sampling, "cache_salt": str(number), "stream": False}
+            async with session.post(f"{url}/inference/v1/generate", json=body) as response:
+                response.raise_for_status()
+                await response.read()
+            made.append((time.monotonic(), count))
+
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=600)) as session:
+        await asyncio.gather(*(ask(session) for _ in range(at_once)))
+    since, until = ends - 0.75 * ALONE_S, ends
+    return sum(count for at, count in made if since <= at < until) / (until - since)
+
+
+async def until_up(url: str, process: subprocess.Popen[bytes]) -> None:
+    """Wait until the server answers."""
+    started = time.monotonic()
+    async with aiohttp.ClientSession() as session:
+        while process.poll() is None and time.monotonic() < started + START_S:
+            try:
+                async with session.get(f"{url}/health") as response:
+                    if response.status == 200:
+                        return
+            except aiohttp.ClientError:
+                pass
+            await asyncio.sleep(0.5)
+    raise RuntimeError("vLLM did not start: see its log above")
+
+
+def alone(config: RunConfig, turns: list[tuple[list[int], int]]) -> float:
+    """Start the run's server on its core, with its settings, and measure it."""
+    placed = place_devices(sorted(os.sched_getaffinity(0)), 1)
+    cores = {*placed.servers} if placed else os.sched_getaffinity(0)
+    env = {**vllm_server.environment(config), "OMP_NUM_THREADS": str(placed.server_threads if placed else 1)}
+    process = subprocess.Popen(
+        vllm_server.command(config, 0), env=env, stdout=sys.stderr, preexec_fn=lambda: os.sched_setaffinity(0, cores)
+    )
+    if placed:
+        os.sched_setaffinity(0, placed.others)
+    try:
+        url = config.vllm.urls[0]
+        asyncio.run(until_up(url, process))
+        return asyncio.run(rate_alone(url, turns, config.vllm.max_num_seqs))
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run_file", type=Path)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--first", type=int, default=5, help="step from which on the run's rate counts")
+    arguments, settings = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        run_dir = run(arguments.run_file, Path(scratch), arguments.steps, settings)
+        of_run, turns = rate_of_run(run_dir, arguments.first), turns_of_run(run_dir)
+        of_server = alone(load(run_dir / "run.toml"), turns)
+    figures: dict[str, Any] = {"run_tokens_per_s": round(of_run, 1), "alone_tokens_per_s": round(of_server, 1)}
+    print(json.dumps({**figures, "server_share": round(of_run / of_server, 3), "rollouts": len(turns)}))
+
+
+if __name__ == "__main__":
+    main()

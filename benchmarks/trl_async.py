@@ -36,6 +36,8 @@ from deploy.servers import cpu_build, vllm_server
 BOUNDS = {"trl": None, "trl, bounded": (256, 128)}
 START_S = 240
 
+WORKER_EXTENSION = "benchmarks.trl_server_worker.TiedHead"
+
 
 def multiply_server(model: Path, port: int, seed: int) -> tuple[list[str], dict[str, str]]:
     """Return command and environment of a vLLM server with the example's flags and vLLM's own routes."""
@@ -47,8 +49,14 @@ def multiply_server(model: Path, port: int, seed: int) -> tuple[list[str], dict[
         *("--kv-cache-memory-bytes", "256M", "--block-size", "32", "--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm", "--enforce-eager", "--disable-uvicorn-access-log"),
         *("--distributed-executor-backend", vllm_server.IN_ENGINE, *cpu_build.flags(facts)),
+        *("--worker-extension-cls", WORKER_EXTENSION),
     ]
-    wanted = {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    wanted = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": str(waiting.ROOT),
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     wanted |= {"VLLM_NO_USAGE_STATS": "1", vllm_server.THREADS_BIND: vllm_server.NO_BIND, **vllm_server.KEPT_PAGES}
     return command, {**os.environ, **wanted}
 

@@ -57,7 +57,7 @@ def use_stand_ins() -> None:
 
 
 class FileTransfer:
-    """TRL's `WeightTransferProtocol` by a file in memory.
+    """TRL's `WeightTransferProtocol` by a file in memory, for a server with `trl_server_worker.TiedHead`.
 
     Args:
         url: The vLLM server.
@@ -80,7 +80,11 @@ class FileTransfer:
         safetensors.torch.save_file(
             {name: tensor.to(self._dtype).contiguous() for name, tensor in iterator}, self._folder / "model.safetensors"
         )
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
+        self._call("reload_weights", weights_path=str(self._folder))
+        self._call("pack_head")
+
+    def _call(self, method: str, **arguments: str) -> None:
+        body = {"method": method, "kwargs": arguments}
         requests.post(f"{self._client.server_url}/collective_rpc", json=body, timeout=120).raise_for_status()
 
     def resume(self) -> None:

@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.saved_weights import Times, successes
-from benchmarks.trl_async import serving
+from benchmarks.trl_async import WORKER_EXTENSION, serving
 from deploy.servers import devices, vllm_server
 from protocol.config import RunConfig, load
 from protocol.config.text import to_toml
@@ -118,7 +118,7 @@ def server_command(config: RunConfig) -> list[str]:
                 next(command)
         else:
             kept.append(word)
-    return kept
+    return [*kept, "--worker-extension-cls", WORKER_EXTENSION]
 
 
 def run_trl(side: str, config: RunConfig, micro: int, environment: dict[str, str]) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def run_trl(side: str, config: RunConfig, micro: int, environment: dict[str, str
     bounds, port, folder = BOUNDS[side], config.vllm.port, Path(environment["SAVED_IN"])
     run, out = folder / "run.toml", folder / "figures.json"
     run.write_text(to_toml(config))
-    threads = {"OMP_NUM_THREADS": str(placement.server_threads)}
-    with serving(server_command(config), vllm_server.environment(config) | threads, port, placement.servers):
+    served = {"OMP_NUM_THREADS": str(placement.server_threads), "PYTHONPATH": str(ROOT)}
+    with serving(server_command(config), vllm_server.environment(config) | served, port, placement.servers):
         command = [
             *(sys.executable, "-m", "benchmarks.trl_pretrained_script", "--run", str(run), "--out", str(out)),
             *("--server", f"http://127.0.0.1:{port}", "--micro", str(micro)),

@@ -7,9 +7,7 @@ rate and server flags, each run starts a real vLLM of its own, and the runs take
 bound of generation, and with one that is set by hand so that what is in flight, waiting for its score and queued is
 within `max_staleness` steps, as its releases since 1.18 do by themselves (here: 256 + 128 + 128 rollouts).
 
-TRL 1.16 needs a GPU for three things; `benchmarks.trl_async_script` replaces them: attention over its packed rows (here
-torch's, with a mask), the name of the GPU (for MFU only), and NCCL for weights (here a file in memory that vLLM loads
-with `reload_weights`). Everything else is TRL's.
+TRL 1.16 needs a GPU for three things, which `benchmarks.trl_on_cpu` replaces. Everything else is TRL's.
 
 Prints a JSON line for each run, and at the end medians over the seeds with the ratios TRL / Slipstream of seconds per
 step.
@@ -26,7 +24,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -38,10 +36,11 @@ from deploy.servers import cpu_build, vllm_server
 BOUNDS = {"trl": None, "trl, bounded": (256, 128)}
 START_S = 240
 
+WORKER_EXTENSION = "benchmarks.trl_server_worker.TiedHead"
 
-@contextmanager
-def server(model: Path, port: int, seed: int) -> Iterator[None]:
-    """Run a vLLM server with the example's flags and vLLM's own routes."""
+
+def multiply_server(model: Path, port: int, seed: int) -> tuple[list[str], dict[str, str]]:
+    """Return command and environment of a vLLM server with the example's flags and vLLM's own routes."""
     facts = json.loads((model / "config.json").read_text())
     command = [
         *(sys.executable, "-P", "-m", "vllm.entrypoints.openai.api_server"),
@@ -50,10 +49,28 @@ def server(model: Path, port: int, seed: int) -> Iterator[None]:
         *("--kv-cache-memory-bytes", "256M", "--block-size", "32", "--logprobs-mode", "processed_logprobs"),
         *("--generation-config", "vllm", "--enforce-eager", "--disable-uvicorn-access-log"),
         *("--distributed-executor-backend", vllm_server.IN_ENGINE, *cpu_build.flags(facts)),
+        *("--worker-extension-cls", WORKER_EXTENSION),
     ]
-    wanted = {"VLLM_SERVER_DEV_MODE": "1", "TORCH_COMPILE_DISABLE": "1", "HF_HUB_OFFLINE": "1"}
+    wanted = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "PYTHONPATH": str(waiting.ROOT),
+        "TORCH_COMPILE_DISABLE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     wanted |= {"VLLM_NO_USAGE_STATS": "1", vllm_server.THREADS_BIND: vllm_server.NO_BIND, **vllm_server.KEPT_PAGES}
-    process = subprocess.Popen(command, env={**os.environ, **wanted}, stdout=sys.stderr)
+    return command, {**os.environ, **wanted}
+
+
+@contextmanager
+def serving(command: list[str], environment: dict[str, str], port: int, cores: Collection[int] = ()) -> Iterator[None]:
+    """Run a server until the block ends; it answers when the block begins.
+
+    Args:
+        cores: Core numbers that it may use; all of them if empty.
+    """
+    process = subprocess.Popen(command, env=environment, stdout=sys.stderr)
+    if cores:
+        os.sched_setaffinity(process.pid, cores)
     try:
         until = time.monotonic() + START_S
         while True:
@@ -74,7 +91,8 @@ def run_trl(side: str, way: str, seed: int, arguments: argparse.Namespace) -> di
     """Run TRL once and return its figures. Its output goes to stderr."""
     model = arguments.model.resolve()
     bounds = BOUNDS[side]
-    with tempfile.TemporaryDirectory() as folder, server(model, arguments.ports[1], seed):
+    command, environment = multiply_server(model, arguments.ports[1], seed)
+    with tempfile.TemporaryDirectory() as folder, serving(command, environment, arguments.ports[1]):
         out = Path(folder) / "figures.json"
         command = [
             *(sys.executable, "-m", "benchmarks.trl_async_script", "--way", way, "--seed", str(seed)),

@@ -6,24 +6,17 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
-import requests
-import safetensors.torch
 import task as example
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoTokenizer, TrainerCallback
+from transformers import AutoTokenizer, TrainerCallback
 from trl.chat_template_utils import qwen3_template
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
-from trl.experimental.async_grpo.vllm_client import VLLMClient
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
-from benchmarks import waiting_tasks
-
-# The mask of the row that was packed last, which all layers share.
-_mask: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+from benchmarks import trl_on_cpu, waiting_tasks
 
 
 def accuracy(completions: list[list[dict[str, Any]]], answer: list[int], **_: Any) -> list[float]:
@@ -47,58 +40,6 @@ WAYS = {
 }
 
 
-def tree_mask(kv_index: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
-    """Return which positions of a packed row each position sees: those of its path, up to itself."""
-    global _mask
-    if _mask[0] is not kv_index:
-        starts, ends = cu_q.tolist(), cu_k.tolist()
-        seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
-        for at in range(len(starts) - 1):
-            seen[starts[at] : starts[at + 1], kv_index[ends[at] : ends[at + 1]]] = True
-        _mask = kv_index, seen.tril()  # pre-order: a later position of a path stands later in the row
-    found = _mask[1]
-    assert found is not None
-    return found
-
-
-def attention(
-    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
-) -> tuple[torch.Tensor, None]:
-    """TRL's `tree_attention` by torch's kernel for CPUs."""
-    seen = tree_mask(given["tree_kv_index"], given["tree_cu_seqlens_q"], given["tree_cu_seqlens_k"])
-    out = torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=given.get("scaling"), enable_gqa=True
-    )
-    return out.transpose(1, 2), None
-
-
-class FileTransfer:
-    """TRL's `WeightTransferProtocol` by a file in memory."""
-
-    def __init__(self, url: str, folder: Path) -> None:
-        self._client = VLLMClient(url)
-        self._folder = folder
-
-    def init_weight_transfer(self) -> None:
-        self._client.wait_for_server_ready()
-
-    def pause(self) -> None:
-        self._client.pause()
-
-    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        safetensors.torch.save_file(
-            {name: tensor.contiguous() for name, tensor in iterator}, self._folder / "model.safetensors"
-        )
-        body = {"method": "reload_weights", "kwargs": {"weights_path": str(self._folder)}}
-        requests.post(f"{self._client.server_url}/collective_rpc", json=body, timeout=120).raise_for_status()
-
-    def resume(self) -> None:
-        self._client.resume()
-
-    def destroy(self) -> None:
-        pass
-
-
 class Times(TrainerCallback):  # type: ignore[misc]
     """Notes when each step ends."""
 
@@ -120,10 +61,7 @@ def main() -> None:
     for name in ("--inflight", "--queue"):
         parser.add_argument(name, type=int)
     given = parser.parse_args()
-    AttentionInterface.register(packing.TREE_ATTENTION, attention)
-    AttentionMaskInterface.register(packing.TREE_ATTENTION, lambda **_: None)
-    async_grpo_trainer.register_tree_attention = lambda: None
-    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+    trl_on_cpu.use_stand_ins()
     torch.set_num_threads(2)
     tokenizer = AutoTokenizer.from_pretrained(given.model)
     tokenizer.response_template = qwen3_template
@@ -153,8 +91,6 @@ def main() -> None:
         disable_tqdm=True,
         **({} if given.inflight is None else {"max_inflight_tasks": given.inflight, "queue_maxsize": given.queue}),
     )
-    folder = Path("/dev/shm") / f"trl-async-{given.server.rpartition(':')[2]}"
-    folder.mkdir(exist_ok=True)
     times = Times()
     trainer = AsyncGRPOTrainer(
         model=str(given.model),
@@ -164,7 +100,7 @@ def main() -> None:
         processing_class=tokenizer,
         callbacks=[times],
         tools=tools,
-        weight_transfer=FileTransfer(given.server, folder),
+        weight_transfer=trl_on_cpu.FileTransfer(given.server, torch.float32),
     )
     trainer.train()
     seconds = [after - before for before, after in zip(times.ends, times.ends[1:], strict=False)][given.first - 1 :]

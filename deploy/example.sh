@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# One of the examples on this machine: set-up, its tiny policy, and RL on a real vLLM.
+# One of the examples on this machine: set-up, its model, and RL on a real vLLM.
 #
 #   deploy/example.sh NAME [--seed N] [--resume] [--section.key value ...]
 #
-# NAME is a folder of examples/. The policy is built once a seed. The run directory of an earlier run is moved aside,
-# unless --resume goes on with it.
+# NAME is a folder of examples/. Its packages are the extra of that name, if pyproject.toml has one. Its model is made
+# once: a tiny policy for each seed, a pretrained model for all of them. The run directory of an earlier run is moved
+# aside, unless --resume goes on with it.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,13 +33,18 @@ for argument in "$@"; do
   if [ "$argument" = --resume ]; then resume=(--resume); else settings+=("$argument"); fi
 done
 
+if grep -q "^$name = \[" pyproject.toml; then
+  export SLIPSTREAM_EXTRAS=${SLIPSTREAM_EXTRAS:+$SLIPSTREAM_EXTRAS,}$name
+fi
 source deploy/setup.sh
 slipstream_setup
 
-model=$example/models/seed-$seed
+model=$(sed -n '/^\[model\]/,/^\[/s/^path = "\.\/\([^"]*\)".*/\1/p' "$example/run.toml")
+model=$example/${model/%seed-0/seed-$seed}
 # Asked here as well: the builder imports torch before it can look.
 if [ ! -e "$model/config.json" ]; then
-  echo "example: building the policy in $model: done once, in about a minute, more where the machine is busy" >&2
+  echo "example: making the model in $model, once: a tiny policy is trained in about a minute, a pretrained model is" \
+    "downloaded and converted in about two; more where the machine is busy" >&2
   python "$example/build_model.py" --out "$model" --seed "$seed"
 fi
 run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")

@@ -1,4 +1,4 @@
-"""Defines the task: sums of two one-digit numbers from Reasoning Gym, which also scores the answers.
+"""Defines the task: sums and differences of two digits from Reasoning Gym, which also scores the answers.
 
 There are 200 such questions. 64 of them are held out for the evaluations, and never trained on.
 """

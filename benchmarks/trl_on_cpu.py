@@ -1,0 +1,94 @@
+"""Stand-ins for the three things for which TRL 1.16's AsyncGRPOTrainer needs a GPU.
+
+They are attention over its packed rows (here torch's, with a mask), the name of the GPU (for MFU only), and NCCL for
+weights (here a file in memory that vLLM loads with `reload_weights`).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import requests
+import safetensors.torch
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface
+from trl.experimental.async_grpo import async_grpo_trainer, packing
+from trl.experimental.async_grpo.vllm_client import VLLMClient
+
+# The mask of the row that was packed last, which all layers share.
+_mask: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None)
+
+
+def tree_mask(kv_index: torch.Tensor, cu_q: torch.Tensor, cu_k: torch.Tensor) -> torch.Tensor:
+    """Return which positions of a packed row each position sees: those of its path, up to itself."""
+    global _mask
+    if _mask[0] is not kv_index:
+        starts, ends = cu_q.tolist(), cu_k.tolist()
+        seen = torch.zeros(starts[-1], starts[-1], dtype=torch.bool)
+        for at in range(len(starts) - 1):
+            seen[starts[at] : starts[at + 1], kv_index[ends[at] : ends[at + 1]]] = True
+        _mask = kv_index, seen.tril()  # pre-order: a later position of a path stands later in the row
+    found = _mask[1]
+    assert found is not None
+    return found
+
+
+def attention(
+    module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **given: Any
+) -> tuple[torch.Tensor, None]:
+    """TRL's `tree_attention` by torch's kernel for CPUs, in float32: on short rows it is the faster type there."""
+    seen = tree_mask(given["tree_kv_index"], given["tree_cu_seqlens_q"], given["tree_cu_seqlens_k"])
+    with torch.autocast("cpu", enabled=False):
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query.float(), key.float(), value.float(), attn_mask=seen, scale=given.get("scaling"), enable_gqa=True
+        )
+    return out.transpose(1, 2).to(query.dtype), None
+
+
+def use_stand_ins() -> None:
+    """Replace what TRL needs a GPU for, but for the transfer of weights."""
+    AttentionInterface.register(packing.TREE_ATTENTION, attention)
+    AttentionMaskInterface.register(packing.TREE_ATTENTION, lambda **_: None)
+    async_grpo_trainer.register_tree_attention = lambda: None
+    async_grpo_trainer.get_peak_flops_per_device = lambda *_: None
+
+
+class FileTransfer:
+    """TRL's `WeightTransferProtocol` by a file in memory, for a server with `trl_server_worker.TiedHead`.
+
+    Args:
+        url: The vLLM server.
+        dtype: The type that it serves.
+    """
+
+    def __init__(self, url: str, dtype: torch.dtype) -> None:
+        self._client = VLLMClient(url)
+        self._dtype = dtype
+        self._folder = Path("/dev/shm") / f"trl-async-{url.rpartition(':')[2]}"
+        self._folder.mkdir(exist_ok=True)
+
+    def init_weight_transfer(self) -> None:
+        self._client.wait_for_server_ready()
+
+    def pause(self) -> None:
+        self._client.pause()
+
+    def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
+        safetensors.torch.save_file(
+            {name: tensor.to(self._dtype).contiguous() for name, tensor in iterator}, self._folder / "model.safetensors"
+        )
+        self._call("reload_weights", weights_path=str(self._folder))
+        self._call("pack_head")
+
+    def _call(self, method: str, **arguments: str) -> None:
+        body = {"method": method, "kwargs": arguments}
+        requests.post(f"{self._client.server_url}/collective_rpc", json=body, timeout=120).raise_for_status()
+
+    def resume(self) -> None:
+        self._client.resume()
+
+    def destroy(self) -> None:
+        shutil.rmtree(self._folder)

@@ -15,7 +15,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 
 
 class Saved(TrainerCallback):  # type: ignore[misc]
@@ -77,8 +77,8 @@ def successes(
         tokens: Longest completion.
         score: A reward function.
     """
-    from transformers import AutoTokenizer
-
+    # Two threads that wait for each other take several times as long where other programs use the cores.
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model)
     policy = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
     files = {int(file.stem.removeprefix("step-")): file for file in folder.glob("step-*.safetensors")}

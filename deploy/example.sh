@@ -43,8 +43,8 @@ model=$(sed -n '/^\[model\]/,/^\[/s/^path = "\.\/\([^"]*\)".*/\1/p' "$example/ru
 model=$example/${model/%seed-0/seed-$seed}
 # Asked here as well: the builder imports torch before it can look.
 if [ ! -e "$model/config.json" ]; then
-  echo "example: making the model in $model, once: a tiny policy is trained in about a minute, a pretrained model is" \
-    "downloaded and converted in about two; more where the machine is busy" >&2
+  echo "example: making the model in $model, once, in about a minute: a tiny policy is trained, a pretrained model" \
+    "downloaded and converted; more where the machine is busy" >&2
   python "$example/build_model.py" --out "$model" --seed "$seed"
 fi
 run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")

@@ -67,6 +67,8 @@ def main() -> None:
         weights = download(Path(scratch))
         made = Path(scratch, "model")
         convert(weights, made)
+        # safetensors makes it readable by its owner alone.
+        (made / "model.safetensors").chmod((made / "config.json").stat().st_mode)
         shutil.copy(Path(scratch, LICENSE), made / "LICENSE")
         out.mkdir(parents=True, exist_ok=True)
         for file in sorted(made.iterdir(), key=lambda file: file.name == COMPLETE):

@@ -50,7 +50,9 @@ fi
 run=runs/$(sed -n '/^\[run\]/,/^\[/s/^name = "\(.*\)"/\1/p' "$example/run.toml")
 if [ ${#resume[@]} -eq 0 ] && [ -e "$run" ]; then
   echo "example: looking whether the earlier run in $run has ended" >&2
-  if slipstream status "$example/run.toml" --model.path "$model" ${settings[@]+"${settings[@]}"} >/dev/null 2>&1; then
+  # Of a run that is over, status says so too, and begins with its end.
+  if seen=$(slipstream status "$example/run.toml" --json --model.path "$model" ${settings[@]+"${settings[@]}"} 2>/dev/null) &&
+    [[ ! $seen =~ ^\{\"run\":\"[^\"]*\",\"end\": ]]; then
     echo "example: a run is going on already; stop it first, or wait for its end" >&2
     exit 2
   fi

@@ -113,6 +113,14 @@ def test_an_earlier_run_is_moved_aside(checkout: Path) -> None:
     assert (kept / "summary.json").read_text() == "earlier"
 
 
+def test_a_run_that_status_says_is_over_is_moved_aside(checkout: Path) -> None:
+    _program(checkout / "bin" / "slipstream", """echo '{"run":"shop-run","end":"finished"}'""")
+    (checkout / "runs" / "shop-run").mkdir(parents=True)
+    assert started(checkout, "example.sh", "shop").returncode == 0
+    (kept,) = (checkout / "runs").iterdir()
+    assert kept.name.startswith("shop-run-2")
+
+
 def test_a_run_that_is_resumed_stays_where_it_is(checkout: Path) -> None:
     (checkout / "runs" / "shop-run").mkdir(parents=True)
     done = started(checkout, "example.sh", "shop", "--resume", "--learner.steps", "9")

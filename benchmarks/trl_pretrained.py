@@ -110,7 +110,7 @@ def run_slipstream(given: list[str], config: RunConfig, environment: dict[str, s
 
 def server_command(config: RunConfig) -> list[str]:
     """Return Slipstream's command of the run's server without what only Slipstream's processes use."""
-    command = iter(vllm_server.command(vllm_server.with_cache_size(config), 0))
+    command = iter(vllm_server.command(vllm_server.with_cpu_settings(config), 0))
     kept = []
     for word in command:
         if word in OUR_FLAGS:

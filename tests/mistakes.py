@@ -402,7 +402,7 @@ def real_server(model: Path) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder, (Path(folder) / "vllm.log").open("w") as log:
         config = load(EXAMPLE / "run.toml", ["--model.path", str(model), "--vllm.port", str(free_port())])
         env = {**os.environ, **vllm_server.environment(config), "OMP_NUM_THREADS": "1"}
-        command = vllm_server.command(config, 0)
+        command = vllm_server.command(vllm_server.with_cpu_settings(config), 0)
         process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
         try:
             url = config.vllm.urls[0]

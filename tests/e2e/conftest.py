@@ -58,7 +58,7 @@ def vllm_url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> It
     config = load(EXAMPLE / "run.toml", ["--model.path", str(model_folder), "--vllm.port", str(free_port())])
     with processes(tmp_path_factory.mktemp("vllm"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
-        started.start("vllm", *vllm_server.command(config, 0), env=env)
+        started.start("vllm", *vllm_server.command(vllm_server.with_cpu_settings(config), 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
         yield config.vllm.urls[0]
 

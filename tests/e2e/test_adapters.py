@@ -45,7 +45,7 @@ def url(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
     config = load(EXAMPLE / "run.toml", overrides)
     with processes(tmp_path_factory.mktemp("vllm"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
-        started.start("vllm", *vllm_server.command(config, 0), env=env)
+        started.start("vllm", *vllm_server.command(vllm_server.with_cpu_settings(config), 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
         yield config.vllm.urls[0]
 

@@ -45,7 +45,7 @@ def config(model_folder: Path) -> RunConfig:
 def url(config: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with processes(tmp_path_factory.mktemp("vllm-http"), MODULES) as started:
         env = vllm_server.environment(config) | {"OMP_NUM_THREADS": "1"}
-        started.start("vllm", *vllm_server.command(config, 0), env=env)
+        started.start("vllm", *vllm_server.command(vllm_server.with_cpu_settings(config), 0), env=env)
         wait_until_healthy(config.vllm.urls[0], started)
         yield config.vllm.urls[0]
 

@@ -41,16 +41,24 @@ class Started(Exception):
 
 
 @pytest.mark.parametrize(
-    ("on_gpu", "named", "given", "taken"),
+    ("on_gpu", "unit", "named", "given", "taken"),
     [
-        (True, "bfloat16", None, "bfloat16"),
-        (True, None, None, "float32"),
-        (True, "bfloat16", "float32", "float32"),
-        (False, "bfloat16", None, "float32"),
+        (True, None, "bfloat16", None, "bfloat16"),
+        (True, None, None, None, "float32"),
+        (True, None, "bfloat16", "float32", "float32"),
+        (False, None, "bfloat16", None, "float32"),
+        (False, "AMX", "bfloat16", None, "bfloat16"),
+        (False, "AMX", "float16", None, "float32"),
     ],
 )
 def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_themselves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_gpu: bool, named: str | None, given: str | None, taken: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    on_gpu: bool,
+    unit: str | None,
+    named: str | None,
+    given: str | None,
+    taken: str,
 ) -> None:
     """`slipstream` decides for the processes that it starts; `accelerate launch -m learner` is none of them."""
     Qwen3Config(dtype=named).save_pretrained(tmp_path)
@@ -59,6 +67,7 @@ def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_th
         raise Started(config.model.dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
+    monkeypatch.setattr(start, "bfloat16_unit", lambda: unit)
     monkeypatch.setattr(start, "starting_point", starting_point)
     model = {"path": str(tmp_path), **({"dtype": given} if given else {})}
     with pytest.raises(Started, match=taken):

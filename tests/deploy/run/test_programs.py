@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -106,4 +107,5 @@ def test_a_task_file_still_imports_its_siblings(run_file: Path) -> None:
     (run_file.parent / "beside_it.py").touch()
     command = [*processes.SLIPSTREAM, "preflight", str(run_file)]
     done = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["rows"] == 1

@@ -70,7 +70,7 @@ class ServerSync:
         """Prepare to publish to one server.
 
         Args:
-            tolerance: What the median difference of a proven version stays below, in nats.
+            tolerance: What the differences of a proven version stay below, in nats.
             dtype: Type that the server computes in.
             rounds_more: Whether the server is quantised.
         """

@@ -134,7 +134,7 @@ class ServerProof:
         """Prepare to prove versions on one server.
 
         Args:
-            tolerance: What the median difference of a proven version stays below, in nats: see `proof_rule`.
+            tolerance: What the differences of a proven version stay below, in nats: see `proof_rule`.
             dtype: Type that the server computes in.
             rounds_more: Whether it rounds what it is sent, so that a small change may vanish there.
         """

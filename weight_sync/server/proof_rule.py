@@ -3,8 +3,8 @@
 To be near v is not enough: one step at a customary learning rate moves log-probs by less than any tolerance that allows
 for rounding, so a swap that was left out would pass. Each of these is a fault:
 
-1. Far from v: half of the log-probs differ by more than the tolerance, one in ten by more than 4 times as much, one by
-   more than 40 times as much, or one is not finite.
+1. Far from v: in float32 one log-prob in ten differs by more than the tolerance, or one by more than 4 times as much;
+   in 16 bits half of them, one in ten by more than 4 times and one by more than 40 times as much; or one is not finite.
 2. Not moved: every log-prob is, bit for bit, the one from before the swap, though the weights that were sent differ.
 3. Nearer to what the server held before than to v, where the two can be told apart.
 4. Unusual: `UNUSUAL` times as far from v as this server is from the learner otherwise.
@@ -25,7 +25,8 @@ import numpy.typing as npt
 Floats = npt.NDArray[np.float32]
 
 # Quantiles of a probe's differences, and how many times the tolerance bounds each.
-BOUNDS = (("median", 0.5, 1.0), ("ninth decile", 0.9, 4.0), ("maximum", 1.0, 40.0))
+BOUNDS = (("ninth decile", 0.9, 1.0), ("maximum", 1.0, 4.0))
+BOUNDS_OF_16_BITS = (("median", 0.5, 1.0), ("ninth decile", 0.9, 4.0), ("maximum", 1.0, 40.0))
 
 # v and the weights before it can be told apart where they differ by this many times the server's usual difference.
 APART = 4.0
@@ -50,6 +51,7 @@ class Baseline:
     """
 
     def __init__(self, dtype: str, tolerance: float) -> None:
+        self.bounds = BOUNDS if dtype == "float32" else BOUNDS_OF_16_BITS
         self._least = ROUNDING[dtype]
         self._tolerance = tolerance
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
@@ -128,7 +130,7 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
     """Judge whether `evidence` shows that the server computes with version v.
 
     Args:
-        tolerance: What the median difference of a proven version stays below, in nats.
+        tolerance: What the differences of a proven version stay below, in nats: rule 1.
         baseline: The server's usual difference from the learner.
     """
     learner, served, before = evidence.learner, evidence.served, evidence.before
@@ -139,7 +141,7 @@ def judge(evidence: Evidence, tolerance: float, baseline: Baseline) -> Judgement
     largest, difference = float(off.max()), float(np.median(off))
     off_bounds = [
         (name, measured, bound)
-        for name, share, times in BOUNDS
+        for name, share, times in baseline.bounds
         if (measured := float(np.quantile(off, share))) > (bound := times * tolerance)
     ]
     moved: float | None = None

@@ -64,9 +64,10 @@ class WeightSyncSection(Section):
     )
     probe_tolerance: float | Literal["auto"] = setting(
         "auto",
-        description="difference of log-probs between server and learner, in nats, that half of a probe must stay "
-        "below, nine in ten below 4 times and all below 40 times as much; auto is 0.001 where servers compute in "
-        "float32, 0.5 in 16 bits, 2 and 4 where they quantise to 8 and 4 bits",
+        description="difference of log-probs between server and learner, in nats, that nine in ten of a probe must "
+        "stay below, and all below 4 times as much; where servers compute in 16 bits, half of it, nine in ten below 4 "
+        "times and all below 40 times as much; auto is 0.001 where servers compute in float32, 0.5 in 16 bits, 2 and 4 "
+        "where they quantise to 8 and 4 bits",
         why="ten times the largest difference in float32; four times the largest median of a probe in bfloat16",
     )
     timeout_s: Seconds = setting(

@@ -817,6 +817,7 @@ def test_a_server_s_task_survives_errors_of_any_kind_and_logs_them(
         broken_for(2, monkeypatch)
         assert world.queue is not None
         world.do(world.queue.put_server(Server("vllm-1", world.urls[1])))
+        until(lambda: len([record for record in caplog.records if record.exc_info]) == 2)
         until(lambda: world.states() == [(ServerState.SERVING, 3)] * 2)
     traces = [record for record in caplog.records if record.exc_info]
     assert {record.message.partition("(")[2] for record in traces} <= {"failure 1)", "failure 2)"}

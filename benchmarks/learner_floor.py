@@ -31,7 +31,8 @@ class Floor:
             of_row += [(len(row.targets), min(WORDS, vocabulary), hidden)] * -(-vocabulary // WORDS)
             for tokens, out, given in of_row:
                 key = tokens, out, given
-                made.setdefault(key, _products(*key, dtype, device))
+                if key not in made:
+                    made[key] = _products(*key, dtype, device)
                 self._products.append(made[key])
 
     def step(self) -> None:

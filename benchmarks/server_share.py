@@ -25,13 +25,13 @@ from typing import Any
 
 import aiohttp
 
+from benchmarks.trl_async import serving
 from deploy.servers import vllm_server
 from deploy.servers.devices import place_devices
 from protocol.config import RunConfig, load
 from protocol.trained_record import RECORD_FOLDER, read_record
 
 ALONE_S = 60.0
-START_S = 300.0
 
 
 def run(run_file: Path, folder: Path, steps: int, settings: list[str]) -> Path:
@@ -90,38 +90,14 @@ async def rate_alone(url: str, turns: list[tuple[list[int], int]], at_once: int)
     return sum(count for at, count in made if since <= at < until) / (until - since)
 
 
-async def until_up(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until the server answers."""
-    started = time.monotonic()
-    async with aiohttp.ClientSession() as session:
-        while process.poll() is None and time.monotonic() < started + START_S:
-            try:
-                async with session.get(f"{url}/health") as response:
-                    if response.status == 200:
-                        return
-            except aiohttp.ClientError:
-                pass
-            await asyncio.sleep(0.5)
-    raise RuntimeError("vLLM did not start: see its log above")
-
-
 def alone(config: RunConfig, turns: list[tuple[list[int], int]]) -> float:
     """Start the run's server on its core, with its settings, and measure it."""
     placed = place_devices(sorted(os.sched_getaffinity(0)), 1)
-    cores = {*placed.servers} if placed else os.sched_getaffinity(0)
-    env = {**vllm_server.environment(config), "OMP_NUM_THREADS": str(placed.server_threads if placed else 1)}
-    process = subprocess.Popen(
-        vllm_server.command(config, 0), env=env, stdout=sys.stderr, preexec_fn=lambda: os.sched_setaffinity(0, cores)
-    )
-    if placed:
+    assert placed is not None, "one core: the comparison needs two"
+    env = vllm_server.environment(config) | {"OMP_NUM_THREADS": str(placed.server_threads)}
+    with serving(vllm_server.command(config, 0), env, config.vllm.port, placed.servers):
         os.sched_setaffinity(0, placed.others)
-    try:
-        url = config.vllm.urls[0]
-        asyncio.run(until_up(url, process))
-        return asyncio.run(rate_alone(url, turns, config.vllm.max_num_seqs))
-    finally:
-        process.terminate()
-        process.wait()
+        return asyncio.run(rate_alone(config.vllm.urls[0], turns, config.vllm.max_num_seqs))
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import psutil
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
@@ -21,8 +21,8 @@ from learner.report.journal import newest_version
 from learner.training import optimiser
 from protocol import checkpoints as places
 from protocol.config import ConfigError, LearnerSection, ModelSection, RunConfig, fingerprint
+from protocol.config.machine import fast_types
 from protocol.config.sections.base import toml_value
-from protocol.cpu import bfloat16_unit
 from protocol.messages import BeginSession, LearnerProcess, RunPosition
 
 # Set by a program that starts a learner: the command that the person typed.
@@ -37,7 +37,8 @@ def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
     """Set `model.dtype` as the checkpoint's unless the run file sets it or this machine would compute in it slowly, as
     servers do that are started by themselves. A learner that `slipstream` starts has it already."""
     model = config.model
-    if "dtype" in model.model_fields_set or not (on_gpu or bfloat16_unit()):
+    fast = fast_types(on_gpu)
+    if "dtype" in model.model_fields_set or not fast:
         return config
     try:
         architecture = AutoConfig.from_pretrained(
@@ -47,8 +48,7 @@ def with_served_dtype(config: RunConfig, on_gpu: bool) -> RunConfig:
         return config
     parts = (architecture, architecture.get_text_config())
     named = [str(getattr(part, "dtype", None)).removeprefix("torch.") for part in parts]
-    known = get_args(ModelSection.model_fields["dtype"].annotation)
-    dtype = next((name for name in named if name in known and (on_gpu or name == "bfloat16")), model.dtype)
+    dtype = next((name for name in named if name in fast), model.dtype)
     return config.model_copy(update={"model": model.model_copy(update={"dtype": dtype})})
 
 

@@ -29,7 +29,6 @@ from rollout_worker.vision.sources import ImageError
 # Rows of each data set whose prompts are rendered, spread over it; of a stream the first ones.
 MAX_RENDERED = 64
 
-
 # The longest of a few prompts, times this, is taken for the longest of all.
 LONGER_PROMPTS = 1.5
 

@@ -20,8 +20,8 @@ from deploy.servers.device_plan import DevicePlan, Part, Seat, with_settings
 from deploy.servers.model_shape import checkpoint_dtype, fetch_architecture, model_shape
 from deploy.servers.probes import Gpu
 from protocol.config import RunConfig
+from protocol.config.machine import bfloat16_unit, fast_types
 from protocol.config.sections.base import toml_value
-from protocol.cpu import bfloat16_unit
 from weight_sync.transports.registry import choice
 
 # Environment variables that pass a process that the supervisor starts its share of a GPU's memory, 0 for no bound, and
@@ -107,11 +107,11 @@ def settle_learner(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
 def _of_checkpoint(found: list[Gpu], config: RunConfig) -> tuple[RunConfig, dict[tuple[str, str], Any]]:
     """Set `model.dtype` as the checkpoint's, unless the run file sets it or this machine would compute in it slowly.
     Returns what was set as well."""
-    if "dtype" in config.model.model_fields_set or not (found or bfloat16_unit()):
+    fast = fast_types(on_gpu=bool(found))
+    if "dtype" in config.model.model_fields_set or not fast:
         return config, {}
     fetch_architecture(config.model)
-    dtype = checkpoint_dtype(config.model)
-    if dtype is None or not (found or dtype == "bfloat16"):
+    if (dtype := checkpoint_dtype(config.model)) not in fast:
         return config, {}
     chosen: dict[tuple[str, str], Any] = {("model", "dtype"): dtype}
     return with_settings(config, chosen), chosen

@@ -145,8 +145,8 @@ def settled(config: RunConfig, episode_tokens: int | None = None) -> RunConfig:
     Args:
         episode_tokens: Tokens of the longest episode; None where only the context bounds it.
     """
-    facts, model = architecture_of(config.model) or {}, _model(config)
-    if model is None:
+    facts = architecture_of(config.model) or {}
+    if (model := model_of(facts, config.model.dtype)) is None:
         return config
     arguments, wanted = config.vllm.args, {}
     if not has_flag(arguments, _BLOCK_FLAG) and not any(

@@ -67,7 +67,7 @@ def test_a_learner_that_accelerate_starts_takes_the_type_that_servers_take_by_th
         raise Started(config.model.dtype)
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: on_gpu)
-    monkeypatch.setattr(start, "bfloat16_unit", lambda: unit)
+    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: unit)
     monkeypatch.setattr(start, "starting_point", starting_point)
     model = {"path": str(tmp_path), **({"dtype": given} if given else {})}
     with pytest.raises(Started, match=taken):

@@ -184,14 +184,15 @@ class Member:
         """Return the server's status, None where its engine does not answer or the run may not use it."""
         began, self._asks = time.monotonic(), True
         self._note_asked()
+        within_s = patience_s(LOOK_TIMEOUT_S, self._step_s)
         try:
-            async with asyncio.timeout(patience_s(LOOK_TIMEOUT_S, self._step_s)):
+            async with asyncio.timeout(within_s):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
                 await self._note_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
             else:
-                await self._note_silence(await self._sync.control.explain(error), began)
+                await self._note_silence(await self._sync.control.explain(error, within_s), began)
             return None
         finally:
             self._asks = False

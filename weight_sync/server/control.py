@@ -197,10 +197,10 @@ class ServerControl(AdapterRoutes):
         """Return the server's status, also when it refuses to generate."""
         return EngineState(**_fields(EngineState, await self._call("GET", "/slipstream/state", answered=(503,))))
 
-    async def explain(self, failed: ControlError | TimeoutError) -> str:
-        """Say why `state` gave none. Where something else answered, say whether the server answers its health probe,
-        which needs no token: what stands between may pass on some routes alone."""
-        text = str(failed) or f"{self.url}: no answer within {LOOK_TIMEOUT_S:g} s"
+    async def explain(self, failed: ControlError | TimeoutError, waited_s: float = LOOK_TIMEOUT_S) -> str:
+        """Say why `state` gave none within `waited_s`. Where something else answered, say whether the server answers
+        its health probe, which needs no token: what stands between may pass on some routes alone."""
+        text = str(failed) or f"{self.url}: no answer within {waited_s:.2g} s"
         if not isinstance(failed, ControlError) or not failed.answered or failed.status in (401, 403):
             return text
         if await self._is_well():

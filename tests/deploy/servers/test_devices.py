@@ -136,7 +136,7 @@ def test_the_run_file_follows_the_checkpoint_and_the_plan_and_that_is_said_in_on
     text = {**sizes, "num_key_value_heads": 8, "vocab_size": 151936, "dtype": "bfloat16"}
     (folder / "config.json").write_text(json.dumps(text), encoding="utf-8")
     monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
-    monkeypatch.setattr(devices, "bfloat16_unit", lambda: None)
+    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: None)
     config, said = load(run_file, ["--model.path", str(folder)]), list[str]()
     _, settled = devices.settle(config, cpu=False, say=said.append)
     assert settled.model.dtype == "bfloat16"
@@ -151,6 +151,7 @@ def test_the_run_file_follows_the_checkpoint_and_the_plan_and_that_is_said_in_on
     monkeypatch.setattr(probes, "visible_gpus", lambda: machine(2))
     assert devices.settle(config, cpu=True, say=said.append)[1].model == config.model, "float32 is faster there"
     assert said == []
+    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: "AMX")
     monkeypatch.setattr(devices, "bfloat16_unit", lambda: "AMX")
     assert devices.settle(config, cpu=True, say=said.append)[1].model.dtype == "bfloat16"
     assert len(said) == 1

@@ -56,8 +56,8 @@ def turns_of_run(run_dir: Path) -> list[tuple[list[int], int]]:
         for place in step.trained:
             for rollout in place.group().rollouts:
                 segment = rollout.segments[0]
-                mask = list(segment.loss_mask)
-                found.append((segment.token_ids.tolist()[: mask.index(True)], sum(mask)))
+                first = int(segment.loss_mask.argmax())
+                found.append((segment.token_ids[:first].tolist(), int(segment.loss_mask.sum())))
     return found
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import time
+import weakref
 from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -125,3 +128,19 @@ def test_a_loader_that_fails_blames_another_model_only_where_shapes_differ(says:
         publish(served, weights(torch.float32, seed=2), torch.float32)
     assert says in str(error.value)
     assert ("another model" in str(error.value)) == blames
+
+
+def test_p1_replaced_weights_are_freed_without_a_collection_of_cycles() -> None:
+    served = Served(torch.float32)
+    publish(served, weights(torch.float32, seed=2), torch.float32)
+    gc.collect()
+    gc.disable()
+    try:
+        replaced = [weakref.ref(served.up.cpu_linear), weakref.ref(served.up.weight)]
+        publish(served, weights(torch.float32, seed=3), torch.float32)
+        ends = time.monotonic() + 5
+        while any(kept() is not None for kept in replaced) and time.monotonic() < ends:
+            time.sleep(0.05)
+        assert [kept() for kept in replaced] == [None, None]
+    finally:
+        gc.enable()

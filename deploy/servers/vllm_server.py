@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from deploy.servers import cpu_build, devices, kv_cache, probes, server_args
+from deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
 from deploy.servers import joining as joining_of
 from deploy.servers.device_plan import Part, Seat
 from deploy.servers.devices import SHARE
@@ -102,8 +102,8 @@ def command(config: RunConfig, index: int, seat: Seat | None = None, replica: in
         flags += ["--middleware", "weight_sync.vllm.guard.RequireToken"]
     if seat is not None and seat.share:
         flags += ["--gpu-memory-utilization", f"{seat.share:.3f}"]
-    if seat is not None and seat.cache and not has_flag(vllm.args, kv_cache.FLAG):
-        flags += [kv_cache.FLAG, str(seat.cache)]
+    if seat is not None and seat.cache and not has_flag(vllm.args, cpu_settings.FLAG):
+        flags += [cpu_settings.FLAG, str(seat.cache)]
     facts = architecture_of(config.model) or {}
     if on_cpu():
         # A compiled CPU graph would keep the packed weights that it was compiled with.
@@ -187,7 +187,7 @@ def environment(config: RunConfig, seat: Seat | None = None) -> dict[str, str]:
 def with_cpu_settings(
     config: RunConfig, say: Callable[[str], None] = lambda line: None, episode_tokens: int | None = None
 ) -> RunConfig:
-    """Derive the settings of servers on a CPU that the user has not set, see `kv_cache.settled`.
+    """Derive the settings of servers on a CPU that the user has not set, see `cpu_settings.settled`.
 
     Args:
         say: Takes the line that describes them.
@@ -195,9 +195,9 @@ def with_cpu_settings(
     """
     if not (on_cpu() and config.vllm.launched):
         return config
-    settled = kv_cache.settled(config, episode_tokens)
+    settled = cpu_settings.settled(config, episode_tokens)
     if settled != config:
-        say(kv_cache.described(settled, episode_tokens))
+        say(cpu_settings.described(settled, episode_tokens))
     return settled
 
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy.servers import kv_cache, vllm_server
-from deploy.servers.kv_cache import GIB, Model, budget, model_of
+from deploy.servers import cpu_settings, vllm_server
+from deploy.servers.cpu_settings import GIB, Model, budget, model_of
 from protocol.config import ConfigError, RunConfig, load
 from tests.kit.config import config
 
@@ -76,7 +76,7 @@ def test_the_size_is_what_all_sequences_need_or_what_is_left(available: int, cou
     ],
 )
 def test_the_users_own_size_is_seen(arguments: list[str], environment: dict[str, str], given: bool) -> None:
-    assert kv_cache.is_set(arguments, environment) == given
+    assert cpu_settings.is_set(arguments, environment) == given
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_cpu_servers_settings_are_derived_where_the_user_has_set_none(
     qwen: RunConfig, on_cpu: bool, given: list[str], added: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_server, "on_cpu", lambda: on_cpu)
-    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 64 * GIB)
+    monkeypatch.setattr(cpu_settings, "available_bytes", lambda: 64 * GIB)
     qwen = qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": given})})
     said: list[str] = []
     settled = vllm_server.with_cpu_settings(qwen, said.append)
@@ -123,7 +123,7 @@ def test_a_cpu_servers_settings_are_derived_where_the_user_has_set_none(
 
 def test_blocks_of_models_with_states_are_left_to_vllm(tmp_path: Path, run_file: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**QWEN3_06B, "linear_num_key_heads": 4}}))
-    arguments = kv_cache.settled(load(run_file, ["--model.path", str(tmp_path)])).vllm.args
+    arguments = cpu_settings.settled(load(run_file, ["--model.path", str(tmp_path)])).vllm.args
     assert "--block-size" not in arguments
     assert "--kv-cache-memory-bytes" in arguments
 
@@ -137,21 +137,21 @@ def test_a_step_of_the_engine_takes_a_second_or_two(
     small = {"hidden_size": 128, "intermediate_size": 256, "vocab_size": 384} if layers == 2 else {}
     (tmp_path / "config.json").write_text(json.dumps({**QWEN3_06B, "num_hidden_layers": layers, **small}))
     run = load(run_file, ["--model.path", str(tmp_path), "--vllm.max_num_seqs", str(sequences)])
-    arguments = kv_cache.settled(run).vllm.args
+    arguments = cpu_settings.settled(run).vllm.args
     assert arguments[arguments.index("--max-num-batched-tokens") + 1] == str(tokens)
 
 
 def test_too_little_memory_is_refused_with_the_figures(qwen: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 20 * GIB)
+    monkeypatch.setattr(cpu_settings, "available_bytes", lambda: 20 * GIB)
     with pytest.raises(ConfigError) as error:
-        kv_cache.check_cache_fits(qwen)
+        cpu_settings.check_cache_fits(qwen)
     for text in ("vllm.max_model_len = 8000", "1.7 GiB", "0.0 GiB is left", "1 servers", "20.0 GiB", "2.2 GiB"):
         assert text in str(error.value)
-    kv_cache.check_cache_fits(
+    cpu_settings.check_cache_fits(
         qwen.model_copy(update={"vllm": qwen.vllm.model_copy(update={"args": ["--kv-cache-memory-bytes"]})})
     )
-    monkeypatch.setattr(kv_cache, "available_bytes", lambda: 40 * GIB)
-    kv_cache.check_cache_fits(qwen)
+    monkeypatch.setattr(cpu_settings, "available_bytes", lambda: 40 * GIB)
+    cpu_settings.check_cache_fits(qwen)
 
 
 @pytest.mark.parametrize(
@@ -174,4 +174,4 @@ def test_a_containers_limit_counts(
         file = tmp_path / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
-    assert kv_cache.available_bytes(tmp_path, tmp_path / "nodes") == left
+    assert cpu_settings.available_bytes(tmp_path, tmp_path / "nodes") == left

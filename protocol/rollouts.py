@@ -211,13 +211,16 @@ NEW_SEGMENTS = "chat/new_segments"
 
 SERVER_MOVES = "servers/moves"
 
+# Tools that the policy could call.
+TOOLS_OFFERED = "tools/offered"
+
 # Seconds that an environment took for reset, answers and reward in an episode; TRL's names.
 ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S = "env/reset_s", "env/respond_s", "env/reward_s"
 
 # Seconds that a worker measures for each rollout: in its turns, in its tool calls, and in the reward functions.
 TIMINGS = ("generate", "tools", "reward")
 
-_OURS = (NEW_SEGMENTS, SERVER_MOVES, ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S)
+_OURS = (NEW_SEGMENTS, SERVER_MOVES, TOOLS_OFFERED, ENV_RESET_S, ENV_RESPOND_S, ENV_REWARD_S)
 
 # Reasons for which a tool's call failed.
 WHY_FAILED = (

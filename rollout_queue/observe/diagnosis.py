@@ -341,11 +341,10 @@ def _wrong_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
 
 
 def _few_calls(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
-    """Say that the policy hardly uses its tools, where rollouts are cut off or rewards are equal meanwhile. Of a task
-    whose tools were never called it is not known here that it has any."""
+    """Say that the policy hardly uses its tools, where rollouts are cut off or rewards are equal meanwhile."""
     newest = symptoms.newest
-    rollouts, callers = newest.finished.total(), symptoms.longer.callers
-    if not callers or newest.callers >= _FEW * rollouts or rollouts < _MIN_EPISODES:
+    rollouts, has_tools = newest.finished.total(), newest.offered or symptoms.longer.callers
+    if not has_tools or newest.callers >= _FEW * rollouts or rollouts < _MIN_EPISODES:
         return
     equal = _equal_share(symptoms) is not None
     if not equal and _cut_share(symptoms) < _MANY:

@@ -15,7 +15,7 @@ import msgspec
 
 from protocol import codec, reasons
 from protocol.messages import Group
-from protocol.rollouts import TOOL_COUNT, RolloutView
+from protocol.rollouts import TOOL_COUNT, TOOLS_OFFERED, RolloutView
 from protocol.status import Rates, Staleness
 from rollout_queue.ledger.records import TicketRecord, TicketState
 
@@ -140,7 +140,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     Attributes:
         reward: Their mean reward. `equal`: whether all have the same, or all of each role.
         finished: Rollouts by finish reason.
-        tools: Calls by tool. `callers`: rollouts that call any.
+        tools: Calls by tool. `callers`: rollouts that call any. `offered`: whether there are tools to call.
     """
 
     reward: float
@@ -148,6 +148,7 @@ class GroupOutcome(msgspec.Struct, frozen=True):
     finished: dict[str, int]
     tools: dict[str, ToolCounts] = {}
     callers: int = 0
+    offered: bool = False
 
     @classmethod
     def of(cls, group: Group) -> Self:
@@ -161,7 +162,8 @@ class GroupOutcome(msgspec.Struct, frozen=True):
         tools = {tool: _tool_counts(tool, counts) for tool in called[:_MAX_TOOLS]}
         finished = Counter(str(rollout.finish_reason) for rollout in group.rollouts)
         callers = sum(rollout.tool_calls > 0 for rollout in group.rollouts)
-        return cls(fmean(rewards), group.is_flat, dict(finished), tools, callers)
+        offered = any(TOOLS_OFFERED in rollout.metrics for rollout in group.rollouts)
+        return cls(fmean(rewards), group.is_flat, dict(finished), tools, callers, offered)
 
 
 def _tool_counts(tool: str, counts: Mapping[tuple[str, str], float]) -> ToolCounts:
@@ -176,12 +178,13 @@ class OutcomeWindow:
     Attributes:
         equal: Groups whose rewards are all equal. `rewards`: the rewards of these, by how many groups have each.
         finished: Rollouts by finish reason. `callers`: rollouts that call a tool.
+        offered: Groups that had tools to call.
     """
 
     def __init__(self, size: int) -> None:
         self.size = size
         self._outcomes: deque[GroupOutcome] = deque()
-        self.equal = self.callers = 0
+        self.equal = self.callers = self.offered = 0
         self.rewards: Counter[float] = Counter()
         self.finished: Counter[str] = Counter()
         self._tools: defaultdict[str, ToolCounts] = defaultdict(ToolCounts)
@@ -205,6 +208,7 @@ class OutcomeWindow:
             self.equal += sign
             _change(self.rewards, outcome.reward, sign)
         self.callers += sign * outcome.callers
+        self.offered += sign * outcome.offered
         for reason, count in outcome.finished.items():
             _change(self.finished, reason, sign * count)
         for tool, counts in outcome.tools.items():

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from protocol import reasons, tracing
 from protocol.messages import FinishReason, Rollout
-from protocol.rollouts import SERVER_MOVES
+from protocol.rollouts import SERVER_MOVES, TOOLS_OFFERED
 from rollout_worker import user_code
 from rollout_worker.chat.base import ChatFormat, PromptError
 from rollout_worker.chat.parsers.base import MalformedCall, Message, ParsedTurn
@@ -112,6 +112,8 @@ class EpisodeRunner:
             episode.rollout.finish_reason = "timeout"
         finally:
             self.sampler.pool.release([affinity])
+        if setup.tools.schemas:
+            episode.rollout.metrics[TOOLS_OFFERED] = float(len(setup.tools.schemas))
         if affinity.moves:
             episode.rollout.metrics[SERVER_MOVES] = float(affinity.moves)
         if affinity.waited_s:

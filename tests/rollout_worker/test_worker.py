@@ -71,7 +71,7 @@ async def test_a_rollout_holds_what_the_server_sampled():
         assert rollout.reward_components == {"accuracy": 1.0}
         assert set(rollout.timings) == {"generate", "tools", "reward", "total"}
         assert 0 < rollout.metrics.pop("tools/multiply/seconds") <= rollout.timings["tools"]
-        assert rollout.metrics == {"tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
+        assert rollout.metrics == {"tools/offered": 1.0, "tools/multiply/calls": 1.0, "tools/multiply/failures": 0.0}
 
 
 async def test_a_group_says_what_its_rewards_weigh():
@@ -668,6 +668,7 @@ async def test_calls_and_failures_are_counted_by_tool_and_what_the_policy_invent
         timed = {name for name in rollout.metrics if name.endswith("/seconds")}
         assert timed == {"tools/multiply/seconds", "tools/fetch/seconds"}, "the others reach no tool"
         assert {name: value for name, value in rollout.metrics.items() if name not in timed} == {
+            "tools/offered": 2.0,
             "tools/multiply/calls": 1.0,
             "tools/multiply/failures": 0.0,
             "tools/fetch/calls": 2.0,
@@ -681,9 +682,9 @@ async def test_calls_and_failures_are_counted_by_tool_and_what_the_policy_invent
     assert len(run.rollouts) == 2
 
 
-async def test_a_rollout_without_calls_has_no_metrics_of_tools():
+async def test_a_rollout_without_calls_tells_only_how_many_tools_it_had():
     run = await roll(task(), fake(scripted(TOKENIZER, in_turn(["408"]))))
-    assert [rollout.metrics for rollout in run.rollouts] == [{}, {}]
+    assert [rollout.metrics for rollout in run.rollouts] == [{"tools/offered": 1.0}] * 2
 
 
 async def test_several_calls_in_one_turn():

@@ -22,6 +22,7 @@ from protocol.messages import (
     WorkerReport,
 )
 from protocol.messages import Notice as Told
+from protocol.rollouts import TOOLS_OFFERED
 from protocol.status import Cause, Notice, WorkerStatus
 from rollout_queue.observe.diagnosis import HOLD_S, WINDOW_GROUPS, CauseTimes, Symptoms, diagnose
 from rollout_queue.observe.windows import GroupOutcome, OutcomeWindow, ToolCounts
@@ -37,11 +38,15 @@ ERROR = Notice(1, "tool", "tool search: KeyError: 'q' (task.py:12)", "w", 0.0)
 
 
 def outcome(
-    *rewards: float, finished: str = "stop", tools: dict[str, ToolCounts] | None = None, callers: int | None = None
+    *rewards: float,
+    finished: str = "stop",
+    tools: dict[str, ToolCounts] | None = None,
+    callers: int | None = None,
+    offered: bool = False,
 ) -> GroupOutcome:
     mean = sum(rewards) / len(rewards)
     callers = (len(rewards) if tools else 0) if callers is None else callers
-    return GroupOutcome(mean, len(set(rewards)) == 1, {finished: len(rewards)}, tools or {}, callers)
+    return GroupOutcome(mean, len(set(rewards)) == 1, {finished: len(rewards)}, tools or {}, callers, offered)
 
 
 def seen(
@@ -202,6 +207,12 @@ REFUSED = worker("refused", "worker w would make wrong data: the tokenizer diffe
             id="a policy that has stopped to call its tools, before the task",
         ),
         pytest.param(
+            seen((40, outcome(0.0, 0.0, offered=True))),
+            *([], [], {}),
+            [("episodes without tools", "bad", ("0 of the newest 32 episodes", "Meanwhile 40 groups in a row"))],
+            id="a policy that never called its tools",
+        ),
+        pytest.param(
             seen((40, VARIES), (1, outcome(0.0, 1.0, tools=SOMETIMES))),
             *([], [], {}, []),
             id="few calls are no fault where rewards differ and no limit ends rollouts",
@@ -356,8 +367,9 @@ def test_an_outcome_tells_the_tools_own_failures_from_wrong_calls() -> None:
         "failures/bad_arguments": 1.0,
     }
     made.rollouts[0].metrics = {f"tools/a/b/{name}": value for name, value in counts.items()} | {"own": 3.0}
-    made.rollouts[1].metrics = {"tools/a/b/calls": 1.0, "tools/a/b/failures": 0.0}
+    made.rollouts[1].metrics = {"tools/a/b/calls": 1.0, "tools/a/b/failures": 0.0, TOOLS_OFFERED: 1.0}
     of = GroupOutcome.of(made)
+    assert of.offered
     assert of.tools == {"a/b": ToolCounts(calls=6, own_failures=3, wrong_calls=1)}
     assert (of.reward, of.equal, of.finished) == (0.5, False, {"stop": 2})
 

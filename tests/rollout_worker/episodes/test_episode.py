@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol.rollouts import TOOLS_OFFERED
 from rollout_queue.ledger import validation
 from rollout_worker.chat.base import PromptError
 from rollout_worker.chat.template import TemplateFormat
@@ -305,6 +306,7 @@ async def test_calls_are_counted_by_tool_and_by_reason():
     assert (episode.rollout.tool_calls, episode.rollout.tool_failures) == (5, 4)
     assert episode.rollout.metrics.pop("tools/multiply/seconds") > 0
     assert episode.rollout.metrics == {
+        TOOLS_OFFERED: 1,
         "tools/multiply/calls": 3,
         "tools/multiply/failures": 2,
         "tools/multiply/failures/bad_arguments": 2,
@@ -350,6 +352,7 @@ async def test_a_tools_answer_that_does_not_fit_is_left_off():
     assert episode.drafts[-1].mask[-1], "the segment ends with a sampled token"
     assert [message["role"] for message in episode.messages] == ["assistant"]
     assert episode.rollout.tool_calls == 1
+    assert episode.rollout.metrics[TOOLS_OFFERED] == 1
 
 
 @given(

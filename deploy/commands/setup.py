@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
@@ -264,8 +263,10 @@ def write_task_files(folder: Path, model: str) -> None:
 
 def _filled(template: str, settings: Mapping[str, object]) -> str:
     tools = "" if settings.get("tools", "template") == "template" else f"tools = {toml_value(settings['tools'])}{_WHY}"
+    # The type of a model folder is known, and taken where this machine is fast in it.
+    dtype = "" if Path(str(settings["path"])).is_dir() else 'dtype = "bfloat16"\n'
     written = {key: toml_value(value) for key, value in settings.items()}
-    return template.format_map({**written, "tools": tools, "size": settings["size"]})
+    return template.format_map({**written, "tools": tools, "dtype": dtype, "size": settings["size"]})
 
 
 def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
@@ -286,7 +287,7 @@ def _run_name(folder: Path) -> str:
 
 
 def _model_settings(model: str) -> dict[str, object]:
-    """Return type and context of a local model, and usual ones for a hub name, which is not looked up.
+    """Return the context of a local model, and a usual one for a hub name, which is not looked up.
 
     Raises:
         ConfigError: The folder is missing or its config.json cannot be read.
@@ -295,17 +296,14 @@ def _model_settings(model: str) -> dict[str, object]:
     if not folder.is_dir():
         if model.startswith((".", "/", "~")):
             raise ConfigError(f"--model {model}: there is no such folder; give an existing model folder or a hub name")
-        return {"path": model, **_sizes("bfloat16", MAX_MODEL_LEN), **_learning_rate(model)}
+        return {"path": model, **_sizes(MAX_MODEL_LEN), **_learning_rate(model)}
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        dtype = config.get("dtype") or config.get("torch_dtype")
         context = int(config.get("max_position_embeddings") or MAX_MODEL_LEN)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
-    known = ModelSection.model_fields["dtype"].annotation
-    sizes = _sizes(dtype if dtype in get_args(known) else "bfloat16", context)
-    return {"path": str(folder.absolute()), **sizes, **_learning_rate(str(folder.absolute()))}
+    return {"path": str(folder.absolute()), **_sizes(context), **_learning_rate(str(folder.absolute()))}
 
 
 def _learning_rate(model: str) -> dict[str, object]:
@@ -317,10 +315,9 @@ def _learning_rate(model: str) -> dict[str, object]:
     return {"learning_rate": rate, "size": learning_rates.described(parameters)}
 
 
-def _sizes(dtype: str, context: int) -> dict[str, object]:
+def _sizes(context: int) -> dict[str, object]:
     max_model_len = min(context, MAX_MODEL_LEN)
     return {
-        "dtype": dtype,
         "max_model_len": max_model_len,
         "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def task(folder: Path) -> Task:
 def test_the_run_file_loads_and_its_model_can_talk_to_the_tools(folder: Path, task: Task, model_folder: Path) -> None:
     config = load(folder / "run.toml", needs=("task", "model"))
     assert (config.run.name, config.model.path) == ("my-shop", str(model_folder))
+    assert "dtype" not in tomllib.loads((folder / "run.toml").read_text())["model"], "this machine chooses"
     assert config.worker.keep_messages
     assert config.chat.system_prompt is not None
     build_chat_format(config, ToolBox(task.tools).schemas)

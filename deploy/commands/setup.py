@@ -15,7 +15,6 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import get_args
 
 import psutil
 from packaging.requirements import InvalidRequirement, Requirement
@@ -53,7 +52,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 def examine(config: RunConfig | None, as_json: bool = False) -> int:
     """Print packages and devices, and a run file's ports, plan and store; as one line of JSON if `as_json`. Returns
     the exit code: 1 if something is broken."""
-    of_run = (*_ports(config), *_plan(config), *_store(config), *model_facts.facts(config)) if config else ()
+    of_run = tuple(_of_run(config)) if config else ()
     unusual = learning_rates.find_unusual_rate(config) if config else None
     facts = dict((*_software(), *_devices(), *of_run))
     faults: list[object] = [
@@ -94,15 +93,19 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "GPUs", ", ".join(_gpus()) or "none that torch sees"
 
 
-def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Print the GPUs that each process of the run would get."""
+def _of_run(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Print what the run would listen on, the GPUs that each process would get, and what it does with store and model,
+    with the settings that a start would choose."""
+    yield from _ports(config)
     lines = list[str]()
     try:
-        devices.settle(config, on_cpu(), lines.append)
+        _, config = devices.settle(config, on_cpu(), lines.append)
     except ConfigError as error:
         lines = [f"no plan: {error}"]
     if lines:
         yield "devices", "; ".join(lines)
+    yield from _store(config)
+    yield from model_facts.facts(config)
 
 
 def _store(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -258,6 +261,7 @@ def write_task_files(folder: Path, model: str) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}; give another folder") from None
     print(f"wrote {', '.join(str(folder / name) for name in FILES)}; next:")
+    print(f"  slipstream doctor {run_file}      # model, memory, ports and settings, before anything starts")
     print(f"  slipstream up {run_file}          # vLLM, queue, workers and learner on this machine")
     print(f"  slipstream rollouts {run_file}    # meanwhile or later: read what the policy says")
 
@@ -286,7 +290,7 @@ def _run_name(folder: Path) -> str:
 
 
 def _model_settings(model: str) -> dict[str, object]:
-    """Return type and context of a local model, and usual ones for a hub name, which is not looked up.
+    """Return the context of a local model, and usual ones for a hub name, which is not looked up.
 
     Raises:
         ConfigError: The folder is missing or its config.json cannot be read.
@@ -295,17 +299,15 @@ def _model_settings(model: str) -> dict[str, object]:
     if not folder.is_dir():
         if model.startswith((".", "/", "~")):
             raise ConfigError(f"--model {model}: there is no such folder; give an existing model folder or a hub name")
-        return {"path": model, **_sizes("bfloat16", MAX_MODEL_LEN), **_learning_rate(model)}
+        return {"path": model, **_sizes(MAX_MODEL_LEN), **_learning_rate(model)}
     file = folder / "config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        dtype = config.get("dtype") or config.get("torch_dtype")
         context = int(config.get("max_position_embeddings") or MAX_MODEL_LEN)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
-    known = ModelSection.model_fields["dtype"].annotation
-    sizes = _sizes(dtype if dtype in get_args(known) else "bfloat16", context)
-    return {"path": str(folder.absolute()), **sizes, **_learning_rate(str(folder.absolute()))}
+    path = str(folder.absolute())
+    return {"path": path, **_sizes(context), **_learning_rate(path)}
 
 
 def _learning_rate(model: str) -> dict[str, object]:
@@ -317,10 +319,6 @@ def _learning_rate(model: str) -> dict[str, object]:
     return {"learning_rate": rate, "size": learning_rates.described(parameters)}
 
 
-def _sizes(dtype: str, context: int) -> dict[str, object]:
+def _sizes(context: int) -> dict[str, object]:
     max_model_len = min(context, MAX_MODEL_LEN)
-    return {
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4),
-    }
+    return {"max_model_len": max_model_len, "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4)}

@@ -379,7 +379,7 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
             yield f"{incident.about}: {_brief(incident.text)}"
     for cause in status.diagnosis:
         if _alike(cause.text) not in said:
-            yield _brief(cause.text)
+            yield cause.text.partition(". ")[0]  # uncut: its end is the remedy
 
 
 def _alike(text: str) -> str:

@@ -97,7 +97,9 @@ def _chat(config: RunConfig) -> str:
     try:
         build_chat_format(config, [_TOOL])
     except ConfigError as error:
-        return f"{found}; without tools: {error}"
+        # With a task, its line has the remedy if there are tools.
+        why = str(error).partition("; ")[0] if config.task.path else str(error)
+        return f"{found}; without tools: {why}"
     return f"{found}; with and without tools" + (" in the prompt" if config.chat.tools == "prompt" else "")
 
 

@@ -19,7 +19,7 @@ from urllib.error import HTTPError
 
 from deploy.checks import model_check
 from deploy.run import run_directory
-from deploy.servers import cpu_build, cpu_settings, probes, server_args
+from deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
 from deploy.servers.gpu_memory import checkpoint_bytes, gib
 from deploy.servers.model_shape import architecture_of, model_shape
 from deploy.servers.probes import check_port
@@ -117,8 +117,9 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     model_check.check_resumed(config, resume)
     check_adapter(config, resume)
     if config.vllm.launched and on_cpu():
-        cpu_build.check_served(config, architecture_of(config.model) or {})
-        cpu_settings.check_cache_fits(config)
+        _, served = devices.settle(config, cpu=True, say=lambda line: None)  # with the type that the servers will have
+        cpu_build.check_served(served, architecture_of(served.model) or {})
+        cpu_settings.check_cache_fits(served)
     checked = task_check.check_task(config, task)
     findings += checked.findings
     if config.vllm.servers and not is_over:  # last, since they answer in seconds, or not at all

@@ -52,7 +52,7 @@ CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 def examine(config: RunConfig | None, as_json: bool = False) -> int:
     """Print packages and devices, and a run file's ports, plan and store; as one line of JSON if `as_json`. Returns
     the exit code: 1 if something is broken."""
-    of_run = (*_ports(config), *_plan(config), *_store(config), *model_facts.facts(config)) if config else ()
+    of_run = tuple(_of_run(config)) if config else ()
     unusual = learning_rates.find_unusual_rate(config) if config else None
     facts = dict((*_software(), *_devices(), *of_run))
     faults: list[object] = [
@@ -93,15 +93,19 @@ def _devices() -> Iterator[tuple[str, str]]:
     yield "GPUs", ", ".join(_gpus()) or "none that torch sees"
 
 
-def _plan(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Print the GPUs that each process of the run would get."""
+def _of_run(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Print what the run would listen on, the GPUs that each process would get, and what it does with store and model,
+    with the settings that a start would choose."""
+    yield from _ports(config)
     lines = list[str]()
     try:
-        devices.settle(config, on_cpu(), lines.append)
+        _, config = devices.settle(config, on_cpu(), lines.append)
     except ConfigError as error:
         lines = [f"no plan: {error}"]
     if lines:
         yield "devices", "; ".join(lines)
+    yield from _store(config)
+    yield from model_facts.facts(config)
 
 
 def _store(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -257,16 +261,15 @@ def write_task_files(folder: Path, model: str) -> None:
     except OSError as error:
         raise ConfigError(f"{folder}: cannot be written: {error.strerror}; give another folder") from None
     print(f"wrote {', '.join(str(folder / name) for name in FILES)}; next:")
+    print(f"  slipstream doctor {run_file}      # model, memory, ports and settings, before anything starts")
     print(f"  slipstream up {run_file}          # vLLM, queue, workers and learner on this machine")
     print(f"  slipstream rollouts {run_file}    # meanwhile or later: read what the policy says")
 
 
 def _filled(template: str, settings: Mapping[str, object]) -> str:
     tools = "" if settings.get("tools", "template") == "template" else f"tools = {toml_value(settings['tools'])}{_WHY}"
-    # The type of a model folder is known, and taken where this machine is fast in it.
-    dtype = "" if Path(str(settings["path"])).is_dir() else 'dtype = "bfloat16"\n'
     written = {key: toml_value(value) for key, value in settings.items()}
-    return template.format_map({**written, "tools": tools, "dtype": dtype, "size": settings["size"]})
+    return template.format_map({**written, "tools": tools, "size": settings["size"]})
 
 
 def _fit_to_model(run_file: Path, settings: Mapping[str, object]) -> None:
@@ -303,7 +306,8 @@ def _model_settings(model: str) -> dict[str, object]:
         context = int(config.get("max_position_embeddings") or MAX_MODEL_LEN)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigError(f"--model {model}: {file} cannot be read: {error}; save a model there") from None
-    return {"path": str(folder.absolute()), **_sizes(context), **_learning_rate(str(folder.absolute()))}
+    path = str(folder.absolute())
+    return {"path": path, **_sizes(context), **_learning_rate(path)}
 
 
 def _learning_rate(model: str) -> dict[str, object]:
@@ -317,7 +321,4 @@ def _learning_rate(model: str) -> dict[str, object]:
 
 def _sizes(context: int) -> dict[str, object]:
     max_model_len = min(context, MAX_MODEL_LEN)
-    return {
-        "max_model_len": max_model_len,
-        "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4),
-    }
+    return {"max_model_len": max_model_len, "max_turn_tokens": min(MAX_TURN_TOKENS, max_model_len // 4)}

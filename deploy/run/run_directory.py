@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from fractions import Fraction
 from pathlib import Path
 
@@ -138,12 +138,17 @@ def held_alone(config: RunConfig) -> Iterator[None]:
         yield
 
 
-def resolved(config: RunConfig) -> str:
+def resolved(config: RunConfig, to_be_set: Collection[tuple[str, str]] = ()) -> str:
     """Return the resolved run file, valid from any folder. It holds neither the token nor the password of a database:
-    the environment carries them."""
+    the environment carries them.
+
+    Args:
+        config: The run file.
+        to_be_set: (section, key) of settings that stay open.
+    """
     run = config.run.model_copy(update={"dir": config.run.dir.absolute()})
     queue = config.queue.model_copy(update={"token": None})
-    return to_toml(config.model_copy(update={"run": run, "queue": queue}))
+    return to_toml(config.model_copy(update={"run": run, "queue": queue}), to_be_set=to_be_set)
 
 
 @contextlib.contextmanager

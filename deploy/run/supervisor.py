@@ -207,7 +207,9 @@ async def _check(config: RunConfig, resume: bool, children: Children, terminal: 
         ConfigError: The checks found a fault that stops the run.
         RunFailed: The process of the checks failed.
     """
-    with _scratch_file(resolved(config)) as run_file:
+    # The checks choose the type as the start does after them.
+    left_open = () if "dtype" in config.model.model_fields_set else (("model", "dtype"),)
+    with _scratch_file(resolved(config, left_open)) as run_file:
         child = children.start(preflight_program(config, run_file, resume), run_file.parent)
         with terminal.waiting_for("the check of run file, task and model"):
             code = await child.wait()

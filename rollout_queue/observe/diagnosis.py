@@ -17,7 +17,7 @@ import msgspec
 
 from protocol import reasons
 from protocol.collapse import WINDOW_STEPS, Collapse, Row, find_collapse
-from protocol.config import RunConfig
+from protocol.config import RolloutSection, RunConfig
 from protocol.rollouts import UNKNOWN_TOOL
 from protocol.status import Cause, Notice, Severity, WorkerStatus
 from rollout_queue.observe.changes import ChangeFinder
@@ -363,13 +363,21 @@ def _cut_share(symptoms: Symptoms) -> float:
     return sum(finished[reason] for reason in _LIMITS) / max(1, finished.total())
 
 
+def _token_limits(rollout: RolloutSection) -> str:
+    """Name the limits on tokens that may have ended a rollout: of a single turn, the lower one."""
+    turn, episode = rollout.max_turn_tokens, rollout.max_episode_tokens
+    of_turn, of_episode = f"rollout.max_turn_tokens = {turn}", f"rollout.max_episode_tokens = {episode}"
+    if rollout.max_turns == 1 and turn != episode:
+        return of_turn if turn < episode else of_episode
+    return f"{of_turn} {'and' if turn == episode else 'or'} {of_episode}"
+
+
 def _cut_off(symptoms: Symptoms, config: RunConfig) -> Iterator[Cause]:
     """Name the limit at which most rollouts end."""
     finished, rollout = symptoms.newest.finished, config.rollout
     rollouts = finished.total()
     remedies = {
-        "length": f"raise rollout.max_turn_tokens = {rollout.max_turn_tokens} or rollout.max_episode_tokens = "
-        f"{rollout.max_episode_tokens}",
+        "length": f"raise {_token_limits(rollout)}",
         "context": f"raise vllm.max_model_len = {config.vllm.max_model_len}, or shorten prompts and tool results",
         "turn_limit": f"raise rollout.max_turns = {rollout.max_turns}",
         "timeout": f"raise worker.episode_timeout_s = {config.worker.episode_timeout_s:g}",

@@ -72,6 +72,11 @@ class FunctionReward:
         for name, parameter in signature.parameters.items():
             needed = parameter.default is parameter.empty and parameter.kind in _BY_NAME
             if needed and name not in given:
+                if name in ("prompt", "completion"):
+                    raise ConfigError(
+                        f"Task(rewards=...): {self.name} takes {name!r}, and rewards get lists with one entry for each "
+                        f"completion: name it {name}s"
+                    )
                 columns = [str(column) for column in row]
                 close = nearest(name, columns)
                 meant = f"did you mean {close}? " if close else ""

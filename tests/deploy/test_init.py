@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tomllib
 from pathlib import Path
 
@@ -44,8 +45,9 @@ def test_the_run_file_loads_and_its_model_can_talk_to_the_tools(folder: Path, ta
 def test_a_model_whose_template_knows_no_tools_gets_them_in_the_prompt(tmp_path: Path, model_folder: Path) -> None:
     """With limits for its prompts and turns in place of the model's whole context."""
     plain = "{% for m in messages %}{{ m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
-    (model_folder / "chat_template.jinja").write_text(plain, encoding="utf-8")
-    setup.write_task_files(tmp_path / "shop", str(model_folder))
+    own = shutil.copytree(model_folder, tmp_path / "model")  # other tests share the folder
+    (own / "chat_template.jinja").write_text(plain, encoding="utf-8")
+    setup.write_task_files(tmp_path / "shop", str(own))
     config = load(tmp_path / "shop" / "run.toml")
     assert (config.chat.tools, config.rollout.max_turn_tokens) == ("prompt", 128)
     build_chat_format(config, ToolBox(load_task(config.task).tools).schemas)
@@ -94,7 +96,7 @@ def test_nothing_is_overwritten(tmp_path: Path, name: str) -> None:
     assert (tmp_path / name).read_text() == "mine"
 
 
-def test_the_next_two_commands_are_told(
+def test_the_next_commands_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -105,14 +107,13 @@ def test_the_next_two_commands_are_told(
     told, *commands = capsys.readouterr().out.splitlines()
     assert told == "wrote shop/run.toml, shop/task.py, shop/data.jsonl; next:"
     assert [line.split("#")[0].split() for line in commands] == [
+        ["slipstream", "doctor", "shop/run.toml"],
         ["slipstream", "up", "shop/run.toml"],
         ["slipstream", "rollouts", "shop/run.toml"],
     ]
     config = load("shop/run.toml", needs=("task", "model"))
-    assert (config.model.path, config.model.dtype, config.probe_tolerance) == (
-        *("Qwen/Qwen3-0.6B", "bfloat16"),
-        0.5,
-    )
+    assert config.model.path == "Qwen/Qwen3-0.6B"
+    assert "dtype" not in config.model.model_fields_set  # the start chooses what this machine computes fast
 
 
 @pytest.mark.parametrize(

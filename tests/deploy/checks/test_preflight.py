@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from deploy.checks import preflight
+from deploy.run.run_directory import resolved
 from deploy.servers.model_shape import ModelShape
 from deploy.servers.probes import check_port, looks_like
 from protocol import checkpoints
@@ -49,6 +50,26 @@ def test_a_first_prompt_that_the_template_refuses(run_file: Path, tmp_path: Path
     (run_file.parent / "task.py").write_text(TASK.replace("tools=[multiply], ", ""), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"^task\.path = .*the first prompt cannot be shown to the model: .*no user"):
         preflight.check_run(load(run_file, ["--model.path", str(folder)]), resume=False)
+
+
+def test_a_cpu_s_servers_are_judged_with_the_type_that_they_will_have(
+    run_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model_folder(tmp_path / "plain")
+    text = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**text, "dtype": "bfloat16"}), encoding="utf-8")
+    judged = list[str]()
+    monkeypatch.setattr(preflight.cpu_build, "check_served", lambda config, facts: judged.append(config.model.dtype))
+    for unit in ("AMX", None):
+        monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda unit=unit: unit)
+        monkeypatch.setattr(preflight.devices, "bfloat16_unit", lambda unit=unit: unit)
+        config = load(run_file, ["--model.path", str(folder)])
+        preflight.check_run(config, resume=False)
+        # The supervisor hands the check a resolved file, in which the type stays open.
+        handed = run_file.parent / "handed.toml"
+        handed.write_text(resolved(config, [("model", "dtype")]), encoding="utf-8")
+        preflight.check_run(load(handed), resume=False)
+    assert judged == ["bfloat16", "bfloat16", "float32", "float32"]
 
 
 def test_findings_about_the_task_are_returned_and_not_printed(

@@ -89,6 +89,20 @@ def test_a_taken_port_is_told_with_its_holder(run_file: Path, capsys: pytest.Cap
     assert psutil.Process().cmdline()[0].split()[0] in " ".join(told)
 
 
+def test_the_model_is_judged_with_the_type_that_a_start_chooses(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("protocol.config.machine.bfloat16_unit", lambda: "AMX")
+    monkeypatch.setattr(setup.model_facts, "facts", lambda config: [("model", config.model.dtype)])
+    monkeypatch.setattr(setup, "on_cpu", lambda: True)
+    folder = run_file.parent / "of bfloat16"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"dtype": "bfloat16"}', encoding="utf-8")
+    setup.examine(load(run_file, ["--model.path", str(folder)]))
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["model", "bfloat16"] in lines
+
+
 def doctor(run_file: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> tuple[int, dict[str, str]]:
     """Returns the exit code, and what is told of the store, of checkpoints and of faults."""
     code = setup.examine(load(run_file, [*overrides]))

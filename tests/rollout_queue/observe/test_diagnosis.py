@@ -287,6 +287,23 @@ def test_causes_are_joined_and_ranked(
         assert "zero_variance" not in cause.text
 
 
+@pytest.mark.parametrize(
+    ("turns", "turn", "episode", "remedy"),
+    [
+        (1, 24, 2048, "rollout.max_turn_tokens = 24"),
+        (1, 64, 32, "rollout.max_episode_tokens = 32"),
+        (1, 16, 16, "rollout.max_turn_tokens = 16 and rollout.max_episode_tokens = 16"),
+        (2, 24, 48, "rollout.max_turn_tokens = 24 or rollout.max_episode_tokens = 48"),
+    ],
+)
+def test_only_a_limit_that_may_have_ended_the_rollouts_is_named(
+    turns: int, turn: int, episode: int, remedy: str
+) -> None:
+    limits = config(rollout={"max_turns": turns, "max_turn_tokens": turn, "max_episode_tokens": episode})
+    (cause,) = diagnose(seen((16, outcome(0.0, 1.0, finished="length"))), [], [], limits)
+    assert cause.text.endswith(f": raise {remedy}")
+
+
 def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
     symptoms = seen(*[(1, FAIL if number % 12 else VARIES) for number in range(WINDOW_GROUPS)])
     (cause,) = diagnose(symptoms, [], [], config())

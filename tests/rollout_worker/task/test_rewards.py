@@ -167,6 +167,12 @@ def test_i7_a_parameter_that_is_no_column_is_told_with_the_columns_there_are():
     with pytest.raises(ConfigError, match=told):
         RewardFunctions([correct]).check_signatures(BATCH.columns)
 
+    def of_one(prompt, completions):
+        return []
+
+    with pytest.raises(ConfigError, match=r"of_one takes 'prompt', and rewards get lists .*: name it prompts$"):
+        RewardFunctions([of_one]).check_signatures(BATCH.columns)
+
 
 @pytest.mark.parametrize("returned", [itertools.repeat(1.0), iter(int, 1)])
 async def test_i9_a_reward_without_end_is_too_many(returned):

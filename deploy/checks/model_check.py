@@ -157,6 +157,10 @@ def read_architecture(model: ModelSection) -> Any:
         remedy = "give an existing model folder or a hub name"
         if "trust_remote_code" in str(error) and not model.trust_remote_code:
             remedy = "read that code, and if you trust it set model.trust_remote_code = true"
+        elif "couldn't connect" in str(error):
+            remedy = (
+                f"give the path of a model folder, or fetch it first where the hub can be reached: hf download {path}"
+            )
         elif model.revision:
             remedy += ", and a branch, tag or commit that it has"
         raise ConfigError(f"model.path = {path}{revision}: not a model that can be loaded: {first}; {remedy}") from None

@@ -54,6 +54,15 @@ def test_the_longest_context(model: dict[str, Any], longest: int | None, tmp_pat
     assert model_check.longest_context(AutoConfig.from_pretrained(tmp_path)) == longest
 
 
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect to the hub to load the files.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(ConfigError, match=r"couldn't connect .*; give the path of a model folder, or fetch it first"):
+        model_check.check_model(config(model={"path": "org/model"}))
+
+
 @pytest.mark.parametrize(
     ("shards", "cut", "told"),
     [

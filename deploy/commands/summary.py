@@ -376,10 +376,10 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
     for incident in incidents:
         if incident.ended is None:
             said.add(_alike(incident.text))
-            yield f"{incident.about}: {_brief(incident.text)}"
+            yield f"{incident.about}: {incident.text}"
     for cause in status.diagnosis:
         if _alike(cause.text) not in said:
-            yield _brief(cause.text)
+            yield cause.text
 
 
 def _alike(text: str) -> str:

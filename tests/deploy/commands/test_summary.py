@@ -182,6 +182,14 @@ def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(nig
     assert any(line.startswith("server vllm-0: quarantined") and line.endswith("and still") for line in lines)
 
 
+def test_what_lasts_is_told_with_its_remedy(night: Night) -> None:
+    reason = f"{'its log-probs are those of another model, ' * 5}by 3 nats. Restart the server"
+    night.out("vllm-0", ServerState.QUARANTINED, reason)
+    night.goes_on(20)
+    night.goes_on(5, finished=True)
+    assert night.summary().open == [f"server vllm-0: quarantined: {reason}"]
+
+
 def test_twenty_kinds_are_ten_lines(night: Night) -> None:
     for number in range(20):
         night.servers[f"other-{number}"] = ServerState.SERVING, None

@@ -9,6 +9,7 @@ whose place another has taken writes none: it would lie among those of the other
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
@@ -203,9 +204,22 @@ class CheckpointKeeper:
         info = CheckpointInfo(position.step, position.version, start.settings(config), position.run)
         sources = checkpoints.Sources(config.model, config.chat.template)
         kept = config.learner.keep_checkpoints
+        self._check_room(position.step)
         self._newest = checkpoints.save(config.run_dir, info, self._trainer, sources, kept, self._spared())
         self._tried_at, self._untold = self._clock(), True
         return self._newest
+
+    def _check_room(self, step: int) -> None:
+        """Raise `CheckpointError` where the disk has less room than the newest checkpoint took: one that fills the disk
+        ends a queue that has its store there."""
+        written = 0 if self._newest is None else self._newest.info.written_bytes
+        folder = places.folder(self._config.run_dir)
+        free = shutil.disk_usage(folder).free if folder.is_dir() else written
+        if free < written:
+            raise CheckpointError(
+                f"the checkpoint of step {step} cannot be written: the one before took {written / 1e6:,.0f} MB, and "
+                f"{free / 1e6:,.0f} MB are free in {folder}"
+            )
 
     def _spared(self) -> set[int]:
         """Return the steps whose checkpoints stay, however old. Writes the best one down, and reports it if it is

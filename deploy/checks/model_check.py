@@ -1,10 +1,12 @@
 """Checks the model before a run starts: that it loads, and that vLLM and the learner can use it.
 
-Only its config is read, never its weights.
+Only its config is read, and of its weights which of their bytes are there.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -34,6 +36,9 @@ _SHAPES = (
     "moe_intermediate_size",
 )
 
+# The entry of a safetensors header that is no tensor.
+_METADATA = "__metadata__"
+
 # Kinds of rotary scaling whose factor the length already includes (vllm 0.32, `_get_and_verify_max_len`).
 _SCALED = ("default", "su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
@@ -49,8 +54,44 @@ def check_model(config: RunConfig) -> None:
                 f"vllm.max_model_len = {config.vllm.max_model_len} is more than the model's {longest}: vLLM would "
                 f"refuse to start; lower it to at most {longest}"
             )
+    if Path(model.path).is_absolute() and (cut_off := find_cut_off_weights(Path(model.path))) is not None:
+        raise ConfigError(cut_off)
     if model.attention != ModelSection.model_fields["attention"].default:
         _check_attention(architecture, model)
+
+
+def find_cut_off_weights(folder: Path) -> str | None:
+    """Name weights of a model folder that are missing or cut off, as those of a copy that was stopped; None if all are
+    whole."""
+    files = {*folder.glob("*.safetensors")}
+    for index in folder.glob("*.safetensors.index.json"):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            files |= {folder / name for name in json.loads(index.read_bytes()).get("weight_map", {}).values()}
+    for file in sorted(files):
+        if not file.is_file():
+            return f"model.path = {folder}: its weights {file.name} are missing; copy the folder again"
+        size, wanted = file.stat().st_size, _safetensors_bytes(file)
+        if wanted is None or size < wanted:
+            of = "" if wanted is None else f" of {wanted:,}"
+            return (
+                f"model.path = {folder}: {file.name} has {size:,}{of} bytes, so it is cut off or no safetensors file; "
+                f"copy it again"
+            )
+    return None
+
+
+def _safetensors_bytes(file: Path) -> int | None:
+    """Return the bytes that a safetensors file has by its own header: a length in 8 bytes, and JSON. None if it has no
+    header."""
+    try:
+        with file.open("rb") as weights:
+            length = int.from_bytes(weights.read(8), "little")
+            if length > file.stat().st_size:
+                return None
+            header = json.loads(weights.read(length))
+        return 8 + length + max((of["data_offsets"][1] for name, of in header.items() if name != _METADATA), default=0)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
 
 
 def check_resumed(config: RunConfig, resume: bool) -> None:
@@ -116,6 +157,10 @@ def read_architecture(model: ModelSection) -> Any:
         remedy = "give an existing model folder or a hub name"
         if "trust_remote_code" in str(error) and not model.trust_remote_code:
             remedy = "read that code, and if you trust it set model.trust_remote_code = true"
+        elif "couldn't connect" in str(error):
+            remedy = (
+                f"give the path of a model folder, or fetch it first where the hub can be reached: hf download {path}"
+            )
         elif model.revision:
             remedy += ", and a branch, tag or commit that it has"
         raise ConfigError(f"model.path = {path}{revision}: not a model that can be loaded: {first}; {remedy}") from None

@@ -70,7 +70,7 @@ def _said(ask: Callable[[], str]) -> str:
 def _lack_of_weights(config: RunConfig) -> str | None:
     folder = Path(config.model.path)
     if not folder.is_dir() or any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        return None
+        return model_check.find_cut_off_weights(folder)
     return f"model.path = {folder} holds no *.safetensors: complete it, or name another folder"
 
 

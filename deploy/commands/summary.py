@@ -376,10 +376,10 @@ def _left_open(data: PageData, incidents: Sequence[Incident]) -> Iterator[str]:
     for incident in incidents:
         if incident.ended is None:
             said.add(_alike(incident.text))
-            yield f"{incident.about}: {_first_sentence(incident.text)}"
+            yield f"{incident.about}: {incident.text}"
     for cause in status.diagnosis:
         if _alike(cause.text) not in said:
-            yield _first_sentence(cause.text)
+            yield cause.text
 
 
 def _alike(text: str) -> str:
@@ -387,14 +387,9 @@ def _alike(text: str) -> str:
     return "".join(letter for letter in text if not letter.isdigit())
 
 
-def _first_sentence(text: str) -> str:
-    """Return the first sentence of a text, whole: it ends with the remedy."""
-    return text.partition(". ")[0]
-
-
 def _brief(text: str) -> str:
     """Return the first sentence of a text, cut where it is long."""
-    first = _first_sentence(text)
+    first = text.partition(". ")[0]
     return first if len(first) <= _SHOWN_CHARACTERS else f"{first[:_SHOWN_CHARACTERS]}..."
 
 

@@ -167,7 +167,7 @@ LOG_HEAD_BYTES, LOG_KEPT_BYTES = 64 * 1024, 16 * 1024**2
 
 TAIL_BYTES = 64 * 1024
 
-MAX_LINE = 400
+MAX_LINE = 2000
 
 # Colours and other sequences that would act on a terminal.
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")

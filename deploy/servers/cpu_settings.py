@@ -169,9 +169,13 @@ def described(config: RunConfig, episode_tokens: int | None) -> str:
     length = f"{episode_tokens} tokens, the longest episode" if episode_tokens else f"{vllm.max_model_len} tokens"
     block = flag_value(arguments, _BLOCK_FLAG)
     blocks = f"blocks of {block} tokens, " if block else ""
+    few = ""
+    if cache and (model := _model(config)) is not None:
+        held = int(size or 0) // (model.token * (episode_tokens or vllm.max_model_len))
+        few = f"; there is memory for {held} of that length at a time, so the others wait" * (held < vllm.max_num_seqs)
     return (
         f"servers on this CPU: {blocks}steps of at most {flag_value(arguments, _STEP_FLAG)} tokens{cache} for "
-        f"{vllm.max_num_seqs} sequences of {length}"
+        f"{vllm.max_num_seqs} sequences of {length}{few}"
     )
 
 

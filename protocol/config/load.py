@@ -110,11 +110,24 @@ def _forget_preset(learner: dict[str, Any]) -> None:
             del learner[name]
 
 
+def _gguf(model: Path) -> Path | None:
+    """Return the GGUF file that a model path is, or that stands there without a config.json; None if there is none."""
+    if not model.is_absolute() or (model / "config.json").is_file():
+        return None
+    files = [model] if model.is_file() else sorted(model.glob("*.gguf"))
+    return next((file for file in files if file.suffix == ".gguf"), None)
+
+
 def missing_files(config: RunConfig, needs: Collection[Need]) -> list[str]:
     """Return one line for each needed file that is missing. Hub names are not looked up."""
     faults = []
     model, task = Path(config.model.path), config.task.file
-    if {"model", "tokenizer"} & {*needs} and model.is_absolute() and not model.is_dir():
+    if {"model", "tokenizer"} & {*needs} and (gguf := _gguf(model)) is not None:
+        faults.append(
+            f"model.path = {model}: {gguf.name} is a GGUF file, which cannot be trained; give a folder that "
+            f"save_pretrained wrote (examples/pretrained/build_model.py makes one from a GGUF file)"
+        )
+    elif {"model", "tokenizer"} & {*needs} and model.is_absolute() and not model.is_dir():
         faults.append(f"model.path = {model}: there is no such folder; give an existing model folder or a hub name")
     elif "model" in needs and model.is_absolute() and not (model / "config.json").is_file():
         faults.append(f"model.path = {model}: the folder holds no config.json; save a model there with save_pretrained")

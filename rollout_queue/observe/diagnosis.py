@@ -16,7 +16,7 @@ from statistics import median
 import msgspec
 
 from protocol import reasons
-from protocol.collapse import WINDOW_STEPS, Collapse, Row, find_collapse
+from protocol.collapse import LOWER, WINDOW_STEPS, Collapse, Row, find_collapse
 from protocol.config import RolloutSection, RunConfig
 from protocol.rollouts import UNKNOWN_TOOL
 from protocol.status import Cause, Notice, Severity, WorkerStatus
@@ -101,6 +101,37 @@ _OF_A_SERVER = frozenset(
 )
 
 
+@dataclass
+class SuddenlyEqual:
+    """Compares the groups since a step with those before it.
+
+    A policy that samples for itself (a staleness of 0) may be destroyed so far that no group is worth a step. No later
+    step shows it then.
+
+    Attributes:
+        step: The step's figures.
+        varied, compared: Groups before it whose rewards differ, of how many.
+        groups, rewards: Groups since then, and the sum of their mean rewards.
+    """
+
+    step: Row
+    varied: int
+    compared: int
+    groups: int = 0
+    rewards: float = 0.0
+
+    def describe(self, learning_rate: float) -> str:
+        """Describe it, with the remedy. `learning_rate`: the setting's value."""
+        norm = "" if (at := self.step.get("grad_norm")) is None else f", at a gradient norm of {at:.2g}"
+        step, reward = self.step.get("step") or 0, self.step.get("reward") or 0.0
+        return (
+            f"since the update of step {step:g}, with a learning rate of {learning_rate:g}{norm}, hardly a group has "
+            f"rewards that differ, as {self.varied} of the {self.compared} before it had, and the reward went from "
+            f"{reward:.3g} to {self.rewards / self.groups:.3g}: it has probably destroyed the policy. Lower "
+            f"learner.learning_rate = {learning_rate:g}, to {learning_rate / LOWER:g} first"
+        )
+
+
 class Symptoms:
     """Collects what the diagnosis looks at. Kept in memory only: after a restart of the queue it fills again.
 
@@ -113,6 +144,7 @@ class Symptoms:
         tickets: How the newest tickets ended: the reason of a failure, "" for a group.
         flat_steps: Newest steps in a row whose gradient was 0.
         collapse: The update that destroyed the policy; None before, and once the reward is better than before it.
+        sudden: The newest step, if its update seems to have made all rewards equal; see `SuddenlyEqual`.
         checkpoint_failure: Why the newest checkpoint could not be written; None if it was.
     """
 
@@ -127,6 +159,7 @@ class Symptoms:
         self.collapse: Collapse | None = None
         self._steps: deque[Row] = deque(maxlen=WINDOW_STEPS)
         self._earned = 0.0
+        self._since: SuddenlyEqual | None = None
         self.checkpoint_failure: str | None = None
 
     def group_came(self, outcome: GroupOutcome) -> None:
@@ -135,6 +168,17 @@ class Symptoms:
         self.longer.add(outcome)
         self.equal_in_a_row = self.equal_in_a_row + 1 if outcome.equal else 0
         self.tickets.append("")
+        if self._since is not None:
+            self._since.groups += 1
+            self._since.rewards += outcome.reward
+
+    @property
+    def sudden(self) -> SuddenlyEqual | None:
+        since = self._since
+        if since is None or min(since.groups, self.equal_in_a_row) < self.patience:
+            return None
+        varied_before = since.compared >= _MIN_SEEN and since.varied >= _SOME * since.compared
+        return since if varied_before and since.rewards / since.groups <= (since.step.get("reward") or 0.0) else None
 
     def ticket_failed(self, reason: str) -> None:
         """Note a ticket of the training that ended without a group."""
@@ -145,6 +189,7 @@ class Symptoms:
         """Note a step. `row`: its figures, as of `protocol.collapse`."""
         self.flat_steps = self.flat_steps + 1 if row.get("grad_norm") == 0 else 0
         self._steps.append(row)
+        self._since = SuddenlyEqual(row, len(self.newest) - self.newest.equal, len(self.newest))
         if self.collapse is None:
             self.collapse = find_collapse([*self._steps])
             before = [reward for of in self._steps if (reward := of.get("reward")) is not None and of is not row]
@@ -154,7 +199,7 @@ class Symptoms:
 
     def session_began(self) -> None:
         """Forget what a new session of the learner tries anew."""
-        self.flat_steps, self.checkpoint_failure, self.collapse = 0, None, None
+        self.flat_steps, self.checkpoint_failure, self.collapse, self._since = 0, None, None, None
         self._steps.clear()
 
 
@@ -265,9 +310,13 @@ def _of_episodes(
     if symptoms.collapse is not None:
         text = symptoms.collapse.describe(config.learner.learning_rate)
         return [_cause("learning rate", text, "bad"), *_tools(symptoms, notices)]
+    tools = [*_tools(symptoms, notices)]
+    nothing_else = _worst(tools) is None and (changes is None or changes.fall is None)
+    if nothing_else and (sudden := symptoms.sudden) is not None:
+        return [_cause("learning rate", sudden.describe(config.learner.learning_rate), "bad"), *tools]
     few_calls = [*_few_calls(symptoms, config)]
     return [
-        *_tools(symptoms, notices),
+        *tools,
         *_fall(symptoms, config, changes),
         *(few_calls or _cut_off(symptoms, config)),
         *_wrong_calls(symptoms, config),

@@ -172,11 +172,12 @@ def check_evaluation(config: RunConfig, eval_dataset: Any) -> None:
 
 
 def find_evaluation_warnings(config: RunConfig, eval_dataset: Any) -> list[Finding]:
-    """Find an eval_dataset that is never read, and evaluations that are never made."""
+    """Find an eval_dataset or settings of [eval] that are never read, and evaluations that are never made."""
     settings, steps = config.eval, config.learner.steps
-    if not settings.is_on and eval_dataset is not None:
-        text = f"Task(eval_dataset=...) is never read, since {_OFF}"
-        return [Finding("warning", text, "set one of them, or leave the data set out")]
+    unread = ["Task(eval_dataset=...)"] if not settings.is_on and eval_dataset is not None else []
+    if unread := unread + [f"eval.{name}" for name in settings.unread]:
+        text = f"{', '.join(unread)}: never read, since {_OFF}"
+        return [Finding("warning", text, "set one of them for evaluations")]
     if config.learner.epochs is None and settings.every and settings.every > steps:
         text = f"eval.every = {settings.every} is beyond the last step, learner.steps = {steps}"
         return [Finding("warning", text, "lower eval.every, or set eval.at_end")]

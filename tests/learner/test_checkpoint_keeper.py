@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from learner import start
+from learner import checkpoint_keeper, start
 from learner.checkpoint_keeper import best_of, is_due, spared
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import CheckpointError, CheckpointInfo
@@ -122,6 +123,26 @@ def full_at(monkeypatch: pytest.MonkeyPatch, *steps: int) -> None:
         flush(root)
 
     monkeypatch.setattr(checkpoint, "_flush", flushed)
+
+
+def test_a_checkpoint_for_which_there_is_no_room_is_not_begun(
+    model_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would fill the disk of the queue's store: SmolLM2-135M on 3.5 GB lost its queue to it; 2026-11-28."""
+    warned: list[str] = []
+    monkeypatch.setattr(TerminalProgress, "warn", lambda _, text: warned.append(text))
+    usage = shutil.disk_usage(tmp_path)
+    full = usage._replace(free=1000)
+    monkeypatch.setattr(
+        checkpoint_keeper.shutil,
+        "disk_usage",
+        lambda of: full if "step-000001" in str([*Path(of).iterdir()]) else usage,
+    )
+    here = config_for(model_path, tmp_path, steps=2, checkpoint_every=1)
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be written: .* took .* MB, and 0 MB are free in"):
+        train(here, FakeQueue(endless()))
+    assert list(places.complete(here.run_dir)) == [1]
+    assert "step 1's stays the newest" in warned[-1]
 
 
 def test_a_full_disk_costs_a_checkpoint_and_not_the_run(

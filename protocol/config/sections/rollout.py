@@ -111,6 +111,9 @@ class RolloutSection(Section):
 # vLLM replaces lower temperatures above 0 by this one.
 _MIN_TEMPERATURE = 0.01
 
+# Settings of [eval] that turn evaluations on.
+_EVALUATIONS = ("every", "at_start", "at_end")
+
 
 class AgentSection(Section):
     unenforced: Literal["warn", "refuse"] = setting(
@@ -202,6 +205,12 @@ class EvalSection(Section):
         """Whether the run makes evaluations."""
         return self.every > 0 or self.at_start or self.at_end
 
+    @property
+    def unread(self) -> list[str]:
+        """The settings that have no effect, as the run makes no evaluations."""
+        fields = type(self).model_fields
+        return [] if self.is_on else [name for name in fields if getattr(self, name) != fields[name].default]
+
     def is_due(self, step: int, steps: int) -> bool:
         """Tell whether an evaluation belongs to `step` of `steps`; step 0 is before the first."""
         if step == 0:
@@ -229,12 +238,11 @@ class EvalSection(Section):
                 f"eval.group_size = {self.group_size} with eval.temperature = 0: all episodes of a row would be the "
                 f"same; set eval.group_size to 1, or leave out eval.temperature"
             )
-        if not self.is_on:
-            fields = type(self).model_fields
-            for name, field in fields.items():
-                if (value := getattr(self, name)) != field.default:
-                    raise ValueError(
-                        f"eval.{name} = {value} has no effect, as there is no evaluation: set eval.every, "
-                        f"eval.at_start or eval.at_end, or leave it out"
-                    )
+        # Where they were turned off in so many words, the rest may stay as it was: find_evaluation_warnings names it.
+        if not self.is_on and not self.model_fields_set & {*_EVALUATIONS}:
+            for name in self.unread:
+                raise ValueError(
+                    f"eval.{name} = {getattr(self, name)} has no effect, as there is no evaluation: set eval.every, "
+                    f"eval.at_start or eval.at_end, or leave it out"
+                )
         return self

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from deploy.checks import model_check, preflight
 from protocol import checkpoints
 from protocol.config import ConfigError, load
+from tests.kit import config
 
 
 @pytest.mark.parametrize(
@@ -49,6 +52,37 @@ from protocol.config import ConfigError, load
 def test_the_longest_context(model: dict[str, Any], longest: int | None, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
     assert model_check.longest_context(AutoConfig.from_pretrained(tmp_path)) == longest
+
+
+def test_a_hub_that_cannot_be_reached(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: Any, **__: Any) -> None:
+        raise OSError("We couldn't connect to the hub to load the files.")
+
+    monkeypatch.setattr(AutoConfig, "from_pretrained", unreachable)
+    with pytest.raises(ConfigError, match=r"couldn't connect .*; give the path of a model folder, or fetch it first"):
+        model_check.check_model(config(model={"path": "org/model"}))
+
+
+@pytest.mark.parametrize(
+    ("shards", "cut", "told"),
+    [
+        (["model.safetensors"], 0, None),
+        (["model.safetensors"], 8, r"model.safetensors has .* bytes, so it is cut off .*; copy it again"),
+        (["model.safetensors"], 10_000, r"model.safetensors has 0 bytes, so it is cut off"),
+        (["model-1.safetensors", "model-2.safetensors"], 0, "its weights model-2.safetensors are missing"),
+    ],
+    ids=["whole", "cut off", "empty", "a shard is missing"],
+)
+def test_weights_that_were_copied_in_part(shards: list[str], cut: int, told: str | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}', encoding="utf-8")
+    save_file({"a": torch.zeros(64)}, tmp_path / shards[0])
+    whole = (tmp_path / shards[0]).read_bytes()
+    (tmp_path / shards[0]).write_bytes(whole[: max(0, len(whole) - cut)])
+    if len(shards) > 1:
+        names = {f"weight{number}": name for number, name in enumerate(shards)}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}), encoding="utf-8")
+    with nullcontext() if told is None else pytest.raises(ConfigError, match=told):
+        model_check.check_model(config(model={"path": str(tmp_path)}))
 
 
 def test_a_context_above_the_models_is_refused_unless_vllm_was_told_to_allow_it(

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import transformers as tf
+from safetensors.torch import save_file
 
 from deploy.checks.model_facts import facts
 from deploy.commands import setup
@@ -150,7 +152,10 @@ def test_a_folder_without_weights_is_broken(run_file: Path, capsys: pytest.Captu
     assert "holds no *.safetensors" in found["model, weights"]
     assert setup.examine(load(run_file)) == 1
     assert "broken: model, weights: model.path = " in " ".join(capsys.readouterr().out.split())
-    (run_file.parent / "model" / "model.safetensors").write_bytes(b"")
+    weights = run_file.parent / "model" / "model.safetensors"
+    weights.write_bytes(b"")
+    assert "model.safetensors has 0 bytes, so it is cut off" in told(run_file)["model, weights"]
+    save_file({"a": torch.zeros(1)}, weights)
     assert "model, weights" not in told(run_file)
 
 

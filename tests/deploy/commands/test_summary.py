@@ -15,7 +15,7 @@ from deploy.commands import summary
 from deploy.commands.summary import RunSummary
 from protocol import history
 from protocol.messages import ServerState
-from protocol.status import Cause, LearnerStatus, Stall, Status
+from protocol.status import LearnerStatus, Stall, Status
 from rollout_queue.observe.history import History
 from tests.kit.status import server, status, worker
 
@@ -86,12 +86,6 @@ def test_a_quiet_night_is_five_lines(night: Night) -> None:
     assert lines[1] == "reward 0.055 over its first 10 steps, 0.265 over its last"
     assert lines[2] == "2,000 tokens sampled, 78% of them trained, never stood still"
     assert lines[-1] == "all is as it should be"
-
-
-def test_what_is_wrong_at_the_end_keeps_its_remedy(night: Night) -> None:
-    text = f"{'rollouts did not come to their own end, ' * 5}: raise rollout.max_turn_tokens = 24"
-    night.goes_on(10, finished=True, diagnosis=[Cause("rollouts cut off", f"{text}. Then look again", "warn")])
-    assert night.summary().open == [text]
 
 
 def test_each_reward_function_and_role_is_named(night: Night) -> None:
@@ -186,6 +180,14 @@ def test_what_comes_back_again_and_again_is_one_line_and_what_lasts_is_wrong(nig
         "server vllm-0: quarantined: its log-probs are another model's",
     ]
     assert any(line.startswith("server vllm-0: quarantined") and line.endswith("and still") for line in lines)
+
+
+def test_what_lasts_is_told_with_its_remedy(night: Night) -> None:
+    reason = f"{'its log-probs are those of another model, ' * 5}by 3 nats. Restart the server"
+    night.out("vllm-0", ServerState.QUARANTINED, reason)
+    night.goes_on(20)
+    night.goes_on(5, finished=True)
+    assert night.summary().open == [f"server vllm-0: quarantined: {reason}"]
 
 
 def test_twenty_kinds_are_ten_lines(night: Night) -> None:

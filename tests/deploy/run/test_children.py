@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from deploy.run import processes
-from deploy.run.processes import Child, Children, Program, describe_end
+from deploy.run.processes import MAX_LINE, Child, Children, Program, describe_end
 from tests.deploy.stage import until
 
 
@@ -115,7 +115,14 @@ async def test_a_log_is_told_without_what_would_act_on_a_terminal(tmp_path: Path
         script = r"printf '\033[31mERROR red\033[0m \007bell\n'; head -c 5000 /dev/zero | tr '\0' x"
         child = await run_to_its_end(tmp_path, script, children)
     assert child.first_error() == "ERROR red bell"
-    assert max(map(len, child.tail())) <= 400
+    assert max(map(len, child.tail())) <= MAX_LINE
+
+
+async def test_a_remedy_is_quoted_to_its_end(tmp_path: Path) -> None:
+    """That of a destroyed policy has 900 characters, the command to type last."""
+    with Children(grace_s=5) as children:
+        child = await run_to_its_end(tmp_path, f"echo 'slipstream: {'x' * 900} --resume'", children)
+    assert (child.first_error() or "").endswith("--resume")
 
 
 async def test_logs_go_on_where_their_folder_was_deleted(tmp_path: Path) -> None:

@@ -121,6 +121,20 @@ def test_a_cpu_servers_settings_are_derived_where_the_user_has_set_none(
     assert vllm_server.with_cpu_settings(settled) == settled, "a server that is started again keeps them"
 
 
+@pytest.mark.parametrize(
+    ("available", "told"),
+    [(512, "tokens"), (32, "; there is memory for 5 of that length at a time, so the others wait")],
+)
+def test_a_cache_that_does_not_hold_all_sequences_says_how_many(
+    qwen: RunConfig, available: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "on_cpu", lambda: True)
+    monkeypatch.setattr(cpu_settings, "available_bytes", lambda: available * GIB)
+    said: list[str] = []
+    vllm_server.with_cpu_settings(qwen, said.append)
+    assert said[0].endswith(told)
+
+
 def test_blocks_of_models_with_states_are_left_to_vllm(tmp_path: Path, run_file: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"text_config": {**QWEN3_06B, "linear_num_key_heads": 4}}))
     arguments = cpu_settings.settled(load(run_file, ["--model.path", str(tmp_path)])).vllm.args

@@ -305,6 +305,14 @@ def test_a_missing_model_folder_is_told_when_the_run_file_is_named_without_a_fol
     assert "there is no such folder" in fault(Path("run.toml"))
 
 
+@pytest.mark.parametrize("path", ["./model/policy.gguf", "./model"], ids=["a file", "a folder that holds one"])
+def test_a_gguf_file_is_told(folder: Path, path: str) -> None:
+    (folder / "model" / "config.json").unlink()
+    (folder / "model" / "policy.gguf").touch()
+    message = fault_of(folder, MINIMAL.replace("./model", path))
+    assert "policy.gguf is a GGUF file, which cannot be trained; give a folder that save_pretrained wrote" in message
+
+
 def test_a_model_folder_without_a_config_is_told(folder: Path) -> None:
     (folder / "model" / "config.json").unlink()
     assert fault(folder / "run.toml") == (

@@ -44,6 +44,18 @@ def test_what_cannot_be_meant_is_refused(settings: Any, told: str) -> None:
         config(eval=settings)
 
 
+def test_settings_may_stay_where_the_evaluations_are_turned_off(tmp_path: Path) -> None:
+    run_file = tmp_path / "run.toml"
+    run_file.write_text(
+        '[run]\nname = "x"\n[model]\npath = "m"\n[task]\npath = "t.py:task"\n'
+        "[eval]\nat_start = true\nat_end = true\nrows = 32\ntemperature = 0\n",
+        encoding="utf-8",
+    )
+    turned_off = load(run_file, ["--eval.at_start", "false", "--eval.at_end", "false"])
+    assert turned_off.eval.unread == ["rows", "temperature"]
+    assert load(run_file).eval.unread == []
+
+
 @pytest.mark.parametrize("rows", ["0", "-1", "2.5", "some"])
 def test_a_number_of_rows_that_cannot_be_is_told_once(tmp_path: Path, rows: str) -> None:
     run_file = tmp_path / "run.toml"

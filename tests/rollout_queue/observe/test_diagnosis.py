@@ -304,6 +304,28 @@ def test_only_a_limit_that_may_have_ended_the_rollouts_is_named(
     assert cause.text.endswith(f": raise {remedy}")
 
 
+def test_an_update_after_which_no_group_is_worth_a_step_is_named() -> None:
+    """SmolLM2-135M at a staleness of 0 and a learning rate of 0.3: no second step was ever made; 2026-11-28."""
+    symptoms = seen((4, VARIES), (4, FAIL))
+    symptoms.stepped({"step": 1, "reward": 0.18, "grad_norm": 2.9, "kl": 0.0, "ess": 1.0, "learning_rate": 0.3})
+    for _ in range(16):
+        symptoms.group_came(outcome(0.0, 0.0, finished="length"))
+    (cause,) = diagnose(symptoms, [], [], config(learner={"learning_rate": 0.3}))
+    assert (cause.about, cause.severity) == ("learning rate", "bad")
+    assert cause.text.startswith("since the update of step 1, with a learning rate of 0.3, at a gradient norm of 2.9")
+    assert "as 4 of the 8 before it had, and the reward went from 0.18 to 0" in cause.text
+    assert "Lower learner.learning_rate = 0.3, to 0.03 first. Meanwhile 20 groups in a row" in cause.text
+
+
+@pytest.mark.parametrize("since", [PASS, outcome(0.0, 0.0, tools=RAISES)], ids=["solved", "a tool that raises"])
+def test_an_update_is_not_blamed_for(since: GroupOutcome) -> None:
+    symptoms = seen((8, VARIES))
+    symptoms.stepped({"step": 1, "reward": 0.5})
+    for _ in range(16):
+        symptoms.group_came(since)
+    assert all(cause.about != "learning rate" for cause in diagnose(symptoms, [], [], config()))
+
+
 def test_a_few_groups_with_variance_do_not_hide_the_others() -> None:
     symptoms = seen(*[(1, FAIL if number % 12 else VARIES) for number in range(WINDOW_GROUPS)])
     (cause,) = diagnose(symptoms, [], [], config())

@@ -176,7 +176,11 @@ def test_evaluations_without_rows_are_refused(sections: Any, given: Any, told: s
 
 def test_an_eval_dataset_that_is_never_read_is_a_warning() -> None:
     (finding,) = find_evaluation_warnings(config(WORKER), EVALS)
-    assert "is never read, since eval.every, eval.at_start and eval.at_end are off" in finding.text
+    assert finding.text == (
+        "Task(eval_dataset=...): never read, since eval.every, eval.at_start and eval.at_end are off"
+    )
+    (finding,) = find_evaluation_warnings(config(WORKER, eval={"at_end": False, "rows": 32}), None)
+    assert finding.text.startswith("eval.rows: never read, since")
     assert find_evaluation_warnings(config(WORKER, **ON), EVALS) == []
     late = config(WORKER, eval={"every": 50}, learner={"steps": 20})
     (finding,) = find_evaluation_warnings(late, EVALS)

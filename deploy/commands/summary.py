@@ -154,6 +154,10 @@ class _Record:
         self._steps: list[tuple[float, int]] = []
         # Seconds by which the machine's clock was set while the queue ran, all steps together.
         self._set_by = 0.0
+        # Since the queue was started again, until the learner is known to be the same or a new one.
+        self._restart: Incident | None = None
+        # When neither queue nor learner ran: a person had stopped the run, or its machine.
+        self._stops: list[tuple[float, float]] = []
         # Steps of entries without a status.
         self._rows: list[history.Row] = []
 
@@ -178,7 +182,7 @@ class _Record:
         has_steps, self._rows = bool(self._rows), []
         self.began = at if self.began is None else self.began
         if before is not None and since is not None:
-            self._closed += _at_once(before, status, since, at)
+            self._closed += self._tell_stop(before, status, [*_at_once(before, status, since, at)])
         wrong = dict(_wrong(status, at))
         if status.finished:  # processes end; what was wrong may still be
             wrong = {about: of for about, of in wrong.items() if about in self._open}
@@ -192,6 +196,20 @@ class _Record:
             self._step(at, status.step)
         self._before, self.newest_at = status, at
 
+    def _tell_stop(self, before: Status, after: Status, found: list[Incident]) -> list[Incident]:
+        """Tell a run that was stopped and went on, where it was, from a queue and a learner that crashed."""
+        if (queue := next((of for of in found if of.about == "the queue"), None)) is not None:
+            self._restart = queue
+        elif after.learner.session == before.learner.session and after.step > before.step:
+            self._restart = None
+        restart = self._restart
+        if restart is None or after.learner.session <= before.learner.session or any(of.steps_again for of in found):
+            return found
+        self._restart = None
+        restart.about, restart.text = "the run", "was stopped, and went on"
+        self._stops.append((restart.began, restart.ended or restart.began))
+        return [of for of in found if of.about != "the learner"]
+
     def _step(self, at: float, step: int) -> None:
         if not self._steps or self._steps[-1][1] != step:
             self._steps.append((at, step))
@@ -200,14 +218,17 @@ class _Record:
         """Return the incidents in the order of time, and the seconds in which the run stood still."""
         incidents = sorted([*self._closed, *self._open.values()], key=lambda incident: incident.began)
         usual, stood = _standstills(self._steps)
+        lost_s = 0.0
         for began, ended in stood:
+            stopped_s = sum(max(0.0, min(ended, until) - max(began, since)) for since, until in self._stops)
+            span_s = max(0.0, ended - began - usual - stopped_s)
+            lost_s += span_s
             during = [of for of in incidents if of.began <= ended and (of.ended is None or of.ended >= began)]
             if not during:
                 during = [Incident("the run", "no step, and nothing that was seen says why", began, ended)]
                 incidents += during
             for incident in during:
-                incident.lost_s += ended - began - usual
-        lost_s = sum(ended - began - usual for began, ended in stood)
+                incident.lost_s += span_s
         return sorted(incidents, key=lambda incident: incident.began), lost_s
 
 

@@ -225,3 +225,14 @@ def test_a_run_does_not_fail_by_its_summary(
     monkeypatch.setattr(summary, "read_run", lambda folder: 1 / 0)
     summary.tell(night.folder)
     assert "no summary of" in capsys.readouterr().err
+
+
+def test_a_run_that_was_stopped_and_resumed_did_not_stand_still_meanwhile(night: Night) -> None:
+    night.at += 3600
+    night.up_since = night.at
+    night.goes_on(12, steps=False)
+    night.session += 1
+    night.goes_on(120)
+    found = night.summary()
+    assert [(of.about, of.text) for of in found.incidents] == [("the run", "was stopped, and went on")]
+    assert found.lost_s < 60

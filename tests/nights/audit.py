@@ -27,7 +27,6 @@ SEGMENTS = 200
 # How much a process may grow while it lives, beside its memory: handles, threads (each hung call keeps one). Less
 # cannot be told from warming up.
 GROWTH = {"handles": 100, "threads": 300}
-WARM_AFTER_S = 60.0
 # Parts of a life whose medians are compared, and how many of their scatter a steady growth is apart from none.
 PARTS = 12
 SURE = 4.0
@@ -68,9 +67,11 @@ class Growth:
 
     Args:
         memory: How many bytes a process may grow while it lives.
+        warm_after_s: Seconds from its start that count for nothing: it loads a model.
     """
 
     memory: int
+    warm_after_s: float = 60.0
     seen: dict[tuple[str, int], list[tuple[float, dict[str, int]]]] = field(default_factory=lambda: defaultdict(list))
 
     @property
@@ -94,7 +95,7 @@ class Growth:
         """By process, the most that one of its lives grew after it was warm."""
         most: dict[str, dict[str, int]] = {}
         for (name, _), looks in self.seen.items():
-            warm = [found for at, found in looks if at - looks[0][0] >= WARM_AFTER_S]
+            warm = [found for at, found in looks if at - looks[0][0] >= self.warm_after_s]
             if len(warm) < 2:
                 continue
             row = most.setdefault(name, dict.fromkeys(self.limits, 0))
@@ -106,7 +107,7 @@ class Growth:
         """By process, the trends of its longest life after it was warm."""
         found: dict[str, dict[str, Trend]] = {}
         for (name, _), looks in sorted(self.seen.items(), key=lambda item: item[1][-1][0] - item[1][0][0]):
-            warm = [(at, values) for at, values in looks if at - looks[0][0] >= WARM_AFTER_S]
+            warm = [(at, values) for at, values in looks if at - looks[0][0] >= self.warm_after_s]
             of = {what: trend([(at, values[what]) for at, values in warm]) for what in self.limits}
             if all(of.values()):
                 found[name] = {what: each for what, each in of.items() if each is not None}

@@ -61,7 +61,7 @@ def accuracy(completions, answer, **columns):
     return correct(completions, answer)
 
 task = Task(dataset=questions[HELD_OUT:], eval_dataset=questions[:16], rewards=[accuracy])
-fewer = Task(dataset=questions[HELD_OUT:][:50], rewards=[accuracy])
+fewer = Task(dataset=questions[HELD_OUT:][:50], eval_dataset=questions[:16], rewards=[accuracy])
 """
 
 

@@ -118,6 +118,7 @@ class Night:
         try:
             begun = self._wait(lambda: fleet.watch.step() >= 2 and self._whole(), STARTS_WITHIN_S * slowness())
             self._start_s = time.monotonic() - began
+            self._growth.warm_after_s = max(self._growth.warm_after_s, START_WITHIN_TIMES * self._start_s)
             if not begun:
                 broken.append(f"the run did not begin: {'; '.join(map(str, fleet.watch.lines[-3:]))}")
                 schedule, quiet_s = [], 0.0

@@ -19,9 +19,9 @@ from statistics import median
 from rich.console import Console
 from rich.table import Table
 
+from tests.nights import examples
 from tests.nights import schedule as schedules
 from tests.nights.faults import possible, quick
-from tests.nights.fleet import EXAMPLE
 from tests.nights.night import Outcome, Told, play
 
 
@@ -30,6 +30,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fake", action="store_true", help="fake servers, which start in seconds")
+    parser.add_argument("--example", choices=examples.BY_NAME, default="multiply")
     parser.add_argument("--every", type=float, help="seconds between faults; default 30, with --fake 5")
     parser.add_argument("--soak", action="store_true", help="no faults: what grows in a run that is left alone?")
     parser.add_argument("--only", nargs="+", help="parts of the names of faults")
@@ -39,20 +40,23 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the outcome there, as JSON")
     parser.add_argument("--keep", type=Path, help="copy the run's directory there, and all that was heard")
     arguments = parser.parse_args()
+    example = examples.BY_NAME[arguments.example]
+    if arguments.fake and arguments.example != "multiply":
+        parser.error("--fake plays the example multiply only")
     every_s = arguments.every or (5.0 if arguments.fake else 30.0)
     faults = [
         fault
         for fault in (quick if arguments.quick else possible)("fake" if arguments.fake else "real")
-        if not arguments.only or any(part in fault.name for part in arguments.only)
+        if example.bears(fault) and (not arguments.only or any(part in fault.name for part in arguments.only))
     ]
     schedule = (
         schedules.load(arguments.schedule)
         if arguments.schedule
         else schedules.draw(arguments.seed, 60 * arguments.minutes, every_s, faults)
     )
-    model = EXAMPLE / "models" / "seed-0"
     if not arguments.fake:
-        subprocess.run([sys.executable, str(EXAMPLE / "build_model.py"), "--out", str(model)], check=True)
+        build = [sys.executable, str(example.folder / "build_model.py"), "--out", str(example.model)]
+        subprocess.run(build, check=True)
 
     def say(text: str) -> None:
         print(text, flush=True)
@@ -60,7 +64,7 @@ def main() -> int:
     quiet_s = 0.0
     if arguments.soak:
         schedule, quiet_s = [], 60 * arguments.minutes
-    outcome = play(schedule, arguments.seed, arguments.fake, every_s, model, say, arguments.keep, quiet_s)
+    outcome = play(schedule, arguments.seed, arguments.fake, every_s, example, say, arguments.keep, quiet_s)
     report(outcome)
     if arguments.out:
         arguments.out.write_text(json.dumps(outcome.as_dict(), indent=1), encoding="utf-8")
@@ -72,7 +76,7 @@ def main() -> int:
             kinds = {kind_of(text) for text in outcome.broken}
 
             def fails(part: list[schedules.Strike]) -> bool:
-                again = play(schedules.closer(part, every_s), arguments.seed, arguments.fake, every_s, model, say)
+                again = play(schedules.closer(part, every_s), arguments.seed, arguments.fake, every_s, example, say)
                 return bool(kinds & {kind_of(text) for text in again.broken})
 
             schedules.save(schedules.shrink(schedule, fails), file.with_suffix(".shrunk"))
@@ -116,7 +120,8 @@ def report(outcome: Outcome) -> None:
     print(
         f"labels: {outcome.labels.tokens} tokens of {outcome.labels.versions} versions, with "
         f"{outcome.labels.mid_turn_swaps} swaps in the middle of a turn, at most "
-        f"{outcome.labels.worst:.2g} nats off; reward {outcome.reward[0]:.3f} to {outcome.reward[1]:.3f}"
+        f"{outcome.labels.worst:.2g} nats off, {outcome.labels.mean:.2g} in the mean; "
+        f"reward {outcome.reward[0]:.3f} to {outcome.reward[1]:.3f}"
     )
     print(f"growth: {json.dumps(outcome.growth)}; logs: {json.dumps(outcome.log_bytes)}")
     for name, trends in sorted(outcome.trends.items()):

@@ -23,13 +23,10 @@ from rollout_queue.store.sqlite import SqliteReader
 from rollout_queue.store.sqlite_file import FILE_NAME
 
 MAX_STALENESS = 4
-# Nats between a label and what the weights of its version give. In float32 on a CPU, preemptions included.
-TOLERANCE = 2e-4
 SEGMENTS = 200
-# How much a process may grow while it lives: bytes, handles, threads (each hung call keeps one). Less cannot be told
-# from warming up.
-GROWTH = {"memory": 200 << 20, "handles": 100, "threads": 300}
-WARM_AFTER_S = 60.0
+# How much a process may grow while it lives, beside its memory: handles, threads (each hung call keeps one). Less
+# cannot be told from warming up.
+GROWTH = {"handles": 100, "threads": 300}
 # Parts of a life whose medians are compared, and how many of their scatter a steady growth is apart from none.
 PARTS = 12
 SURE = 4.0
@@ -66,9 +63,20 @@ def trend(looks: Sequence[tuple[float, float]]) -> Trend | None:
 
 @dataclass
 class Growth:
-    """Measures the processes of a run from time to time."""
+    """Measures the processes of a run from time to time.
 
+    Args:
+        memory: How many bytes a process may grow while it lives.
+        warm_after_s: Seconds from its start that count for nothing: it loads a model.
+    """
+
+    memory: int
+    warm_after_s: float = 60.0
     seen: dict[tuple[str, int], list[tuple[float, dict[str, int]]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def limits(self) -> dict[str, int]:
+        return {"memory": self.memory, **GROWTH}
 
     def look(self, processes: Mapping[str, psutil.Process]) -> None:
         for name, process in processes.items():
@@ -87,11 +95,11 @@ class Growth:
         """By process, the most that one of its lives grew after it was warm."""
         most: dict[str, dict[str, int]] = {}
         for (name, _), looks in self.seen.items():
-            warm = [found for at, found in looks if at - looks[0][0] >= WARM_AFTER_S]
+            warm = [found for at, found in looks if at - looks[0][0] >= self.warm_after_s]
             if len(warm) < 2:
                 continue
-            row = most.setdefault(name, dict.fromkeys(GROWTH, 0))
-            for what in GROWTH:
+            row = most.setdefault(name, dict.fromkeys(self.limits, 0))
+            for what in self.limits:
                 row[what] = max(row[what], warm[-1][what] - warm[0][what])
         return most
 
@@ -99,15 +107,15 @@ class Growth:
         """By process, the trends of its longest life after it was warm."""
         found: dict[str, dict[str, Trend]] = {}
         for (name, _), looks in sorted(self.seen.items(), key=lambda item: item[1][-1][0] - item[1][0][0]):
-            warm = [(at, values) for at, values in looks if at - looks[0][0] >= WARM_AFTER_S]
-            of = {what: trend([(at, values[what]) for at, values in warm]) for what in GROWTH}
+            warm = [(at, values) for at, values in looks if at - looks[0][0] >= self.warm_after_s]
+            of = {what: trend([(at, values[what]) for at, values in warm]) for what in self.limits}
             if all(of.values()):
                 found[name] = {what: each for what, each in of.items() if each is not None}
         return found
 
     def broken(self) -> Iterator[str]:
         for name, row in self.table().items():
-            for what, limit in GROWTH.items():
+            for what, limit in self.limits.items():
                 if row[what] > limit:
                     yield f"{name} grew by {row[what]:,} {what}"
 
@@ -120,6 +128,7 @@ class Labels:
     versions: int = 0
     mid_turn_swaps: int = 0
     worst: float = 0.0
+    mean: float = 0.0
 
 
 def of_files(folder: Path, steps: int, store: StoreReader | None = None) -> list[str]:
@@ -174,7 +183,7 @@ class Versions:
 
     def __call__(self, version: int) -> Any:
         if version not in self._read:
-            self._read[version] = torch.load(self._files[version])
+            self._read[version] = torch.load(self._files[version], mmap=True)
         self._model.load_state_dict(self._read[version], strict=False)
         return self._model
 
@@ -194,7 +203,7 @@ def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
         return Labels()
     places = [place for step in record.steps for place in step.trained]
     random.Random(seed).shuffle(places)
-    found, versions, count = Labels(), set(), 0
+    found, versions, count, sum_off = Labels(), set(), 0, 0.0
     for place in places:
         for rollout in place.group().rollouts:
             for segment in rollout.segments:
@@ -203,12 +212,13 @@ def labels(folder: Path, kept: Path, model: Path, seed: int = 0) -> Labels:
                         off = _off(known, segment, turn)
                         found.tokens += len(off)
                         found.worst = max(found.worst, float(off.max()))
+                        sum_off += float(off.sum())
                         found.mid_turn_swaps += len(turn) - 1
                         versions |= {span.version for span in turn}
                 count += 1
         if count >= SEGMENTS:
             break
-    found.versions = len(versions)
+    found.versions, found.mean = len(versions), sum_off / max(1, found.tokens)
     return found
 
 

@@ -23,11 +23,12 @@ from protocol import access
 from tests.kit.fake_vllm.tokenizer import build_tokenizer
 from tests.kit.model import tiny_model
 from tests.kit.ports import free_port
+from tests.nights.examples import BY_NAME, Example
 from tests.nights.link import Link
 from tests.nights.watch import Watch
 
 ROOT = Path(__file__).parents[2]
-EXAMPLE = ROOT / "examples" / "multiply"
+EXAMPLE = BY_NAME["multiply"].folder
 SLIPSTREAM = (sys.executable, "-P", "-m", "deploy.cli")
 TOKEN = "0123456789abcdef0123456789abcdef"
 ENDS_WITHIN_S = 120.0
@@ -60,43 +61,7 @@ if file:
     time.time_ns = lambda: int(shifted() * 1e9)
 """
 
-# The example's task, with a tool and a reward that do harm while a file says so.
-TASK = '''
-import subprocess, time
-from pathlib import Path
-
-from slipstream import Task
-from task import accuracy as right, multiply as product, rows
-
-HARM = Path({harm!r})
-
-def multiply(a: int, b: int) -> int:
-    """Multiply two integers.
-
-    Args:
-        a: First factor.
-        b: Second factor.
-    """
-    if (HARM / "tool hangs").exists():
-        time.sleep(600)
-    if (HARM / "tool floods the terminal").exists():
-        print("flood " * 20_000)
-    if (HARM / "tool leaves processes").exists():
-        subprocess.Popen(["sleep", "1000"])
-    if (HARM / "rollout of 5 MB").exists():
-        return "9" * 5_000_000
-    return product(a, b)
-
-def accuracy(completions, answer, **columns):
-    if (HARM / "reward hangs").exists():
-        time.sleep(600)
-    return right(completions, answer)
-
-task = Task(dataset=rows(4096, seed=1), tools=[multiply], rewards=[accuracy])
-fewer = Task(dataset=rows(50, seed=1), tools=[multiply], rewards=[accuracy])
-'''
-
-# Keeps the weights of each version, so that labels can be recomputed.
+# Keeps the weights of versions as the servers hold them, so that labels can be recomputed.
 KEEPER = """
 import copy, os
 from pathlib import Path
@@ -109,8 +74,9 @@ KEPT = Path({kept!r})
 class Keeper(TrainerCallback):
     def on_log(self, args, state, control, model=None, logs=None, **_):
         version = int((logs or {{}}).get("version", -1))
-        if version >= 0 and not (KEPT / f"{{version}}.pt").exists():
-            torch.save(model.state_dict(), KEPT / "part")
+        if version >= 0 and version % {every} < 2 and not (KEPT / f"{{version}}.pt").exists():
+            weights = {{name: value.to(torch.{dtype}) for name, value in model.state_dict().items()}}
+            torch.save(weights, KEPT / "part")
             os.replace(KEPT / "part", KEPT / f"{{version}}.pt")
 """
 
@@ -121,23 +87,24 @@ class Fleet:
 
     Attributes:
         fake: Whether its servers are fakes.
-        servers: How many `slipstream up` starts; another one joins.
+        example: What it runs.
         watch: What is read of terminals and status.
         starts: How often the run was started.
         held: Whether nothing is started now.
+        engines: vLLM's engines that were seen.
     """
 
     folder: Path
     model: Path
     fake: bool
     seed: int
-    servers: int = 2
-    workers: int = 2
+    example: Example = BY_NAME["multiply"]
     watch: Watch = field(init=False)
     starts: int = 0
     beside: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
     up: subprocess.Popen[str] | None = None
     held: bool = False
+    engines: set[psutil.Process] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.harm, self.kept = self.folder / "harm", self.folder / "kept"
@@ -152,6 +119,14 @@ class Fleet:
         self.watch = Watch(self.queue_url, TOKEN)
 
     @property
+    def servers(self) -> int:
+        return self.example.servers
+
+    @property
+    def workers(self) -> int:
+        return self.example.workers
+
+    @property
     def queue_url(self) -> str:
         return f"http://127.0.0.1:{self.queue_port}"
 
@@ -159,11 +134,11 @@ class Fleet:
     def server_urls(self) -> dict[str, str]:
         """Where each server is asked by a person, links left aside."""
         own = {f"vllm-{index}": f"http://127.0.0.1:{self.vllm_port + index}" for index in range(self.servers)}
-        return {**own, "joined": f"http://127.0.0.1:{self.joined_port}"}
+        return {**own, "joined": f"http://127.0.0.1:{self.joined_port}"} if self.example.joined else own
 
     @property
     def environment(self) -> dict[str, str]:
-        path = [str(self.folder / "stubs"), str(self.folder), str(EXAMPLE), str(ROOT)]
+        path = [str(self.folder / "stubs"), str(self.folder), str(self.example.folder), str(ROOT)]
         own = {
             "PYTHONPATH": os.pathsep.join(path),
             "NIGHT_CLOCK": str(self.clock),
@@ -176,9 +151,10 @@ class Fleet:
     def _write_files(self) -> None:
         stubs = self.folder / "stubs"
         (stubs / "sitecustomize.py").write_text(CLOCK, encoding="utf-8")
-        (self.folder / "night_task.py").write_text(TASK.format(harm=str(self.harm)), encoding="utf-8")
-        (self.folder / "keeper.py").write_text(KEEPER.format(kept=str(self.kept)), encoding="utf-8")
-        shutil.copy(EXAMPLE / "run.toml", self.folder / "run.toml")
+        (self.folder / "night_task.py").write_text(self.example.task.format(harm=str(self.harm)), encoding="utf-8")
+        kept = {"kept": str(self.kept), "every": self.example.keep_every, "dtype": self.example.dtype}
+        (self.folder / "keeper.py").write_text(KEEPER.format(**kept), encoding="utf-8")
+        shutil.copy(self.example.folder / "run.toml", self.folder / "run.toml")
         if self.fake:
             for name in ("vllm", "vllm/entrypoints", "vllm/entrypoints/openai"):
                 (stubs / name).mkdir(exist_ok=True)
@@ -193,13 +169,13 @@ class Fleet:
             *("--queue.port", str(self.queue_port), "--vllm.port", str(self.vllm_port)),
             *("--vllm.count", str(self.servers), "--worker.count", str(self.workers)),
             *("--weight_sync.transport", "http", "--weight_sync.timeout_s", "40"),
-            *("--rollout.group_size", "4", "--learner.groups_per_step", "4", "--learner.checkpoint_every", "10"),
-            # Slow, or all rewards of a group are soon equal, and no step is made of them.
-            *("--learner.learning_rate", "5e-5"),
-            *("--worker.episodes", "32", "--worker.tool_timeout_s", "3", "--worker.reward_timeout_s", "6"),
+            *("--rollout.group_size", "4", "--learner.groups_per_step", "4"),
+            *("--learner.checkpoint_every", str(self.example.checkpoint_every)),
+            *("--worker.tool_timeout_s", "3", "--worker.reward_timeout_s", "6"),
             *("--queue.ticket_timeout_s", "10", "--queue.lease_timeout_s", "20", "--queue.stall_after_s", "20"),
             *("--queue.record", "true", "--deploy.restart", "1000", "--deploy.grace_s", "15"),
             *("--learner.callbacks", f'["{self.folder / "keeper.py"}:Keeper"]'),
+            *self.example.settings,
         ]
 
     def command(self, name: str, *arguments: str) -> list[str]:
@@ -245,6 +221,8 @@ class Fleet:
             ),
             "far": self.command("worker", "--queue", link, "--name", "far"),
         }
+        if not self.example.joined:
+            del commands["joined"]
         for name, command in commands.items():
             process = self.beside.get(name)
             if process is None or process.poll() is not None:
@@ -270,6 +248,17 @@ class Fleet:
                     found[name] = own
                     if name == "joined":  # vLLM is its child
                         found[name] = next(iter(own.children()), own)
+        return found
+
+    def with_engines(self) -> dict[str, psutil.Process]:
+        """The processes of the run, and those in which its servers compute."""
+        found = self.processes()
+        for name, process in [*found.items()]:
+            with suppress(psutil.Error):
+                for child in process.children(recursive=True):
+                    if "EngineCore" in child.cmdline()[0]:
+                        found[f"{name}'s engine"] = child
+                        self.engines.add(child)
         return found
 
     def _name_of(self, process: psutil.Process) -> str | None:
@@ -334,8 +323,9 @@ class Fleet:
         return left
 
     def left(self) -> list[psutil.Process]:
-        """Processes of this run that live: they have its folder in their environment."""
-        found = []
+        """Processes of this run that live: they have its folder in their environment. vLLM's engine has overwritten its
+        environment with its title; it is known from when it was its server's child."""
+        found = [engine for engine in self.engines if engine.is_running()]
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 if process.pid != os.getpid() and process.environ().get("NIGHT_CLOCK") == str(self.clock):

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.nights import audit
-from tests.nights.fleet import EXAMPLE, Fleet
+from tests.nights.examples import BY_NAME, Example
+from tests.nights.fleet import Fleet
 from tests.nights.injuries import Injuries, NotThere
 from tests.nights.schedule import Strike
 
@@ -27,7 +28,13 @@ QUIET_WITHIN_S = 120.0
 # Processes that wait for a core, for each core, from which on a run is given more time: others use the machine too.
 BUSY = 4.0
 STEPS_AT_THE_END = 5
-DISK_BYTES = 400 << 20
+# A disk above this size is a file, a smaller one is in memory.
+IN_MEMORY_BYTES = 1 << 30
+# A run that makes steps makes one within so many seconds, or within so many times what its steps take.
+STEP_WITHIN_S = 20.0
+STEP_WITHIN_TIMES = 4
+# A run that is started again needs so many times what its first start took: others use the machine too.
+START_WITHIN_TIMES = 2
 
 
 @dataclass
@@ -91,8 +98,9 @@ class Night:
         self._fleet = fleet
         self._injuries = Injuries(fleet)
         self._every_s = every_s
-        self._growth = audit.Growth()
+        self._growth = audit.Growth(fleet.example.grows_bytes)
         self._busy: set[str] = set()
+        self._start_s = 0.0
         self._over = threading.Event()
 
     def play(self, schedule: Sequence[Strike], say: Any = lambda text: None, quiet_s: float = 0.0) -> Outcome:
@@ -108,9 +116,11 @@ class Night:
         fleet.start()
         keeping.start()
         try:
-            begun = self._wait(lambda: fleet.watch.step() >= 2 and self._whole(), STARTS_WITHIN_S)
+            begun = self._wait(lambda: fleet.watch.step() >= 2 and self._whole(), STARTS_WITHIN_S * slowness())
+            self._start_s = time.monotonic() - began
+            self._growth.warm_after_s = max(self._growth.warm_after_s, START_WITHIN_TIMES * self._start_s)
             if not begun:
-                broken.append("the run did not begin")
+                broken.append(f"the run did not begin: {'; '.join(map(str, fleet.watch.lines[-3:]))}")
                 schedule, quiet_s = [], 0.0
             threads = []
             first = time.monotonic()
@@ -123,8 +133,9 @@ class Night:
             for thread in threads:
                 thread.join(300)
             time.sleep(quiet_s)
-            if begun and not self._wait(self._whole, QUIET_WITHIN_S * slowness()):
-                broken.append(f"not whole again after {QUIET_WITHIN_S:g} s: {'; '.join(self._ailing())}")
+            quiet_within_s = self._restarts_within(QUIET_WITHIN_S)
+            if begun and not self._wait(self._whole, quiet_within_s):
+                broken.append(f"not whole again after {quiet_within_s:.0f} s: {'; '.join(self._ailing())}")
             self._over.set()
             keeping.join()
             steps = fleet.watch.step() + STEPS_AT_THE_END
@@ -147,8 +158,10 @@ class Night:
         found.broken += [*audit.of_files(fleet.run_dir, steps), *self._growth.broken()]
         found.growth, found.trends = self._growth.table(), self._growth.trends()
         found.labels = audit.labels(fleet.run_dir, fleet.kept, fleet.model, fleet.seed)
-        if found.labels.worst > audit.TOLERANCE:
+        if found.labels.worst > fleet.example.worst_off:
             found.broken.append(f"a label is {found.labels.worst:.2g} nats off")
+        if found.labels.mean > fleet.example.mean_off:
+            found.broken.append(f"labels are {found.labels.mean:.2g} nats off in the mean")
         found.log_bytes = {file.name: file.stat().st_size for file in (fleet.run_dir / "logs").glob("*.log")}
         found.reward = audit.rewards(fleet.run_dir)
 
@@ -158,7 +171,7 @@ class Night:
             self._fleet.keep()
             if time.monotonic() - looked > 10:
                 looked = time.monotonic()
-                self._growth.look(self._fleet.processes())
+                self._growth.look(self._fleet.with_engines())
 
     def _until_free(self, strike: Strike, at: float) -> None:
         """Wait for a strike's time, and until what it hurts is whole: two faults in one have one line."""
@@ -175,19 +188,19 @@ class Night:
     def _strike(self, of: Told, say: Any) -> None:
         strike, watch = of.strike, self._fleet.watch
         alone = strike.of.target in ("queue", "learner") or strike.fault == "full disk"
-        began = time.monotonic()
+        began, lasts_s = time.monotonic(), self._lasts_s(strike)
         try:
             with self._injuries.done(strike):
-                time.sleep(strike.lasts_s)
+                time.sleep(lasts_s)
             ended = time.monotonic()
             pattern = strike.of.says.format(target=of.target)
-            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) * slowness() + strike.lasts_s
+            within_s = strike.of.within_s * (1 if self._fleet.fake else 2) * slowness() + lasts_s
             if pattern:
                 self._wait(lambda: watch.first(pattern, began) is not None, began + within_s - time.monotonic())
                 if (line := watch.first(pattern, began)) is not None:
                     of.line, of.after_s = str(line)[:300], round(line.at - began, 1)
-            steps = STEPS_WITHIN_S[self._fleet.fake] * slowness()
-            self._wait(lambda: watch.steps[-1][0] > ended, steps)
+            steps_within_s = self._restarts_within(STEPS_WITHIN_S[self._fleet.fake])
+            self._wait(lambda: watch.steps[-1][0] > ended, steps_within_s)
             made = [at for at, _ in watch.steps if at > ended]
             of.step_after_s = round(made[0] - ended, 1) if made else None
         except NotThere as error:
@@ -207,7 +220,19 @@ class Night:
         if fleet.up is None or fleet.up.poll() is not None or status is None:
             return False
         serving = any(server["state"] == "serving" for server in status["servers"])
-        return serving and bool(watch.steps) and time.monotonic() - watch.steps[-1][0] < 20
+        within_s = max(STEP_WITHIN_S, STEP_WITHIN_TIMES * watch.step_s())
+        return serving and bool(watch.steps) and time.monotonic() - watch.steps[-1][0] < within_s
+
+    def _lasts_s(self, strike: Strike) -> float:
+        """Seconds until a strike is undone. A full disk is noticed by what is written: at the latest, a checkpoint."""
+        if strike.fault != "full disk":
+            return strike.lasts_s
+        return max(strike.lasts_s, (self._fleet.example.checkpoint_every + 1) * self._fleet.watch.step_s())
+
+    def _restarts_within(self, least_s: float) -> float:
+        """Seconds within which the run is whole again and makes a step, by what its start and its steps took."""
+        measured_s = START_WITHIN_TIMES * self._start_s + STEP_WITHIN_TIMES * self._fleet.watch.step_s()
+        return max(least_s * slowness(), measured_s)
 
     def _serves(self, target: str) -> bool:
         """Whether a server serves: what is not up cannot be missed. True for what is no server."""
@@ -242,7 +267,7 @@ def play(
     seed: int,
     fake: bool,
     every_s: float,
-    model: Path | None = None,
+    example: Example = BY_NAME["multiply"],
     say: Any = print,
     keep: Path | None = None,
     quiet_s: float = 0.0,
@@ -255,9 +280,9 @@ def play(
     """
     folder = Path(tempfile.mkdtemp(prefix="night-"))
     with ExitStack() as stack:
-        if schedule and has_disk_of_its_own(folder / "runs"):
+        if schedule and has_disk_of_its_own(folder / "runs", example.disk_bytes):
             stack.callback(subprocess.run, ["umount", "-l", str(folder / "runs")], check=False)
-        fleet = Fleet(folder, folder / "model" if fake else model or EXAMPLE / "models" / "seed-0", fake, seed)
+        fleet = Fleet(folder, folder / "model" if fake else example.model, fake, seed, example)
         try:
             outcome = Night(fleet, every_s).play(schedule, say, quiet_s)
         finally:
@@ -279,10 +304,17 @@ def slowness() -> float:
     return max(1.0, os.getloadavg()[0] / (BUSY * (os.cpu_count() or 1)))
 
 
-def has_disk_of_its_own(folder: Path) -> bool:
+def has_disk_of_its_own(folder: Path, size: int) -> bool:
     """Mount a small disk there, so that it can be filled; False where that is not allowed."""
     folder.mkdir(parents=True)
     if os.getuid() != 0:
         return False
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "night", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "night", str(folder)]
+    if size > IN_MEMORY_BYTES:
+        image = folder.parent / "disk"
+        with image.open("wb") as file:
+            file.truncate(size)
+        if subprocess.run(["mkfs.ext4", "-q", str(image)], capture_output=True).returncode != 0:
+            return False
+        mount = ["mount", "-o", "loop", str(image), str(folder)]
     return subprocess.run(mount, capture_output=True).returncode == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
+import time
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from tests.kit.messages import segment
 from tests.nights import schedule as schedules
 from tests.nights.audit import trend, turns_of
 from tests.nights.faults import BY_NAME, FAULTS, Place, possible, quick
+from tests.nights.fleet import Fleet
 from tests.nights.link import link
 from tests.nights.night import play
 from tests.nights.schedule import Strike, draw, shrink
@@ -79,6 +82,36 @@ def test_a_link_that_is_cut_is_silent_and_goes_on_when_it_is_whole() -> None:
             between.state = "whole"
             client.settimeout(10)
             assert client.recv(16) == b"two"
+
+
+def wait(until: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not until():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_an_engine_that_is_left_is_found_although_its_environment_is_gone(tmp_path: Path) -> None:
+    engine = "subprocess.Popen(['VLLM::EngineCore', '60'], executable=shutil.which('sleep'), env={}).wait()"
+    fleet = Fleet(tmp_path, tmp_path / "model", fake=True, seed=0)
+    server = fleet.spawn("far", [sys.executable, "-c", f"import shutil, subprocess; {engine}"])
+    try:
+        fleet.beside["far"] = server
+        wait(lambda: "far's engine" in fleet.with_engines())
+        server.kill()
+        server.wait()
+        assert fleet.left()
+    finally:
+        fleet.close()
+
+
+def test_a_step_takes_the_median_of_those_that_were_made() -> None:
+    heard = Watch("http://127.0.0.1:9", "token")
+    heard.close()
+    assert heard.step_s() == 0.0
+    # Two at once, a restart, and one that goes back to a checkpoint.
+    heard.steps = [(0.0, 0), (8.0, 1), (28.0, 3), (150.0, 1), (160.0, 2), (290.0, 3)]
+    assert heard.step_s() == 10.0
 
 
 def test_lines_of_steps_tell_of_no_fault() -> None:

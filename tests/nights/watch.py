@@ -11,6 +11,8 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from protocol import access
@@ -86,6 +88,11 @@ class Watch:
 
     def step(self) -> int:
         return self.steps[-1][1] if self.steps else 0
+
+    def step_s(self) -> float:
+        """What a step takes: the median of those that were made; 0 before the second."""
+        made = [(after[0] - at) / (after[1] - step) for (at, step), after in pairwise(self.steps) if after[1] > step]
+        return median(made) if made else 0.0
 
     def _ask(self) -> None:
         before: set[str] = set()

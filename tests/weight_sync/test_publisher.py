@@ -35,6 +35,8 @@ from weight_sync import publisher
 from weight_sync.fleet import decisions, fleet, member, server_publication, snapshots
 from weight_sync.publisher import Publisher, PublishError
 from weight_sync.server import cancellation, control
+from weight_sync.server.answers import EngineState
+from weight_sync.server.control import ServerControl
 from weight_sync.weights.snapshot import Snapshot
 
 T = TypeVar("T")
@@ -389,6 +391,31 @@ def test_i7_how_long_an_engine_is_silent_counts_from_the_first_question_it_left_
         until(server_in(world, "vllm-1", ServerState.DOWN))
     # The second question ends 1.1 s after the first one began, and 0.7 s after that one ended. One may come before.
     assert world.fakes[1].calls.count("/slipstream/state") <= 3
+
+
+def test_a_look_during_which_the_learner_itself_was_stopped_does_not_mark_the_server_down(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_slowly(monkeypatch)
+    monkeypatch.setattr(member, "DOWN_AFTER_S", 1.0)
+    stopped, ask = threading.Event(), ServerControl.state
+
+    async def stands_still(control: ServerControl) -> EngineState:
+        if not stopped.is_set():
+            stopped.set()
+            time.sleep(1.5)  # noqa: ASYNC251 (as if the process was stopped)
+            await asyncio.sleep(60)
+        return await ask(control)
+
+    with world.publisher() as publishing:
+        publishing.publish(1, weights(), probe())
+        until(lambda: world.states() == [(ServerState.SERVING, 1)] * 2)
+        monkeypatch.setattr(ServerControl, "state", stands_still)
+        assert stopped.wait(5)
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            assert world.states() == [(ServerState.SERVING, 1)] * 2
+            time.sleep(0.01)
 
 
 def test_i7_how_long_an_engine_is_silent_counts_from_the_publication_that_failed_by_it(

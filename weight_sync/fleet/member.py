@@ -189,6 +189,8 @@ class Member:
             async with asyncio.timeout(within_s):
                 state = await self._sync.control.state()
         except (ControlError, TimeoutError) as error:
+            # A look counts for its time-out at most: for the rest of the time this process was stopped.
+            began = max(began, time.monotonic() - within_s)
             if isinstance(error, ControlError) and error.unconnected and self.server.state is _S.JOINING:
                 await self._note_not_up(f"{self.server.url} does not answer yet ({error.unconnected})")
             else:

@@ -17,7 +17,7 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError
 
-from deploy.checks import model_check
+from deploy.checks import learning_rates, model_check
 from deploy.run import run_directory
 from deploy.servers import cpu_build, cpu_settings, devices, probes, server_args
 from deploy.servers.gpu_memory import checkpoint_bytes, gib
@@ -116,6 +116,8 @@ def check_run(config: RunConfig, resume: bool) -> RunCheck:
     model_check.check_model(config)
     model_check.check_resumed(config, resume)
     check_adapter(config, resume)
+    if (unusual := learning_rates.find_unusual_rate(config)) is not None:
+        findings.append(unusual)
     if config.vllm.launched and on_cpu():
         _, served = devices.settle(config, cpu=True, say=lambda line: None)  # with the type that the servers will have
         cpu_build.check_served(served, architecture_of(served.model) or {})

@@ -124,7 +124,10 @@ def read_record(run_dir: Path) -> Record:
             files hold what no run writes.
     """
     if not run_dir.is_dir():
-        raise ConfigError(f"{run_dir}: there is no such directory; name that of a run with --from RUN_DIR")
+        raise ConfigError(
+            f"{run_dir}: there is no such directory; plan reads what a run has measured, after two of its "
+            f"steps or more: start this one, or name another by --from RUN_DIR"
+        )
     try:
         return _read_record(run_dir)
     except ConfigError:

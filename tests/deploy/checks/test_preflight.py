@@ -81,6 +81,11 @@ def test_findings_about_the_task_are_returned_and_not_printed(
     assert "leave less" not in "".join(capsys.readouterr())
 
 
+def test_an_unusual_learning_rate_is_a_finding(run_file: Path) -> None:
+    checked = preflight.check_run(load(run_file, ["--learner.learning_rate", "5"]), resume=False)
+    assert any(str(finding).startswith("learner.learning_rate = 5") for finding in checked.findings)
+
+
 def test_a_task_file_that_is_not_there(run_file: Path) -> None:
     """This holds even if the run file was loaded without looking for it."""
     config = load(run_file)

@@ -1,7 +1,8 @@
-"""An extension of vLLM's workers for servers of TRL on a CPU.
+"""An extension of vLLM's workers for servers of TRL on a CPU. It mends two faults of vLLM 0.32's CPU build.
 
-vLLM 0.32's CPU build multiplies with a packed copy of the output layer. `reload_weights` does not pack it anew where
-the output layer is the embedding, so the server would go on sampling with the output layer of the start.
+It multiplies with a packed copy of the output layer, which `reload_weights` does not pack anew where the output layer
+is the embedding: the server would go on sampling with the output layer of the start. And it ends when a request with a
+seed, as each of TRL's has, is computed in several steps.
 """
 
 from __future__ import annotations
@@ -9,6 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.sampling_params import SamplingParams, SamplingType
+
+
+def _without_seed(params: SamplingParams) -> SamplingType:
+    """Sample from the server's own generator. TRL's seeds keep several servers apart, and here is one."""
+    return SamplingType.RANDOM if params.temperature > 0 else SamplingType.GREEDY
+
+
+SamplingParams.sampling_type = property(_without_seed)
 
 
 class TiedHead:

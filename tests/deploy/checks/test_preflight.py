@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from deploy.checks import preflight
+from deploy.checks import learning_rates, preflight
 from deploy.run.run_directory import resolved
 from deploy.servers.model_shape import ModelShape
 from deploy.servers.probes import check_port, looks_like
@@ -81,9 +81,10 @@ def test_findings_about_the_task_are_returned_and_not_printed(
     assert "leave less" not in "".join(capsys.readouterr())
 
 
-def test_an_unusual_learning_rate_is_a_finding(run_file: Path) -> None:
-    checked = preflight.check_run(load(run_file, ["--learner.learning_rate", "5"]), resume=False)
-    assert any(str(finding).startswith("learner.learning_rate = 5") for finding in checked.findings)
+def test_an_unusual_learning_rate_is_a_finding(run_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learning_rates, "parameters_of", lambda model: 135e6)
+    checked = preflight.check_run(load(run_file, ["--learner.learning_rate", "0.5"]), resume=False)
+    assert "learner.learning_rate = 0.5 is far" in " ".join(map(str, checked.findings))
 
 
 def test_a_task_file_that_is_not_there(run_file: Path) -> None:

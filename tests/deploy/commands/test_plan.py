@@ -209,6 +209,6 @@ def test_a_run_without_two_steps_teaches_nothing(tmp_path: Path, steps: list[dic
     run = write(tmp_path / "run", steps)
     with pytest.raises(ConfigError, match="few steps first"):
         read_record(run)
-    with pytest.raises(ConfigError, match="there is no such directory; .* --from"):
+    with pytest.raises(ConfigError, match=r"there is no such directory; .* --from"):
         read_record(tmp_path / "nothing")
     assert isinstance(asked(run / "run.toml", "--from", tmp_path / "nothing").exception, ConfigError)

@@ -115,7 +115,7 @@ async def test_instances_are_pooled_reset_and_closed_and_the_environment_rewards
     assert run.worker.capacity.free == run.worker.capacity.total
     first = run.rollouts[0]
     counted = {f"tools/add/{what}" for what in ("calls", "failures", "seconds")}
-    assert {"env/reset_s", "env/reward_s", *counted} == set(first.metrics)
+    assert {"env/reset_s", "env/reward_s", "tools/offered", *counted} == set(first.metrics)
 
 
 async def test_reset_gets_the_rows_columns_and_only_those_that_it_takes():
